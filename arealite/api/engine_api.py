@@ -1,0 +1,157 @@
+"""The two engines: one trains, one samples. Contracts only; implementations live in `arealite.engine`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+    from arealite.api.io_struct import (
+        FinetuneSpec,
+        ModelRequest,
+        ModelResponse,
+        ParamSpec,
+        SaveLoadMeta,
+        WeightUpdateMeta,
+    )
+    from arealite.api.workflow_api import RolloutWorkflow
+
+    LossFn = Callable[[torch.Tensor, TensorDict], torch.Tensor]
+    LossWeightFn = Callable[[TensorDict], float]
+
+
+class TrainEngine(abc.ABC):
+    """Trains one model, SPMD: every rank calls every method. Batches are padded TensorDicts `[B, S]`, which may differ
+    in size between ranks and may be empty on some."""
+
+    @abc.abstractmethod
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
+        """Join the process group, load the model, build optimizer and schedule. `addr` must be None for SPMD engines."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Free the model and the groups this engine owns."""
+
+    @abc.abstractmethod
+    def train(self, mode: bool = True) -> None:
+        """Switch to training mode."""
+
+    def eval(self) -> None:
+        """Switch to evaluation mode."""
+        self.train(False)
+
+    @abc.abstractmethod
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the weights: the sending half of a publication. Collective and blocking; raises on every rank if it failed."""
+
+    @abc.abstractmethod
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
+        """Name, full shape and dtype of every parameter in send order, in buckets of at most that many MiB."""
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights."""
+
+    @abc.abstractmethod
+    def get_version(self) -> int:
+        """Return the version of the weights."""
+
+    @abc.abstractmethod
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a Hugging Face checkpoint (collective)."""
+
+    @abc.abstractmethod
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Read a Hugging Face checkpoint (collective)."""
+
+    @abc.abstractmethod
+    def step_lr_scheduler(self) -> None:
+        """Advance the learning-rate schedule by one step."""
+
+    @abc.abstractmethod
+    def train_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """Take one optimizer step.
+
+        `loss_fn(logits, micro_batch)` gets the logits `[N, V]` and the packed micro-batch (1-D tensors of N tokens,
+        `cu_seqlens`) and returns the SUM of the loss over its tokens; `loss_weight_fn(micro_batch)` is the number that
+        this sum is counted by. The gradient is that of `sum of sums / sum of weights` over all micro-batches and ranks.
+        """
+
+    @abc.abstractmethod
+    def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
+        """Return the loss of `train_batch` without a gradient, equal on all ranks."""
+
+    @abc.abstractmethod
+    def forward(self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]) -> torch.Tensor:
+        """Apply `post_hook(logits, micro_batch) -> [N]` without gradient and return it padded as `[B, S]`."""
+
+
+class InferenceEngine(abc.ABC):
+    """Samples from the policy. On ranks other than 0 it is a receiver of what rank 0 collects."""
+
+    @abc.abstractmethod
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
+        """Wait until the servers are ready and start the rollout runtime."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Stop the rollout runtime. Servers are left running."""
+
+    @abc.abstractmethod
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion, continuing token-exactly when a server interrupts it."""
+
+    @abc.abstractmethod
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        """Start the receiving half of a publication (rank 0 only) and return at once."""
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None:
+        """Set the version that capacity and staleness are computed from."""
+
+    @abc.abstractmethod
+    def get_version(self) -> int:
+        """Return the version."""
+
+    @abc.abstractmethod
+    def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+        """Queue one episode and return at once (rank 0)."""
+
+    @abc.abstractmethod
+    def wait(
+        self,
+        count: int,
+        timeout: float | None = None,
+        should_accept: Callable[[TensorDict], bool] | None = None,
+    ) -> TensorDict:
+        """Return `count` accepted trajectories, oldest first (rank 0). Raises TimeoutError, and then loses nothing."""
+
+    @abc.abstractmethod
+    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
+        """Run one episode per item now, unthrottled by staleness, and return this rank's share (collective)."""
+
+    @abc.abstractmethod
+    def prepare_batch(
+        self,
+        dataloader: Iterable[list[dict[str, Any]]],
+        workflow: RolloutWorkflow,
+        should_accept: Callable[[TensorDict], bool] | None = None,
+    ) -> TensorDict:
+        """Keep episodes in flight and return this rank's share of the next batch of bounded staleness (collective)."""
+
+    @abc.abstractmethod
+    def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
+        """Run one episode per item now and return means over all samples, equal on all ranks (collective)."""
+
+    @abc.abstractmethod
+    def pause(self) -> None:
+        """Start no new episodes."""
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Start episodes again."""

@@ -1,0 +1,24 @@
+"""What an agent acts in: tools with asynchronous calls."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+
+class Environment(abc.ABC):
+    """A stateful environment of one episode."""
+
+    async def ainitialize(self) -> None:
+        """Acquire what the environment needs."""
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools."""
+        return []
+
+    @abc.abstractmethod
+    async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> Any:
+        """Run a tool and return its result."""
+
+    async def aclose(self) -> None:
+        """Release what `ainitialize` acquired."""

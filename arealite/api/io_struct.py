@@ -1,0 +1,178 @@
+"""What travels between workflows, engines and servers. Plain data, no behaviour beyond derived properties.
+
+Token lists are Python lists of ints; trajectories are TensorDicts (see `workflow_api`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from arealite.api.cli_args import GenerationHyperparameters
+
+if TYPE_CHECKING:
+    from arealite.api.engine_api import TrainEngine
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass
+class ModelRequest:
+    """One completion to sample from a server. Requests with the same `rid` stay on one server."""
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelResponse:
+    """A finished completion; the three output lists have one entry per sampled token."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: StopReason
+    server: str
+    """host:port of the server that sampled the last segment."""
+    num_interrupts: int = 0
+    """How often generation was aborted and continued."""
+    latency_s: float = 0.0
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+LLMRequest = ModelRequest
+LLMResponse = ModelResponse
+
+
+@dataclass(frozen=True)
+class PromptId:
+    """Names one prompt of a run: its pass over the data set and its index in it."""
+
+    epoch: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}-{self.index}"
+
+
+@dataclass(frozen=True)
+class FinetuneSpec:
+    """How long training is, for learning-rate schedules."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, self.dataset_size // self.train_batch_size)
+
+    @property
+    def total_train_steps(self) -> int:
+        return self.total_train_epochs * self.steps_per_epoch
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Name (as in the Hugging Face checkpoint), full shape and dtype of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        import math
+
+        bytes_per_element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return math.prod(self.shape) * bytes_per_element
+
+
+@dataclass
+class SaveLoadMeta:
+    """Where and how a TrainEngine saves or loads. `weight_format` is Hugging Face safetensors."""
+
+    path: str
+    weight_format: Literal["hf"] = "hf"
+    with_optim: bool = False
+    tokenizer: Any = None
+
+
+@dataclass
+class WeightUpdateMeta:
+    """One publication of weights, shared by the sending and the receiving half on rank 0.
+
+    `uploaded` connects the halves: the sender resolves it (disk: the checkpoint lies at `path`; broadcast: the last
+    tensor was sent) or fails it with its exception, and the receiver never waits for a sender that has failed.
+    """
+
+    type: Literal["disk", "nccl"]
+    version: int | None = None
+    """Version that the servers will report; None is one more than the rollout engine's."""
+    path: str | None = None
+    nccl_master_address: str = "127.0.0.1"
+    nccl_master_port: int = 0
+    nccl_param_specs: list[list[ParamSpec]] = field(default_factory=list)
+    """Buckets in send order."""
+    nccl_group_name: str = "update_weight_group"
+    nccl_world_size: int = 0
+    """Sender plus receivers; the receiving engine fills it in from the live servers."""
+    timeout_s: float = 120.0
+    uploaded: Future[None] = field(default_factory=Future, repr=False)
+
+    @classmethod
+    def from_disk(cls, path: str, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:
+        """Send through a checkpoint folder below `path`, removed once every server has loaded it."""
+        return cls(type="disk", path=path, version=version, timeout_s=timeout_s)
+
+    @classmethod
+    def from_fsdp_nccl(
+        cls,
+        engine: TrainEngine,
+        nccl_group_name: str = "update_weight_group",
+        weight_chunked_mem_mb: int = 1024,
+        version: int | None = None,
+        timeout_s: float = 120.0,
+    ) -> WeightUpdateMeta:
+        """Send through a broadcast group of trainer rank 0 and the live servers (NCCL; gloo on CPU)."""
+        return cls(
+            type="nccl",
+            version=version,
+            nccl_param_specs=engine.get_param_specs(weight_chunked_mem_mb),
+            nccl_group_name=nccl_group_name,
+            timeout_s=timeout_s,
+        )
+
+
+@dataclass
+class RolloutStat:
+    """Counts of episodes since the run began."""
+
+    submitted: int = 0
+    accepted: int = 0
+    running: int = 0
+    rejected: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Where a loop stands."""
+
+    epoch: int
+    epoch_step: int
+    global_step: int
+    steps_per_epoch: int
