@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from tensordict import TensorDict
 
     from arealite.api.io_struct import (
@@ -31,11 +32,16 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
-        """Join the process group, load the model, build optimizer and schedule. `addr` must be None for SPMD engines."""
+        """Join the process group, load the model, build optimizer and schedule. `addr` is None for SPMD engines."""
 
     @abc.abstractmethod
     def destroy(self) -> None:
         """Free the model and the groups this engine owns."""
+
+    @property
+    @abc.abstractmethod
+    def parallelism_group(self) -> dist.ProcessGroup:
+        """The group of all ranks of this engine, for reducing statistics."""
 
     @abc.abstractmethod
     def train(self, mode: bool = True) -> None:
@@ -47,7 +53,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights: the sending half of a publication. Collective and blocking; raises on every rank if it failed."""
+        """Send the weights: the sending half of a publication (collective, blocking). Failure raises on every rank."""
 
     @abc.abstractmethod
     def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
@@ -78,8 +84,8 @@ class TrainEngine(abc.ABC):
         """Take one optimizer step.
 
         `loss_fn(logits, micro_batch)` gets the logits `[N, V]` and the packed micro-batch (1-D tensors of N tokens,
-        `cu_seqlens`) and returns the SUM of the loss over its tokens; `loss_weight_fn(micro_batch)` is the number that
-        this sum is counted by. The gradient is that of `sum of sums / sum of weights` over all micro-batches and ranks.
+        `cu_seqlens`) and returns the mean of the loss over what `loss_weight_fn(micro_batch)` counts. The gradient is
+        that of `sum(mean * weight) / sum(weight)` over all micro-batches and ranks, however the batch was split.
         """
 
     @abc.abstractmethod
@@ -87,7 +93,9 @@ class TrainEngine(abc.ABC):
         """Return the loss of `train_batch` without a gradient, equal on all ranks."""
 
     @abc.abstractmethod
-    def forward(self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
+    ) -> torch.Tensor:
         """Apply `post_hook(logits, micro_batch) -> [N]` without gradient and return it padded as `[B, S]`."""
 
 

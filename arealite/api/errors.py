@@ -1,5 +1,7 @@
 """The errors users meet. Each message reads `<what> must <rule>: got <value>. <what to change>`."""
 
+from typing import Literal
+
 
 class AReaLiteError(Exception):
     """Base of our own errors."""
@@ -22,7 +24,15 @@ class EpisodeTimeoutError(AReaLiteError, TimeoutError):
 
 
 class RewardError(AReaLiteError, RuntimeError):
-    """A reward function raised, ran past its deadline or returned something that is not a finite number."""
+    """A reward function raised, ran past its deadline, returned something that is not a finite number, or died."""
+
+    def __init__(self, message: str, kind: Literal["exception", "timeout", "contract", "crash"] = "exception") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class TrajectoryError(AReaLiteError, ValueError):
+    """A workflow returned a trajectory that breaks the contract of `RolloutWorkflow`; names the key."""
 
 
 class WeightUpdateError(AReaLiteError, RuntimeError):

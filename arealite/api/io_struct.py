@@ -5,14 +5,17 @@ Token lists are Python lists of ints; trajectories are TensorDicts (see `workflo
 
 from __future__ import annotations
 
+import math
+import os
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
 
 if TYPE_CHECKING:
+    from arealite.api.alloc_mode import AllocationMode
     from arealite.api.engine_api import TrainEngine
 
 StopReason = Literal["stop", "length"]
@@ -74,6 +77,8 @@ class FinetuneSpec:
     total_train_epochs: int
     dataset_size: int
     train_batch_size: int
+    max_steps: int | None = None
+    """Steps after which training ends; None trains all epochs."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -81,7 +86,7 @@ class FinetuneSpec:
 
     @property
     def total_train_steps(self) -> int:
-        return self.total_train_epochs * self.steps_per_epoch
+        return self.max_steps or self.total_train_epochs * self.steps_per_epoch
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,6 @@ class ParamSpec:
     @property
     def size(self) -> int:
         """Bytes."""
-        import math
-
         bytes_per_element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
         return math.prod(self.shape) * bytes_per_element
 
@@ -134,20 +137,31 @@ class WeightUpdateMeta:
     uploaded: Future[None] = field(default_factory=Future, repr=False)
 
     @classmethod
-    def from_disk(cls, path: str, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:
-        """Send through a checkpoint folder below `path`, removed once every server has loaded it."""
+    def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:
+        """Send through a checkpoint folder in the run folder, removed once every server has loaded it."""
+        path = os.path.join(saver.fileroot, saver.experiment_name, saver.trial_name, "weight_update")
         return cls(type="disk", path=path, version=version, timeout_s=timeout_s)
 
     @classmethod
     def from_fsdp_nccl(
         cls,
+        allocation_mode: AllocationMode,
         engine: TrainEngine,
         nccl_group_name: str = "update_weight_group",
         weight_chunked_mem_mb: int = 1024,
         version: int | None = None,
         timeout_s: float = 120.0,
     ) -> WeightUpdateMeta:
-        """Send through a broadcast group of trainer rank 0 and the live servers (NCCL; gloo on CPU)."""
+        """Send through a broadcast group of trainer rank 0 and the live servers (NCCL; gloo on CPU).
+
+        The group is built from the servers that are alive when it is needed, so the allocation only tells whether
+        they can receive at all: pipeline-parallel servers can't (ValueError).
+        """
+        if allocation_mode.gen_pp_size != 1:
+            raise ValueError(
+                f"servers that receive weights by broadcast must have p = 1: got {allocation_mode.gen_pp_size}. "
+                "Use WeightUpdateMeta.from_disk or an allocation_mode with p1 on the server side."
+            )
         return cls(
             type="nccl",
             version=version,

@@ -1,0 +1,49 @@
+# Each target creates what it needs. PYTHON is any Python >= 3.11.
+# TORCH_INDEX is an extra package index for torch, e.g. https://download.pytorch.org/whl/cpu for the CPU build where
+# the default index serves CUDA. CONSTRAINTS= (empty) lets pip choose torch.
+PYTHON      ?= python3
+VENV        ?= .venv
+CONSTRAINTS ?= constraints-cpu.txt
+TORCH_INDEX ?=
+ARGS        ?=
+PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+               $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help install quickstart test lint format clean
+
+help:            ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 22
+	@echo "  ARGS=... is passed on, e.g. make quickstart ARGS='seed=2'"
+
+install: $(VENV)/.installed            ## create .venv and install AReaLite (CPU build of torch)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	@echo "installing AReaLite into $(VENV) (about a minute)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what tests and linters need"
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+quickstart: install            ## train a tiny model by asynchronous GRPO, in minutes, on a CPU
+	$(VENV)/bin/arealite quickstart $(ARGS)
+
+test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
+
+lint: $(VENV)/.installed-dev            ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.installed-dev            ## let ruff format and fix
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:            ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,130 @@
+"""Keys that other versions of AReaLite read and this one does not. Each loads with one warning.
+
+Renamed keys move to their new place. Retired keys are dropped; where a value would change what is computed, only the
+value that means what we do anyway is accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from arealite.api.errors import ConfigError
+
+logger = logging.getLogger("arealite.config")
+
+
+@dataclass(frozen=True)
+class Retired:
+    """Why a key is dropped, and which values it may have (None is any)."""
+
+    reason: str
+    accepts: tuple[Any, ...] | None = None
+
+
+RENAMED = {
+    "n_nodes": "cluster.n_nodes",
+    "n_gpus_per_node": "cluster.n_gpus_per_node",
+    "rollout.server_address": "rollout.server_addrs",
+    "rollout.timeout": "rollout.request_timeout",
+} | {
+    f"{engine}.{old}": f"{engine}.{new}"
+    for engine in ("actor", "ref", "model")
+    for old, new in {"lr": "optimizer.lr", "mb_spec.max_tokens_per_gpu": "mb_spec.max_tokens_per_mb"}.items()
+}
+
+_OPTIMIZER = Retired("compute is bfloat16 or float32, whose losses are not scaled")
+_RECOVER = Retired("recovery does not exist yet")
+_RESOURCES = Retired("only schedulers that share machines read it, and there is none yet")
+
+RETIRED = {
+    "checkpointer": Retired("it is replaced by `recover`, which does not exist yet"),
+    "recover.retries": _RECOVER,
+    "recover.freq_*": _RECOVER,
+    "recover.experiment_name": _RECOVER,
+    "recover.trial_name": _RECOVER,
+    "recover.fileroot": _RECOVER,
+    "server_only": Retired("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
+    "total_train_n_seqs": Retired("total_train_steps bounds training", (None,)),
+    "cluster.name_resolve": Retired("the launcher tells trainers the addresses of servers"),
+    "cluster.cluster_name": Retired("no cluster has settings of its own"),
+    "launcher.inference_server_cpus_per_gpu": _RESOURCES,
+    "launcher.inference_server_mem_per_gpu": _RESOURCES,
+    "launcher.trainer_cpus_per_gpu": _RESOURCES,
+    "launcher.trainer_mem_per_gpu": _RESOURCES,
+    "launcher.slurm": _RESOURCES,
+    "rollout.enable_rollout_tracing": Retired("every trained sample is stored in the run folder's rollouts/"),
+    "rollout.schedule_policy": Retired("requests go to the server with the fewest outstanding tokens"),
+    "*.init_critic_from_actor": Retired("there is no critic", (False,)),
+    "*.backend": Retired("the training engine is the class that the script constructs", ("", "fsdp", None)),
+    "*.ds_auto_tp": Retired("the training engine is FSDP2"),
+    "*.fsdp.ulysses_sp_size": Retired("sequences are not split over devices", (1,)),
+    "*.optimizer.offload": Retired("fsdp.offload_params offloads the optimizer with the parameters", (False,)),
+    "*.optimizer.initial_loss_scale": _OPTIMIZER,
+    "*.optimizer.min_loss_scale": _OPTIMIZER,
+    "*.optimizer.loss_scale_window": _OPTIMIZER,
+    "*.optimizer.hysteresis": _OPTIMIZER,
+    "*gconfig.frequency_penalty": Retired("the trainer could not reproduce such logprobs", (0, None)),
+    "*_dataset.pin_memory": Retired("engines move batches to their device themselves"),
+    "*_dataset.reward_fn": Retired("the script passes the reward function to the workflow"),
+    "stats_logger.swanlab.api_key": Retired("secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)),
+}
+
+
+def modernize(given: dict[str, Any], *, blocks: frozenset[str], leaves: frozenset[str]) -> dict[str, Any]:
+    """Return what was given with old keys moved or dropped; today's keys (`blocks`, `leaves`) stay as they are."""
+    kept: dict[str, Any] = {}
+    moved: dict[str, Any] = {}
+    _sort(given, "", blocks, leaves, kept, moved)
+    for old, value in moved.items():
+        _put(kept, RENAMED[old], value, old)
+    return kept
+
+
+def _sort(
+    block: dict[str, Any],
+    prefix: str,
+    blocks: frozenset[str],
+    leaves: frozenset[str],
+    kept: dict[str, Any],
+    moved: dict[str, Any],
+) -> None:
+    """Sort the keys of a block into those kept, in place, and those moved, by dotted name."""
+    for name, value in block.items():
+        key = f"{prefix}{name}"
+        if key in blocks and isinstance(value, dict):
+            kept[name] = {}
+            _sort(value, f"{key}.", blocks, leaves, kept[name], moved)
+        elif key in blocks or key in leaves:
+            kept[name] = value
+        elif key in RENAMED:
+            logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
+            moved[key] = value
+        else:
+            retired = next((entry for pattern, entry in RETIRED.items() if fnmatchcase(key, pattern)), None)
+            if retired is None:
+                kept[name] = value
+            else:
+                _drop(key, value, retired)
+
+
+def _drop(key: str, value: Any, retired: Retired) -> None:
+    """Warn about a retired key, or refuse its value."""
+    is_reference = isinstance(value, str) and value.startswith("${")
+    if retired.accepts is not None and value not in retired.accepts and not is_reference:
+        raise ConfigError(f"{key} must be {retired.accepts[0]!r}: got {value!r}. Remove it: {retired.reason}.")
+    logger.warning("%s has no effect: %s. Remove it.", key, retired.reason)
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, old: str) -> None:
+    """Set a dotted key that must not be there yet."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        if not isinstance(tree.get(parent), dict):
+            tree[parent] = {}
+        tree = tree[parent]
+    if name in tree:
+        raise ConfigError(f"{key} must be given once: got it as {old} too. Remove {old}.")
+    tree[name] = value

@@ -1,0 +1,137 @@
+"""What keys a config class has: found by walking its dataclass fields, explained by the strings under them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+MISSING = "???"
+"""The value of a key that the user must give."""
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """One key of a config class."""
+
+    name: str
+    """Dotted."""
+    owner: type
+    """The dataclass that has the field."""
+    hint: Any
+    default: Any
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def parent(self) -> str:
+        """The name of its block; empty at the top level."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def block(self) -> type | None:
+        """The dataclass of its own keys, or None."""
+        classes = (option for option in _options(self.hint) if isinstance(option, type))
+        return next((cls for cls in classes if dataclasses.is_dataclass(cls)), None)
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether its value has keys."""
+        return self.block is not None or any(get_origin(option) is dict for option in _options(self.hint))
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether null is a value."""
+        return type(None) in _options(self.hint)
+
+    @property
+    def doc(self) -> str:
+        """The string under the field."""
+        return _docs(self.owner).get(self.leaf, "")
+
+    @property
+    def type_name(self) -> str:
+        """The type in words."""
+        return " or ".join(_in_words(option) for option in _options(self.hint))
+
+
+def config_keys(config_cls: type, prefix: str = "") -> Iterator[ConfigKey]:
+    """Walk all keys, a block before its own keys."""
+    hints = get_type_hints(config_cls, include_extras=True)
+    defaults = config_cls()
+    for field in dataclasses.fields(config_cls):
+        key = ConfigKey(f"{prefix}{field.name}", config_cls, hints[field.name], getattr(defaults, field.name))
+        yield key
+        if key.block is not None:
+            yield from config_keys(key.block, f"{key.name}.")
+
+
+def config_help(config_cls: type) -> str:
+    """Return name, type, default and explanation of every key."""
+    lines = []
+    for key in config_keys(config_cls):
+        if key.block is None:
+            default = "must be given" if key.default == MISSING else f"default {key.default!r}"
+            lines.append(f"{key.name} ({key.type_name}; {default})\n    {key.doc}")
+    return "\n".join(lines)
+
+
+def _options(hint: Any) -> list[Any]:
+    """Return the types in `X`, `Annotated[X, ...]` or `X | Y`."""
+    if get_origin(hint) is Annotated:
+        return _options(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return [option for part in get_args(hint) for option in _options(part)]
+    return [hint]
+
+
+def _in_words(hint: Any) -> str:
+    """Spell a type for people."""
+    words = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+    if hint in words:
+        return words[hint]
+    if get_origin(hint) is list:
+        return "list of " + " or ".join(_in_words(option) for option in _options(get_args(hint)[0]))
+    if get_origin(hint) is dict:
+        return "block of any keys"
+    if dataclasses.is_dataclass(hint):
+        return "block"
+    return " or ".join(str(choice) for choice in get_args(hint)) or str(hint)
+
+
+@functools.cache
+def _docs(config_cls: type) -> dict[str, str]:
+    """Collect the strings under the fields of a class and its bases; subclasses win."""
+    docs: dict[str, str] = {}
+    for cls in reversed(config_cls.__mro__):
+        docs |= _module_docs(cls.__module__).get(cls.__name__, {})
+    return docs
+
+
+@functools.cache
+def _module_docs(module: str) -> dict[str, dict[str, str]]:
+    """Read a module's source: class name -> field name -> the string under it. Empty where there is no source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return {}
+    return {node.name: _class_docs(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _class_docs(node: ast.ClassDef) -> dict[str, str]:
+    docs = {}
+    for statement, below in itertools.pairwise(node.body):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
+    return docs

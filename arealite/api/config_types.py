@@ -1,0 +1,75 @@
+"""The types of config values: a plain type plus its range, checked by pydantic when a config loads.
+
+A validator raises ValueError with what ends the sentence "<key> must be ...".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BeforeValidator, Strict
+
+
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a number, not true or false")
+    return value
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):
+        raise ValueError("made of letters, digits, '_', '-' and '.', because it names a folder")
+    return name
+
+
+def _expand_folder(folder: str) -> str:
+    if not folder:
+        raise ValueError("the path of a folder")
+    return os.path.abspath(os.path.expanduser(folder))
+
+
+def _split_addresses(value: object) -> object:
+    return [address for address in value.split(",") if address] if isinstance(value, str) else value
+
+
+def _check_address(address: str) -> str:
+    host_port = address.removeprefix("http://").rstrip("/")
+    if not re.fullmatch(r"[^/:\s]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}", host_port):
+        raise ValueError("host:port or http://host:port")
+    return host_port
+
+
+def _check_env_vars(text: str) -> str:
+    if not all(re.match(r"[A-Za-z_]\w*=", item) for item in text.split(",") if text):
+        raise ValueError("written as A=1,B=2")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+Folder = Annotated[str, AfterValidator(_expand_folder)]
+Addresses = Annotated[list[Annotated[str, AfterValidator(_check_address)]], BeforeValidator(_split_addresses)]
+EnvVars = Annotated[str, AfterValidator(_check_env_vars)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Bool = Annotated[bool, Strict()]
+
+_Integer = Annotated[int, Strict()]
+NonNegativeInt = Annotated[_Integer, Ge(0)]
+PositiveInt = Annotated[_Integer, Gt(0)]
+
+_Number = Annotated[float, BeforeValidator(_refuse_bool)]
+_INFINITY = float("inf")
+Finite = Annotated[_Number, Gt(-_INFINITY), Lt(_INFINITY)]
+NonNegative = Annotated[_Number, Ge(0), Lt(_INFINITY)]
+Positive = Annotated[_Number, Gt(0), Lt(_INFINITY)]
+AboveOne = Annotated[_Number, Gt(1), Lt(_INFINITY)]
+Fraction = Annotated[_Number, Ge(0), Le(1)]
+"""In [0, 1]."""
+PositiveFraction = Annotated[_Number, Gt(0), Le(1)]
+"""In (0, 1]."""
+HalfOpenFraction = Annotated[_Number, Ge(0), Lt(1)]
+"""In [0, 1)."""
+OpenFraction = Annotated[_Number, Gt(0), Lt(1)]
+"""In (0, 1)."""

@@ -1,0 +1,74 @@
+"""The console script `arealite`: parses, calls. Each command imports its own machinery, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from arealite import __version__
+from arealite.api.errors import AReaLiteError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except AReaLiteError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="arealite", description="Asynchronous reinforcement learning of language models.")
+    parser.add_argument("--version", action="version", version=f"arealite {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    quickstart = commands.add_parser(
+        "quickstart",
+        help="train a tiny model from scratch: SFT, then asynchronous GRPO, in minutes, on a CPU",
+        description="Make a tiny model, fine-tune it on story problems, then improve it by asynchronous GRPO through "
+        "the same launcher, server and scripts that a cluster uses. Ends with a report page.",
+    )
+    quickstart.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="any key of the GRPO config, e.g. seed=2 actor.optimizer.lr=1e-4; fileroot= is short for cluster.fileroot=",
+    )
+    quickstart.set_defaults(run=_quickstart)
+
+    tiny_model = commands.add_parser("tiny-model", help="make a tiny model and tokenizer for tests and smoke runs")
+    tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")
+    tiny_model.add_argument("--corpus", help="text or jsonl file to train the tokenizer on; default: built-in story problems")
+    tiny_model.add_argument("--seed", type=int, default=1, help="seed of the random weights (default 1)")
+    tiny_model.set_defaults(run=_tiny_model)
+
+    report = commands.add_parser("report", help="write report.html for a run folder")
+    report.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _quickstart(args: argparse.Namespace) -> int:
+    from arealite.cli.quickstart import quickstart
+
+    return quickstart(args.overrides)
+
+
+def _tiny_model(args: argparse.Namespace) -> int:
+    from arealite.cli.tiny_model import write_tiny_model
+
+    print(write_tiny_model(out=args.out, corpus=args.corpus, seed=args.seed))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from arealite.trainer.report import write_report
+
+    print(write_report(args.run_folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

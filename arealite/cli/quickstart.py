@@ -1,0 +1,114 @@
+"""`arealite quickstart`: a tiny model from scratch, fine-tuned, then improved by asynchronous GRPO, on a CPU.
+
+It starts the example scripts through the local launcher, exactly as a user would: what runs here is what a cluster
+runs. What it shows is elicitation: fine-tuning teaches the model to write the steps of a story problem and to answer
+without them; left alone it mostly does the latter, and reinforcement learning finds that writing the steps pays.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import arealite
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.errors import ConfigError
+from arealite.cli.tiny_model import write_tiny_model
+from arealite.launcher.local import launch
+from arealite.trainer.report import write_report
+from arealite.trainer.run_folder import run_folder, write_text
+
+SFT_STEPS = 800
+
+
+def quickstart(overrides: Sequence[str]) -> int:
+    """Run the quickstart with `overrides` (`key=value` of the GRPO config) and return the exit status."""
+    began = time.monotonic()
+    console = Console()
+    examples = _examples_folder()
+    argv = _grpo_argv(examples, overrides)
+    config, _ = load_expr_config([*argv, "actor.path=to-be-made"], GRPOConfig)
+    run = run_folder(config.stats_logger)
+    if (run / "metrics.jsonl").exists():
+        raise ConfigError(f"trial_name must be new: got {config.trial_name}, and {run} has results. Choose another.")
+
+    console.rule("[bold]1/3[/bold] a tiny model with random weights")
+    model = write_tiny_model(out=run / "tiny_model", corpus=None, seed=config.seed)
+    console.print(f"a quarter million parameters in {model}")
+
+    console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns to write steps, and the habit of not doing so")
+    sft_began = time.monotonic()
+    sft_trial = f"{config.trial_name}-sft"
+    status = launch(
+        examples / "gsm8k_sft.py",
+        [
+            *("--config", str(examples / "configs" / "gsm8k_sft_cpu.yaml")),
+            *(f"experiment_name={config.experiment_name}", f"trial_name={sft_trial}"),
+            *(f"cluster.fileroot={config.cluster.fileroot}", f"seed={config.seed}"),
+            *(f"model.path={model}", f"train_dataset.path={config.train_dataset.path}"),
+            f"total_train_steps={SFT_STEPS}",
+        ],
+    )
+    if status != 0:
+        return status
+    sft_s = time.monotonic() - sft_began
+    fine_tuned = run.with_name(sft_trial) / "checkpoints" / f"step_{SFT_STEPS - 1}"
+
+    console.rule("[bold]3/3[/bold] asynchronous GRPO: it finds out that writing the steps pays")
+    rl_began = time.monotonic()
+    status = launch(examples / "gsm8k_grpo.py", [*argv, f"actor.path={fine_tuned}"])
+    if status != 0:
+        return status
+    now = time.monotonic()
+    times_s = {"sft_s": sft_s, "rl_s": now - rl_began, "wall_s": now - began}
+
+    summary_path = run / "summary.json"
+    summary = json.loads(summary_path.read_text(encoding="utf-8")) | {k: round(v, 1) for k, v in times_s.items()}
+    write_text(summary_path, json.dumps(summary, indent=2) + "\n")
+    _show(console, summary)
+    console.print(f"summary  {summary_path}", soft_wrap=True, highlight=False)
+    console.print(f"report   {write_report(run)}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _grpo_argv(examples: Path, overrides: Sequence[str]) -> list[str]:
+    for override in overrides:
+        if override.startswith("actor.path="):
+            raise ConfigError(
+                f"quickstart makes its own model: got {override}. Remove it, or run examples/arealite/gsm8k_grpo.py."
+            )
+    renamed = [f"cluster.{item}" if item.startswith("fileroot=") else item for item in overrides]
+    defaults = ["experiment_name=quickstart", f"trial_name={time.strftime('%Y%m%d-%H%M%S')}"]
+    return ["--config", str(examples / "configs" / "gsm8k_grpo_cpu.yaml"), *defaults, *renamed]
+
+
+def _examples_folder() -> Path:
+    """Return the example scripts: of the checkout, else those that the wheel carries."""
+    package = Path(arealite.__file__).parent
+    for folder in (package.parent / "examples" / "arealite", package / "examples"):
+        if (folder / "gsm8k_grpo.py").is_file():
+            return folder
+    raise ConfigError(f"the example scripts must lie beside or in the package: got neither at {package}. Reinstall.")
+
+
+def _show(console: Console, summary: dict[str, float]) -> None:
+    table = Table(title="what reinforcement learning changed", title_justify="left")
+    table.add_column("held-out questions")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right", style="bold green")
+    table.add_row("accuracy", f"{summary['accuracy_before']:.2f}", f"{summary['accuracy_after']:.2f}")
+    tokens = (f"{summary[f'answer_tokens_{when}']:.0f}" for when in ("before", "after"))
+    table.add_row("tokens per answer", *tokens)
+    console.print(table)
+    console.print(
+        f"{summary['steps']:.0f} steps in {summary['rl_s']:.0f} s after {summary['sft_s']:.0f} s of fine-tuning; "
+        f"staleness at most {summary['staleness_max']:.0f} of {summary['max_head_offpolicyness']:.0f} allowed; "
+        f"{summary['generated_tokens']:,.0f} tokens generated, {summary['trained_tokens']:,.0f} trained on"
+    )
+
+

@@ -1,0 +1,103 @@
+"""The order in which a run meets its data, as a cursor that can be saved.
+
+Which prompt comes when is a pure function of (seed, epoch, position): the cursor is two numbers, and an iterator is
+only a view of it. A loader that resumes from a saved cursor yields exactly what the original would have.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from arealite.api.io_struct import PromptId
+
+
+class PromptLoader:
+    """Batches of prompts without end, epoch after epoch.
+
+    Each row is a copy of `dataset[index]` with `prompt_id = PromptId(epoch, index)`. `len` is batches per epoch. All
+    iterators share the loader's cursor, so a second one goes on where the first stopped. With `drop_last` the rest of
+    an epoch that fills no batch is skipped.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[dict[str, Any]],
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 1,
+        drop_last: bool = True,
+    ) -> None:
+        if not 1 <= batch_size <= len(dataset):
+            raise ValueError(
+                f"batch_size must lie in 1..{len(dataset)}, the rows of the dataset: got {batch_size}. "
+                "Lower train_dataset.batch_size or use more data."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.dataset), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        while True:
+            if self._position >= self._epoch_end:
+                self._move_to(self._epoch + 1, 0)
+            epoch, start = self._epoch, self._position
+            self._position = min(start + self.batch_size, self._epoch_end)
+            indices = self._order[start : self._position]
+            yield [{**self.dataset[index], "prompt_id": PromptId(epoch, index)} for index in indices]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the cursor: prompts before it were yielded."""
+        return {"epoch": self._epoch, "position": self._position, "seed": self.seed, "dataset_size": len(self.dataset)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Move to a saved cursor; the seed and the size of the dataset must be those it was saved with."""
+        for key, ours in (("seed", self.seed), ("dataset_size", len(self.dataset))):
+            if state[key] != ours:
+                raise ValueError(
+                    f"{key} must be {state[key]}, as when the cursor was saved: got {ours}. "
+                    "Resume with the configuration of the original run."
+                )
+        self._move_to(state["epoch"], state["position"])
+
+    @property
+    def _epoch_end(self) -> int:
+        return len(self) * self.batch_size if self.drop_last else len(self.dataset)
+
+    def _move_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(f"prompts-{self.seed}-{epoch}").shuffle(order)
+        return order
+
+
+def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0) -> TensorDict:
+    """Pad rows of `{"input_ids", "loss_mask"}` on the right: the `collate_fn` of a torch DataLoader."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    input_ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
+    loss_mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+    attention_mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        length = len(row["input_ids"])
+        input_ids[index, :length] = torch.tensor(row["input_ids"])
+        loss_mask[index, :length] = torch.tensor(row["loss_mask"])
+        attention_mask[index, :length] = True
+    batch = {"input_ids": input_ids, "loss_mask": loss_mask, "attention_mask": attention_mask}
+    return TensorDict(batch, batch_size=[len(rows)])

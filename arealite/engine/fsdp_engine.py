@@ -1,0 +1,354 @@
+"""Trains a Hugging Face causal language model with FSDP2 on packed micro-batches, on CPUs (gloo) and GPUs (NCCL).
+
+Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs. Every rank
+runs equally many micro-batches, empty ones included, so that collectives match whatever rows a rank got.
+Invariant: the gradient is `sum(mean * weight) / sum(weight)` over all micro-batches of all ranks, so it depends on
+neither packing nor the number of micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.engine_api import TrainEngine
+from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.engine import fsdp_weights, hf_model
+from arealite.engine.optimizer import LRSchedule, make_adamw
+from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.utils import distributed
+from arealite.utils.micro_batch import (
+    MicroBatch,
+    count_micro_batches,
+    pack_rows,
+    row_lengths,
+    split_balanced,
+    unpack_rows,
+)
+from arealite.utils.seeding import seed_everything
+from arealite.utils.weight_transfer import BroadcastGroup, close_group
+
+if TYPE_CHECKING:
+    from arealite.api.engine_api import LossFn, LossWeightFn
+
+logger = logging.getLogger("arealite.engine")
+
+COLLECTIVE_TIMEOUT_S = 7200.0
+"""Ranks may wait this long for one another: rank 0 collects rollouts meanwhile."""
+
+
+class FSDPEngine(TrainEngine):
+    """A sharded model with its optimizer. Without `config.optimizer` it only evaluates (a reference)."""
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        if config.optimizer is not None and config.dtype == "float16":
+            raise ValueError(
+                "dtype of a trained model must be bfloat16 or float32: got float16, whose gradients underflow. "
+                "Set dtype: bfloat16."
+            )
+        self.config = config
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self._version = 0
+        self._transfer: BroadcastGroup | None = None
+
+    # Life
+
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
+        """Join the process group, load and shard the model, build optimizer and schedule."""
+        if addr is not None:
+            raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
+        distributed.join_default_group(COLLECTIVE_TIMEOUT_S)
+        self._group: dist.ProcessGroup | None = dist.new_group()
+        try:
+            self._build(ft_spec)
+        except BaseException:
+            self._leave_groups()
+            raise
+
+    def _build(self, ft_spec: FinetuneSpec | None) -> None:
+        self.device = distributed.current_device()
+        seed_everything(self.config.seed + self.data_parallel_rank)
+        self._attention = hf_model.pick_attention(self.config.attn_impl, self.device, self.dtype)
+        self.model = self._build_model()
+        if self.config.optimizer is not None:
+            self.optimizer = make_adamw(self.model.parameters(), self.config.optimizer)
+            total_steps = None if ft_spec is None else ft_spec.total_train_steps
+            self.lr_schedule = LRSchedule(self.optimizer, self.config.optimizer, total_steps)
+
+    def _build_model(self) -> PreTrainedModel:
+        model = hf_model.build_meta_model(self.config.path, self._attention)
+        if self.config.disable_dropout:
+            _disable_dropout(model)
+        if self.config.gradient_checkpointing:
+            for layer in _layers_to_wrap(model, self.config):
+                layer.forward = functools.partial(_recomputed, layer, layer.forward)
+        self._shard(model)
+        model.to_empty(device="cpu" if self.config.fsdp.offload_params else self.device)
+        self._copy_whole_model(model, self.config.path, self.config.init_from_scratch)
+        return model
+
+    def _shard(self, model: PreTrainedModel) -> None:
+        """Shard every transformer layer by itself and what remains together."""
+        mesh = init_device_mesh(self.device.type, (self.data_parallel_world_size,), mesh_dim_names=("dp",))
+        precision = MixedPrecisionPolicy(
+            param_dtype=self.dtype, reduce_dtype=getattr(torch, self.config.grad_reduce_dtype)
+        )
+        offload = OffloadPolicy()
+        if self.config.fsdp.offload_params:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        for layer in _layers_to_wrap(model, self.config):
+            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def _copy_whole_model(self, model: PreTrainedModel, path: str, init_from_scratch: bool = False) -> None:
+        """Read a model on rank 0 and hand it out (collective)."""
+        whole, error = None, None
+        if self.data_parallel_rank == 0:
+            try:
+                whole = hf_model.load_whole_model(path, init_from_scratch=init_from_scratch, seed=self.config.seed)
+            except Exception as caught:
+                error = caught
+        distributed.raise_on_every_rank(error, self._group)
+        hf_model.copy_from_rank0(model, whole, self.device)
+
+    def destroy(self) -> None:
+        """Free the model and the groups this engine owns."""
+        if self._transfer is not None:
+            close_group(self._transfer)
+        del self.model
+        if self.config.optimizer is not None:
+            del self.optimizer, self.lr_schedule
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        self._leave_groups()
+
+    def _leave_groups(self) -> None:
+        dist.destroy_process_group(self._group)
+        self._group = None
+        distributed.leave_default_group()
+
+    @property
+    def parallelism_group(self) -> dist.ProcessGroup:
+        """The group of all ranks of this engine, for reducing statistics."""
+        assert self._group is not None, "initialize comes first"
+        return self._group
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout and gradient checkpointing on or off."""
+        self.model.train(mode)
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights."""
+        self._version = version
+
+    def get_version(self) -> int:
+        """Return the version of the weights."""
+        return self._version
+
+    # Steps
+
+    def train_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """Take one optimizer step and return `loss, grad_norm, lr, update_successful`, equal on all ranks.
+
+        The step is skipped (`update_successful` 0) when the gradient is not finite or nothing has a weight.
+        """
+        assert self.config.optimizer is not None, "train_batch needs config.optimizer"
+        micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
+        self.optimizer.zero_grad()
+        loss_sum = 0.0
+        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
+            self._fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            loss = self._weighted_loss(micro_batch, weight, loss_fn)
+            # FSDP averages gradients over ranks.
+            (loss * (self.data_parallel_world_size / max(total_weight, 1e-12))).backward()
+            loss_sum += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        is_sound = total_weight > 0 and grad_norm < float("inf")
+        if is_sound:
+            self.optimizer.step()
+        else:
+            logger.warning("optimizer step skipped: gradient norm %s, loss weight %s", grad_norm, total_weight)
+        self.optimizer.zero_grad()
+        return {
+            "loss": self._mean_over_ranks(loss_sum, total_weight),
+            "grad_norm": grad_norm,
+            "lr": self.lr_schedule.lr,
+            "update_successful": float(is_sound),
+        }
+
+    @torch.no_grad()
+    def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
+        """Return the loss of `train_batch` without a gradient, equal on all ranks."""
+        micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
+        losses = [self._weighted_loss(mb, weight, loss_fn).item() for mb, weight in zip(micro_batches, weights)]
+        self._fsdp_root.reshard()
+        return self._mean_over_ranks(sum(losses), total_weight)
+
+    @torch.no_grad()
+    def forward(
+        self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
+    ) -> torch.Tensor:
+        """Apply `post_hook(logits, micro_batch) -> [N]` without gradient; return it padded as `[B, S]` on the CPU."""
+        micro_batches = self._split(input_)
+        values = []
+        for micro_batch in micro_batches:
+            logits_NV, packed = self._logits(micro_batch)
+            if micro_batch.num_tokens:
+                values.append(post_hook(logits_NV, packed).cpu())
+        self._fsdp_root.reshard()
+        return unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the learning-rate schedule by one step."""
+        self.lr_schedule.move_to(self.lr_schedule.num_steps + 1)
+
+    @property
+    def _fsdp_root(self) -> FSDPModule:
+        assert isinstance(self.model, FSDPModule)
+        return self.model
+
+    def _split(self, input_: TensorDict) -> list[MicroBatch]:
+        """Pack this rank's rows into as many micro-batches as the rank that needs most."""
+        lengths, spec = row_lengths(input_), self.config.mb_spec
+        count = count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
+        (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
+        return [pack_rows(input_, rows) for rows in split_balanced(lengths, int(count_on_all), spec.max_tokens_per_mb)]
+
+    def _weigh(self, input_: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[MicroBatch], list[float], float]:
+        """Split a batch; return the micro-batches, their weights and the total over all ranks."""
+        micro_batches = self._split(input_)
+        weights = [float(loss_weight_fn(mb.packed)) if mb.num_tokens else 0.0 for mb in micro_batches]
+        (total,) = distributed.all_reduce_numbers([sum(weights)], group=self._group)
+        return micro_batches, weights, total
+
+    def _weighted_loss(self, micro_batch: MicroBatch, weight: float, loss_fn: LossFn) -> torch.Tensor:
+        """Return mean loss times weight; 0 with a zero gradient for a micro-batch that does not count."""
+        logits_NV, packed = self._logits(micro_batch)
+        if weight == 0:
+            return logits_NV.sum() * 0.0
+        return loss_fn(logits_NV, packed) * weight
+
+    def _logits(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
+        """Run the model on a micro-batch; an empty one runs on a single token whose logits are cut off."""
+        packed = micro_batch.packed.to(self.device)
+        num_tokens = micro_batch.num_tokens
+        input_ids, position_ids = packed["input_ids"], packed["position_ids"]
+        lengths = [length for length in micro_batch.packed["cu_seqlens"].diff().tolist() if length]
+        if num_tokens == 0:
+            input_ids = position_ids = torch.zeros(1, dtype=torch.long, device=self.device)
+            lengths = [1]
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            **self._attention_arguments(lengths),
+        )
+        return output.logits[0, :num_tokens], packed
+
+    def _attention_arguments(self, lengths: list[int]) -> dict[str, Any]:
+        """Tell the attention where sequences begin and end. Others of transformers read it off `position_ids`."""
+        if self._attention == PACKED_SDPA:
+            return {"segment_lengths": lengths}
+        if self._attention.startswith("flash_attention"):
+            ends = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32)
+            longest = max(lengths)
+            return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        return {}
+
+    def _mean_over_ranks(self, local_sum: float, total_weight: float) -> float:
+        (total,) = distributed.all_reduce_numbers([local_sum], group=self._group)
+        return total / total_weight if total_weight else 0.0
+
+    # Weights
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a Hugging Face checkpoint (collective): float32 with the optimizer, to resume exactly, else `dtype`."""
+        fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
+        if meta.with_optim:
+            fsdp_weights.save_optimizer(self.model, self.optimizer, self.lr_schedule.num_steps, meta.path)
+        if meta.tokenizer is not None and self.data_parallel_rank == 0:
+            meta.tokenizer.save_pretrained(meta.path)
+        dist.barrier(self._group)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Read a Hugging Face checkpoint (collective), and what `save` wrote `with_optim` on any number of ranks."""
+        self._copy_whole_model(self.model, meta.path)
+        if meta.with_optim:
+            self.lr_schedule.move_to(fsdp_weights.load_optimizer(self.model, self.optimizer, meta.path))
+
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
+        """Name, full shape and `dtype` of every parameter in send order, in buckets of at most that many MiB."""
+        return fsdp_weights.param_buckets(self.model, self.config.dtype, weight_chunked_mem_mb * 2**20)
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the weights in `dtype`: to the folder `meta.path`, or to the group that the receiver named in `meta`.
+
+        Collective and blocking; resolves `meta.uploaded` on rank 0 and raises on every rank if it failed.
+        """
+        try:
+            if meta.type == "disk":
+                assert meta.path is not None, "an update through the disk needs a path"
+                fsdp_weights.publish_whole_model(self.model, meta.path, self.dtype)
+            else:
+                self._transfer = fsdp_weights.send_whole_model(self.model, meta, self.dtype, self._transfer)
+        except BaseException as error:
+            self._transfer = None
+            if not meta.uploaded.done():
+                meta.uploaded.set_exception(error)
+            raise
+        if not meta.uploaded.done():
+            meta.uploaded.set_result(None)
+
+
+def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[torch.nn.Module]:
+    """Return the modules to shard by themselves: of the configured classes, else of those the model declares."""
+    policy = config.fsdp.wrap_policy
+    names = set(model._no_split_modules or ())
+    if policy is not None and policy.transformer_layer_cls_to_wrap is not None:
+        names = set(policy.transformer_layer_cls_to_wrap)
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"fsdp.wrap_policy must name layer classes of {type(model).__name__}: got {sorted(names)}. "
+            "Set fsdp.wrap_policy.transformer_layer_cls_to_wrap to the class of its transformer layer."
+        )
+    return layers
+
+
+def _recomputed(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer so that training keeps only its input and computes its activations again in the backward pass."""
+    if layer.training and torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _disable_dropout(model: PreTrainedModel) -> None:
+    """Set every dropout to 0, those of attention functions included."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.0

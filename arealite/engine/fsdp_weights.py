@@ -1,0 +1,131 @@
+"""A sharded model's weights and optimizer state on their way out and in: checkpoints, and buckets for servers.
+
+Gathering is collective while only rank 0 writes or sends, and rank 0 may fail. Invariant: rank 0 then keeps gathering
+to the end, so no rank waits for one that left, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from transformers import PreTrainedModel
+
+from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
+from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
+from arealite.utils.distributed import raise_on_every_rank
+from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
+
+OPTIMIZER_FOLDER = "optimizer"
+
+
+def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> None:
+    """Write a Hugging Face checkpoint (collective)."""
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in iter_full_params(model, dtype):
+        if dist.get_rank() == 0:
+            state[name] = tensor.cpu()
+    _on_rank0(lambda: write_checkpoint(model, state, path, dtype))
+
+
+def publish_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> None:
+    """Write a checkpoint that appears at `path` complete or not at all, in the place of one that lies there."""
+    partial = f"{path}.partial"
+    _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True))
+    write_whole_model(model, partial, dtype)
+
+    def publish() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(partial, path)
+
+    _on_rank0(publish)
+
+
+def send_whole_model(
+    model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype, group: BroadcastGroup | None
+) -> BroadcastGroup | None:
+    """Send all buckets (collective); rank 0 sends over `group`, or joins the one in `meta` if that has a new name.
+
+    Returns rank 0's group for the next time. A failure closes it, which makes the receivers fail at once.
+    """
+    error: Exception | None = None
+    params = iter_full_params(model, dtype)
+    for specs in meta.nccl_param_specs:
+        tensors = [tensor for _, tensor in (next(params) for _ in specs)]
+        if dist.get_rank() == 0 and error is None:
+            try:
+                group = _joined(meta, group)
+                send_bucket(group, tensors, timeout_s=meta.timeout_s)
+            except Exception as caught:
+                error = caught
+    if error is not None and group is not None:
+        close_group(group)
+    raise_on_every_rank(error)
+    return group
+
+
+def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGroup:
+    """Return the group named in `meta`, leaving another one."""
+    if group is not None and group.name == meta.nccl_group_name:
+        return group
+    if group is not None:
+        close_group(group)
+    return join_group(
+        meta.nccl_master_address,
+        meta.nccl_master_port,
+        rank=0,
+        world_size=meta.nccl_world_size,
+        name=meta.nccl_group_name,
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        timeout_s=meta.timeout_s,
+    )
+
+
+def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
+    """Describe all parameters in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
+    specs = [ParamSpec(name, tuple(parameter.shape), dtype) for name, parameter in model.named_parameters()]
+    if checkpoint_names(model) != {spec.name for spec in specs}:
+        raise ValueError(
+            f"parameters of {type(model).__name__} must be named as in its checkpoint to be broadcast: transformers "
+            "renames or fuses them when it loads the model. Set rollout.weight_update: disk."
+        )
+    buckets: list[list[ParamSpec]] = []
+    free = 0
+    for spec in specs:
+        if not buckets or spec.size > free:
+            buckets.append([])
+            free = max_bytes
+        buckets[-1].append(spec)
+        free -= spec.size
+    return buckets
+
+
+def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num_steps: int, path: str) -> None:
+    """Write optimizer state and schedule so that any number of ranks can read them (collective)."""
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "num_steps": num_steps}
+    state_dict_saver.save(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
+
+
+def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: str) -> int:
+    """Read what `save_optimizer` wrote (collective) and return the number of steps of the schedule."""
+    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer), "num_steps": 0}
+    state_dict_loader.load(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return int(state["num_steps"])
+
+
+def _on_rank0(action: Callable[[], None]) -> None:
+    """Run something on rank 0; every rank waits for it and raises if it fails."""
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as caught:
+            error = caught
+    raise_on_every_rank(error)

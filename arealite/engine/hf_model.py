@@ -1,0 +1,101 @@
+"""Hugging Face models as they are trained: built without memory, filled from rank 0, written as checkpoints.
+
+Every rank builds the architecture on the meta device and shards it; only rank 0 ever holds a whole model, and its
+parameters and buffers are then handed out. Invariant: after `copy_from_rank0` every element of every rank, buffers
+that no checkpoint contains included, is that of rank 0's model.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import is_flash_attn_2_available
+from transformers.utils import logging as transformers_logging
+
+from arealite.engine.packed_attention import PACKED_SDPA, check_packable
+
+
+def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """Return what the user asked for, else FlashAttention 2 where it runs, else packed SDPA."""
+    if attn_impl is not None:
+        return attn_impl
+    if device.type == "cuda" and dtype != torch.float32 and is_flash_attn_2_available():
+        return "flash_attention_2"
+    return PACKED_SDPA
+
+
+def build_meta_model(path: str, attention: str) -> PreTrainedModel:
+    """Build the architecture of a folder or hub id without memory for its float32 parameters."""
+    if not os.path.isdir(path) and (not path or path[0] in "./~"):
+        raise ValueError(f"path of a model must be an existing folder or a hub id: got {path!r}. Correct actor.path.")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
+    check_packable(model)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def load_whole_model(path: str, *, init_from_scratch: bool = False, seed: int = 1) -> PreTrainedModel:
+    """Load a whole model in float32 on the CPU, or draw random weights that depend on `seed` only."""
+    transformers_logging.disable_progress_bar()
+    if not init_from_scratch:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+@torch.no_grad()
+def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, device: torch.device) -> None:
+    """Fill a sharded model on every rank from the whole one that rank 0 alone passes (collective)."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} must be sharded"
+        if whole is None:
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        else:
+            full = whole.get_parameter(name).to(device, parameter.dtype)
+        shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        parameter.to_local().copy_(shard.to_local())
+    for name, buffer in model.named_buffers():
+        values = buffer.to(device) if whole is None else whole.get_buffer(name).to(device, buffer.dtype)
+        dist.broadcast(values, src=0)
+        buffer.copy_(values)
+
+
+@torch.no_grad()
+def iter_full_params(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter whole, on every rank and in one order (each step is collective). Tied ones come once."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} must be sharded"
+        shard: Any = parameter.to(device=parameter.device_mesh.device_type, dtype=dtype)
+        yield name, shard.full_tensor()
+
+
+def checkpoint_names(model: PreTrainedModel) -> set[str]:
+    """Return the names that the parameters have in a Hugging Face checkpoint."""
+    meta = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    return set(revert_weight_conversion(model, meta))
+
+
+def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype) -> None:
+    """Write safetensors and configs that any Hugging Face tool loads; `state` holds whole tensors in `dtype`."""
+    os.makedirs(path, exist_ok=True)
+    save_torch_state_dict(revert_weight_conversion(model, state), path)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(path)
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)

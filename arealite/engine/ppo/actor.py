@@ -1,0 +1,230 @@
+"""The policy of PPO and GRPO: logprobs, advantages and updates of one engine.
+
+What comes in and goes out are TensorDicts and plain numbers. Tensors `[B, T]` are aligned with the token they are
+about (nothing is shifted). Invariant: statistics, advantages and minibatches depend on `group_index`, the number of a
+row's group in the global batch, and never on which rank a row lies.
+"""
+
+# B rows of this rank, T padded tokens, N packed tokens
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from arealite.api.cli_args import PPOActorConfig
+from arealite.api.engine_api import TrainEngine
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
+from arealite.engine.ppo.advantages import gae, shape_rewards, standardize, token_rewards
+from arealite.engine.ppo.losses import k3_divergence, ppo_actor_loss_fn
+from arealite.utils.distributed import all_reduce, all_reduce_numbers
+
+
+class PPOActor:
+    """Runs the algorithm on an engine. Every method is collective."""
+
+    def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
+        self.config = config
+        self.engine = engine
+
+    def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
+        """Return the logprob `[B, T]` of every token under the current weights, 0 for padding and first tokens.
+
+        It is that of the full softmax at `config.temperature`: rollouts sampled with top-p or top-k differ from it.
+        """
+        self.engine.eval()
+        return self.engine.forward(
+            batch.select("input_ids", "attention_mask"),
+            lambda logits_NV, micro_batch: packed_logprobs(
+                logits_NV, micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
+            ),
+        )
+
+    def compute_advantages(self, batch: TensorDict) -> None:
+        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens."""
+        config = self.config
+        groups_B, num_groups = self._groups(batch)
+        scores_B = shape_rewards(
+            batch["rewards"], scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip
+        )
+        if config.group_reward_norm:
+            scores_B = standardize(scores_B, groups_B, num_groups, reduce=self._sum_over_ranks)
+        if config.mask_no_eos_with_zero:
+            _require(batch, "no_eos", "mask_no_eos_with_zero", "Let the workflow say which answers were cut off")
+            scores_B = scores_B.masked_fill(batch["no_eos"].bool(), 0.0)
+        mask_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+        kl_BT = None
+        if config.kl_ctl > 0:
+            _require(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
+            kl_BT = self._old_logprobs(batch)[1] - batch["ref_logprobs"]
+        rewards_BT = token_rewards(scores_B, mask_BT, kl_BT, kl_ctl=config.kl_ctl)
+        values_BT = batch["values"] if "values" in batch else torch.zeros_like(rewards_BT)
+        advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=config.discount, gae_lambda=config.gae_lambda)
+        if config.group_adv_norm:
+            groups_N = groups_B[:, None].expand_as(mask_BT)[mask_BT]
+            advantages_BT[mask_BT] = standardize(
+                advantages_BT[mask_BT], groups_N, num_groups, reduce=self._sum_over_ranks
+            )
+        elif config.adv_norm:
+            advantages_N = advantages_BT[mask_BT]
+            whole_batch_N = torch.zeros_like(advantages_N, dtype=torch.long)
+            advantages_BT[mask_BT] = standardize(advantages_N, whole_batch_N, 1, reduce=self._sum_over_ranks)
+        batch["advantages"] = advantages_BT
+
+    def ppo_update(self, batch: TensorDict) -> dict[str, float]:
+        """Take `ppo_n_minibatches` optimizer steps (at most one per group) and one of the schedule; return metrics.
+
+        A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are equal on all ranks.
+        """
+        groups_B, num_groups = self._groups(batch)
+        if num_groups == 0:
+            raise ValueError("a batch must have a row on some rank: got none. Train on what prepare_batch returns.")
+        proximal_BT, rollout_BT = self._old_logprobs(batch)
+        columns = batch.select("input_ids", "attention_mask", "advantages")
+        columns["loss_mask"] = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+        columns["proximal_logprobs"], columns["rollout_logprobs"] = proximal_BT, rollout_BT
+        num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
+        means = _Means()
+        self.engine.train()
+        steps = [
+            self.engine.train_batch(
+                columns[groups_B % num_minibatches == index],
+                lambda logits_NV, micro_batch: self._loss(logits_NV, micro_batch, means),
+                count_loss_tokens,
+            )
+            for index in range(num_minibatches)
+        ]
+        self.engine.step_lr_scheduler()
+        return {
+            "policy/loss": sum(step["loss"] for step in steps) / len(steps),
+            **means.reduce(self.engine.parallelism_group),
+            "optim/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
+            "optim/lr": steps[0]["lr"],
+            "optim/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
+            **self._batch_metrics(batch, columns["loss_mask"]),
+        }
+
+    def _loss(self, logits_NV: torch.Tensor, micro_batch: TensorDict, means: _Means) -> torch.Tensor:
+        logprobs_N, entropy_N = packed_logprobs_entropy(
+            logits_NV, micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
+        )
+        loss, statistics = ppo_actor_loss_fn(
+            logprobs_N,
+            micro_batch["proximal_logprobs"],
+            micro_batch["rollout_logprobs"],
+            micro_batch["advantages"],
+            self.config.eps_clip,
+            micro_batch["loss_mask"],
+            self.config.c_clip,
+            self.config.behav_imp_weight_cap,
+        )
+        statistics["entropy"] = entropy_N
+        means.add(micro_batch["loss_mask"], **{f"policy/{name}": value for name, value in statistics.items()})
+        return loss
+
+    def _old_logprobs(self, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logprobs to clip around and those of the sampling policy.
+
+        Decoupled: the recomputed ones and the server's. Otherwise both are the recomputed ones if there are any (then
+        the numerical gap to the server plays no part), else the server's.
+        """
+        if self.config.use_decoupled_loss:
+            _require(batch, "proximal_logprobs", "use_decoupled_loss", "Set it to actor.compute_logprobs(batch)")
+            return batch["proximal_logprobs"], batch["logprobs"]
+        logprobs_BT = batch["proximal_logprobs"] if "proximal_logprobs" in batch else batch["logprobs"]
+        return logprobs_BT, logprobs_BT
+
+    def _batch_metrics(self, batch: TensorDict, mask_BT: torch.Tensor) -> dict[str, float]:
+        """Describe the global batch.
+
+        `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
+        the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
+        """
+        version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
+        staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)
+        sampled_B = batch["loss_mask"].sum(dim=1)
+        rows = {
+            "reward/mean": batch["rewards"],
+            "staleness/mean": staleness_B,
+            "rollout/prompt_tokens": lengths_B - sampled_B,
+            "rollout/completion_tokens": sampled_B,
+        }
+        if "no_eos" in batch:
+            rows["rollout/no_eos_ratio"] = batch["no_eos"]
+        means = _Means()
+        means.add(torch.ones_like(lengths_B), **rows)
+        if "proximal_logprobs" in batch:
+            log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
+            means.add(mask_BT, **{"policy/mismatch_kl": k3_divergence(log_ratio_BT)})
+        group = self.engine.parallelism_group
+        (num_tokens,) = all_reduce_numbers([lengths_B.sum().item()], group=group)
+        (oldest,) = all_reduce_numbers([max(staleness_B.tolist(), default=0)], dist.ReduceOp.MAX, group)
+        return {**means.reduce(group), "staleness/max": oldest, "perf/trained_tokens": num_tokens}
+
+    def _groups(self, batch: TensorDict) -> tuple[torch.Tensor, int]:
+        """Return each row's group in the global batch and the number of groups.
+
+        Without `group_index`, rows are taken as whole groups of `config.group_size`, rank after rank.
+        """
+        group = self.engine.parallelism_group
+        if "group_index" in batch:
+            groups_B = batch["group_index"]
+        else:
+            counts = torch.zeros(dist.get_world_size(group))
+            rank = dist.get_rank(group)
+            counts[rank] = -(-batch.batch_size[0] // self.config.group_size)
+            first = int(all_reduce(counts, group=group)[:rank].sum())
+            groups_B = first + torch.arange(batch.batch_size[0]) // self.config.group_size
+        largest = groups_B.max().item() + 1 if len(groups_B) else 0
+        return groups_B, int(all_reduce_numbers([largest], dist.ReduceOp.MAX, group)[0])
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        return all_reduce(tensor, group=self.engine.parallelism_group)
+
+
+class FSDPPPOActor(FSDPEngine):
+    """A policy on FSDP; with `optimizer: null` a reference, of which only `compute_logprobs` is used."""
+
+    def __init__(self, config: PPOActorConfig) -> None:
+        super().__init__(config)
+        self.actor = PPOActor(config, self)
+
+    def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
+        """See `PPOActor.compute_logprobs`."""
+        return self.actor.compute_logprobs(batch)
+
+    compute_logp = compute_logprobs
+
+    def compute_advantages(self, batch: TensorDict) -> None:
+        """See `PPOActor.compute_advantages`."""
+        self.actor.compute_advantages(batch)
+
+    def ppo_update(self, batch: TensorDict) -> dict[str, float]:
+        """See `PPOActor.ppo_update`."""
+        return self.actor.ppo_update(batch)
+
+
+class _Means:
+    """Means of named values over the elements of masks, over all that was added and all ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
+        """Add the values under the mask."""
+        weight = mask.double()
+        for name, value in values.items():
+            entry = torch.stack([(value.double() * weight).sum(), weight.sum()])
+            self._sums[name] = self._sums[name] + entry if name in self._sums else entry
+
+    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Return the means (collective)."""
+        totals = all_reduce_numbers([number for entry in self._sums.values() for number in entry.tolist()], group=group)
+        return {name: total / max(count, 1.0) for name, total, count in zip(self._sums, totals[::2], totals[1::2])}
+
+
+def _require(batch: TensorDict, key: str, because: str, remedy: str) -> None:
+    if key not in batch:
+        raise ValueError(f"a batch must have {key!r} with {because}: got {sorted(batch.keys())}. {remedy}.")

@@ -1,0 +1,75 @@
+"""Rewards to advantages. Pure functions of tensors.
+
+Statistics over rows that lie on several ranks take a `reduce` that sums a tensor over ranks; the default is one rank.
+Sums are float64 and variances are of the population, so a group of one, or of equal values, normalises to exactly 0.
+"""
+
+# B sequences, T padded tokens, N values, G groups
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _one_rank(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def standardize(
+    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, eps: float = 1e-6, reduce: Reduce = _one_rank
+) -> torch.Tensor:
+    """Return `(value - mean) / (deviation + eps)` within each group, for `values [N]` of `groups [N]`."""
+    values_N = values.double()
+    mean_G = _group_mean(values_N, groups, num_groups, reduce)
+    centered_N = values_N - mean_G[groups]
+    deviation_G = _group_mean(centered_N.square(), groups, num_groups, reduce).sqrt()
+    return (centered_N / (deviation_G[groups] + eps)).to(values.dtype)
+
+
+def _group_mean(values_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int, reduce: Reduce) -> torch.Tensor:
+    sums_2G = torch.zeros(2, num_groups, dtype=torch.float64, device=values_N.device)
+    sums_2G[0].index_add_(0, groups_N, values_N)
+    sums_2G[1].index_add_(0, groups_N, torch.ones_like(values_N))
+    sums_2G = reduce(sums_2G)
+    return sums_2G[0] / sums_2G[1].clamp(min=1)
+
+
+def shape_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float) -> torch.Tensor:
+    """Return `(reward + bias) * scaling`, clipped to +- clip."""
+    return ((rewards.float() + bias) * scaling).clamp(-clip, clip)
+
+
+def token_rewards(
+    scores: torch.Tensor, loss_mask: torch.Tensor, kl: torch.Tensor | None = None, *, kl_ctl: float = 0.0
+) -> torch.Tensor:
+    """Put `scores [B]` on the last trained token of each row and subtract `kl_ctl * kl [B, T]` on every one."""
+    mask_BT = loss_mask.bool()
+    is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(dim=1).flip(1) == 1)
+    rewards_BT = torch.where(is_last_BT, scores[:, None], 0.0)
+    if kl is not None:
+        rewards_BT = rewards_BT - torch.where(mask_BT, kl_ctl * kl, 0.0)
+    return rewards_BT
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, loss_mask: torch.Tensor, *, discount: float, gae_lambda: float
+) -> torch.Tensor:
+    """Return generalised advantage estimates `[B, T]`: sums over later tokens of (discount * lambda)^k * delta.
+
+    Tokens that were not sampled (prompts, an environment's replies) are passed over: they are no actions, and neither
+    discount nor get an advantage.
+    """
+    mask_BT = loss_mask.bool()
+    advantages_BT = torch.zeros_like(rewards)
+    next_value_B = carried_B = rewards.new_zeros(rewards.shape[0])
+    for t in reversed(range(rewards.shape[1])):
+        is_action_B = mask_BT[:, t]
+        delta_B = rewards[:, t] + discount * next_value_B - values[:, t]
+        carried_B = torch.where(is_action_B, delta_B + discount * gae_lambda * carried_B, carried_B)
+        next_value_B = torch.where(is_action_B, values[:, t], next_value_B)
+        advantages_BT[:, t] = torch.where(is_action_B, carried_B, 0.0)
+    return advantages_BT

@@ -1,0 +1,100 @@
+"""Which inference servers there are and which one serves a request.
+
+Servers come and go at any time; every change of membership starts a new *epoch*, by which groups built from the
+members are named. Invariant: a request goes to a reachable member while there is one, and requests with the same `rid`
+go to one server (which has their prefix cached) as long as it is reachable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_MAX_STICKY = 65536
+"""Remembered rids; the oldest are forgotten first."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One server as the client sees it."""
+
+    address: str
+    version: int
+    """Of the weights that were last published to it, for servers that do not tell."""
+    outstanding_tokens: int = 0
+    """Tokens of the requests in flight, prompts and largest completions."""
+    num_requests: int = 0
+    """Sent so far."""
+    is_reachable: bool = True
+
+
+class ServerSet:
+    """A mutable set of servers, for use from any thread."""
+
+    def __init__(self, addresses: Iterable[str] = ()) -> None:
+        self.epoch = 0
+        self._servers: dict[str, Server] = {}
+        self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+        for address in addresses:
+            self.add(address)
+
+    def add(self, address: str, version: int = 0) -> None:
+        """Add a server whose weights are `version`; one that is there already stays as it is."""
+        with self._lock:
+            if address not in self._servers:
+                self._servers[address] = Server(address, version)
+                self.epoch += 1
+
+    def remove(self, address: str) -> None:
+        """Send nothing more to a server; requests in flight end as they may."""
+        with self._lock:
+            if self._servers.pop(address, None) is not None:
+                self.epoch += 1
+
+    def renew(self) -> None:
+        """Start a new epoch with the same members."""
+        with self._lock:
+            self.epoch += 1
+
+    @property
+    def servers(self) -> list[Server]:
+        """All members, in the order in which they were added."""
+        with self._lock:
+            return list(self._servers.values())
+
+    def pick(self, rid: str, num_tokens: int) -> Server:
+        """Choose a server for a request and count its tokens until `release`."""
+        with self._lock:
+            server = self._sticky_server(rid) or self._least_loaded()
+            self._sticky[rid] = server.address
+            self._sticky.move_to_end(rid)
+            if len(self._sticky) > _MAX_STICKY:
+                self._sticky.popitem(last=False)
+            server.outstanding_tokens += num_tokens
+            server.num_requests += 1
+            return server
+
+    def release(self, server: Server, num_tokens: int) -> None:
+        """Undo the count of `pick`."""
+        with self._lock:
+            server.outstanding_tokens -= num_tokens
+
+    def _sticky_server(self, rid: str) -> Server | None:
+        server = self._servers.get(self._sticky.get(rid, ""))
+        return server if server is not None and server.is_reachable else None
+
+    def _least_loaded(self) -> Server:
+        members = list(self._servers.values())
+        if not members:
+            raise RuntimeError("there must be an inference server: got none. Add one with servers.add(address).")
+        reachable = [server for server in members if server.is_reachable]
+        return min(reachable or members, key=lambda server: (server.outstanding_tokens, server.num_requests))
+
+
+def parse_addresses(text: str | Iterable[str]) -> list[str]:
+    """Return `host:port` items from a list or a comma separated string; a scheme and a final slash are dropped."""
+    items = text.split(",") if isinstance(text, str) else text
+    return [item.strip().removeprefix("http://").rstrip("/") for item in items if item.strip()]

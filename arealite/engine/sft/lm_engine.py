@@ -1,0 +1,67 @@
+"""Supervised fine-tuning of a language model on one engine.
+
+A batch has `input_ids`, `attention_mask` and `loss_mask`, all `[B, T]`; the loss is a mean over the tokens under
+`loss_mask` of the whole batch on all ranks, aligned with the token they are about.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tensordict import TensorDict
+
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.engine_api import TrainEngine
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.logprobs import count_loss_tokens, trained_tokens
+from arealite.engine.sft.loss import sft_loss_fn
+from arealite.utils.distributed import all_reduce_numbers
+
+
+class LMEngine:
+    """Runs supervised fine-tuning on an engine. Every method is collective."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    def train_lm(self, batch: TensorDict) -> dict[str, float]:
+        """Take one optimizer step and one of the schedule; return metrics, equal on all ranks."""
+        self.engine.train()
+        result = self.engine.train_batch(_columns(batch), sft_loss_fn, count_loss_tokens)
+        self.engine.step_lr_scheduler()
+        (num_tokens,) = all_reduce_numbers([batch["attention_mask"].sum().item()], group=self.engine.parallelism_group)
+        return {
+            "sft/loss": result["loss"],
+            "sft/ppl": math.exp(min(result["loss"], 100.0)),
+            "optim/grad_norm": result["grad_norm"],
+            "optim/lr": result["lr"],
+            "optim/skipped_steps": 1.0 - result["update_successful"],
+            "perf/trained_tokens": num_tokens,
+        }
+
+    def evaluate_lm(self, batch: TensorDict) -> float:
+        """Return the loss of `train_lm` without training."""
+        self.engine.eval()
+        return self.engine.eval_batch(_columns(batch), sft_loss_fn, count_loss_tokens)
+
+
+class FSDPLMEngine(FSDPEngine):
+    """A language model on FSDP."""
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        super().__init__(config)
+        self.lm_engine = LMEngine(self)
+
+    def train_lm(self, batch: TensorDict) -> dict[str, float]:
+        """See `LMEngine.train_lm`."""
+        return self.lm_engine.train_lm(batch)
+
+    def evaluate_lm(self, batch: TensorDict) -> float:
+        """See `LMEngine.evaluate_lm`."""
+        return self.lm_engine.evaluate_lm(batch)
+
+
+def _columns(batch: TensorDict) -> TensorDict:
+    columns = batch.select("input_ids", "attention_mask")
+    columns["loss_mask"] = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+    return columns

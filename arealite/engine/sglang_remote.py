@@ -1,0 +1,97 @@
+"""The dialect of SGLang 0.5 (and of our embedded server) for generation.
+
+Invariant: nothing from a reply is believed before it was checked: as many finite logprobs as token ids, the ids they
+belong to, and versions that cover every token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Coroutine
+from typing import Any, cast
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.engine.remote_client import Finish, RemoteInferenceEngine, Segment
+from arealite.engine.server_http import Json, bad_reply
+from arealite.engine.sglang_weights import WeightReceiver
+
+_GENERATE = "/generate"
+_ALL_TOKENS = 100_000_000
+"""`top_k` from which it filters nothing."""
+_UNTOLD = ("default", None)
+"""What a server says that was started without a version."""
+
+
+class RemoteSGLangEngine(RemoteInferenceEngine):
+    """An inference engine on SGLang or `arealite.server` processes."""
+
+    def __init__(self, config: InferenceEngineConfig) -> None:
+        super().__init__(config)
+        self._receiver = WeightReceiver(self.servers, is_atomic=config.backend == "lite")
+
+    def _generate_call(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[str, Json]:
+        gconfig = req.gconfig
+        sampling: Json = {
+            "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+            "top_p": gconfig.top_p,
+            "top_k": -1 if gconfig.top_k >= _ALL_TOKENS else gconfig.top_k,
+            "max_new_tokens": gconfig.max_new_tokens - len(tokens),
+            "min_new_tokens": max(0, gconfig.min_new_tokens - len(tokens)),
+            "stop_token_ids": gconfig.stop_token_ids,
+            "sampling_seed": seed,
+        }
+        if gconfig.stop:
+            sampling["stop"] = gconfig.stop
+        input_ids = [*req.input_ids, *tokens]
+        return _GENERATE, {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
+
+    def _parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
+        return parse_segment(address, reply, max_tokens)
+
+    def _receive_weights(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
+        plan = self._receiver.agree(meta) if meta.type == "nccl" else None
+        return self._receiver.receive(self._http, meta, plan, self._may_generate)
+
+
+def parse_segment(address: str, reply: Json, max_tokens: int) -> Segment:
+    """Check a reply of `/generate` and return what it adds; `versions` is None when the server does not tell them."""
+    try:
+        return _parse(address, reply, max_tokens)
+    except (AttributeError, TypeError, KeyError, IndexError) as error:
+        raise bad_reply(address, _GENERATE, "have the fields of SGLang", reply) from error
+
+
+def _parse(address: str, reply: Json, max_tokens: int) -> Segment:
+    def require(is_right: bool, rule: str) -> None:
+        if not is_right:
+            raise bad_reply(address, _GENERATE, rule, reply)
+
+    tokens, meta_info = reply["output_ids"], reply["meta_info"]
+    require(isinstance(tokens, list) and all(type(token) is int for token in tokens), "have a list of ints output_ids")
+    require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
+    pairs = meta_info.get("output_token_logprobs") or []
+    require(len(pairs) == len(tokens), f"have {len(tokens)} output_token_logprobs, one per token")
+    require(all(pair[1] == token for pair, token in zip(pairs, tokens)), "have the logprobs of its own tokens")
+    logprobs = [pair[0] for pair in pairs]
+    require(all(isinstance(one, float | int) and math.isfinite(one) for one in logprobs), "have finite logprobs")
+    finish = meta_info["finish_reason"]["type"]
+    require(finish in ("stop", "length", "abort"), "have a finish_reason of type stop, length or abort")
+    return Segment(tokens, logprobs, _versions(address, reply, meta_info, len(tokens)), cast("Finish", finish))
+
+
+def _versions(address: str, reply: Json, meta_info: Json, num_tokens: int) -> list[int] | None:
+    """Return the version of each token: from spans, else the one of the whole reply."""
+    spans = meta_info.get("weight_versions")
+    if spans is None:
+        spans = [{"version": meta_info.get("weight_version"), "start": 0, "end": num_tokens}]
+    versions: list[int] = []
+    for span in spans:
+        if span["version"] in _UNTOLD:
+            return None
+        if span["start"] != len(versions) or not str(span["version"]).isdecimal():
+            raise bad_reply(address, _GENERATE, "have contiguous spans of integer versions", reply)
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != num_tokens:
+        raise bad_reply(address, _GENERATE, f"have versions for its {num_tokens} tokens", reply)
+    return versions

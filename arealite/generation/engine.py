@@ -1,0 +1,339 @@
+"""Continuous batching in one thread that owns the model.
+
+Other threads talk to it through an inbox of functions that it runs between two forward passes: a weight update, a
+pause and an abort are such functions, and nothing they touch needs a lock. Results come back as futures.
+
+Invariants: cached keys and values never outlive the weights that made them (an update sends running sequences back to
+prefill); each token is stamped with the version that sampled it; an error in a forward pass fails every request, an
+error in a request's own numbers only that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from arealite.generation.model_runner import ModelRunner
+from arealite.generation.request import FinishReason, GenerationError, GenerationRequest, GenerationResult
+from arealite.generation.sampler import SamplingRows, sample
+from arealite.generation.scheduler import Scheduler, Sequence
+from arealite.generation.stop_strings import stop_string_matcher
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_PREFILL_TOKENS = 4096
+LOG_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing now."""
+
+    running: int
+    waiting: int
+    slots: int
+    cached_tokens: int
+    cache_capacity_tokens: int
+    generated_tokens: int
+    """Since the start."""
+    is_paused: bool
+    version: str
+
+
+class GenerationEngine:
+    """Samples completions from one model."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        eos_ids: frozenset[int] = frozenset(),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        version: str = "0",
+        threads: int = 1,
+    ) -> None:
+        """Start the thread. `tokenizer` is needed for stop strings only."""
+        self.context = runner.cache.context
+        self.vocab_size = runner.vocab_size
+        self.version = version
+        self.weight_shapes = runner.weight_shapes
+        self.stopped: Future[None] = Future()
+        """Resolves when the thread ends: with None after `close`, with the exception if it failed."""
+        self._runner = runner
+        self._eos_ids = eos_ids
+        self._tokenizer = tokenizer
+        self._threads = threads
+        self._scheduler = Scheduler(
+            slots=runner.cache.slots,
+            max_prefill_tokens=MAX_PREFILL_TOKENS,
+            move=lambda source, destination, length: runner.cache.copy(source, [destination], length),
+        )
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._has_ended = False
+        """Guarded by the gate: nothing enters the inbox once nobody reads it."""
+        self._is_paused = False
+        self._is_closing = False
+        self._rows: SamplingRows | None = None
+        """Sampling parameters of the running sequences; None when those have changed."""
+        self._generated_tokens = 0
+        self._unlogged_s = 0.0
+        self._logged_tokens = 0
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread.start()
+
+    # Called from any thread
+
+    def submit(self, request: GenerationRequest) -> Future[GenerationResult]:
+        """Queue a request. Cancelling the future frees its slot. Raises ValueError for what can't be sampled."""
+        sequence = self._sequence(request)
+        self._post(lambda: self._scheduler.waiting.append(sequence))
+        sequence.future.add_done_callback(lambda _: self._forget(sequence))
+        return sequence.future
+
+    def abort(self, rid: str | None = None) -> Future[int]:
+        """End the requests with this id, or all, with the tokens so far; return how many."""
+        return self.call(lambda: self._abort(lambda sequence: rid is None or sequence.request.rid == rid))
+
+    def pause(self, mode: Literal["abort", "retract"] = "abort") -> Future[None]:
+        """Sample nothing until `resume`: requests end with the tokens so far or (retract) wait, as new ones do."""
+
+        def pause() -> None:
+            self._is_paused = True
+            if mode == "abort":
+                self._abort(lambda _: True)
+            else:
+                self._requeue()
+
+        return self.call(pause)
+
+    def resume(self) -> Future[None]:
+        """Sample again."""
+
+        def resume() -> None:
+            self._is_paused = False
+
+        return self.call(resume)
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: str | None = None) -> Future[None]:
+        """Replace all weights between two steps; requests in flight go on under the new ones, with a new cache."""
+
+        def update() -> None:
+            self._runner.load_weights(weights)
+            self._requeue()
+            self.version = self.version if version is None else version
+
+        return self.call(update)
+
+    def set_version(self, version: str) -> Future[None]:
+        """Rename the current weights."""
+
+        def rename() -> None:
+            self.version = version
+
+        return self.call(rename)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function in the engine's thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:  # belongs to the caller, who gets it from the future
+                    future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def stats(self) -> EngineStats:
+        """Read the current numbers; they may be one step old."""
+        running = list(self._scheduler.running)
+        return EngineStats(
+            running=len(running),
+            waiting=len(self._scheduler.waiting),
+            slots=self._runner.cache.slots,
+            cached_tokens=sum(sequence.length for sequence in running),
+            cache_capacity_tokens=self._runner.cache.slots * self.context,
+            generated_tokens=self._generated_tokens,
+            is_paused=self._is_paused,
+            version=self.version,
+        )
+
+    def close(self) -> None:
+        """Abort everything and end the thread."""
+
+        def close() -> None:
+            self._abort(lambda _: True)
+            self._is_closing = True
+
+        with contextlib.suppress(GenerationError):  # it has ended already
+            self._post(close)
+        self._thread.join()
+
+    def _post(self, message: Callable[[], object]) -> None:
+        with self._gate:
+            if self._has_ended:
+                raise GenerationError("the engine must run: got a call after its end. Restart the server.")
+            self._inbox.put(message)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Drop a sequence that nobody waits for any more."""
+        if sequence.future.cancelled():
+            with contextlib.suppress(GenerationError):  # all sequences are gone already
+                self._post(lambda: self._abort(lambda other: other is sequence))
+
+    # Called from the engine's thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while not self._is_closing:
+                    self._run_inbox()
+                    if self._has_work():
+                        started = time.monotonic()
+                        self._step()
+                        self._log_progress(time.monotonic() - started)
+            self._end(None)
+        except BaseException as error:
+            logger.exception("generation failed")
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Let nobody in any more and answer everyone who still waits."""
+        with self._gate:
+            self._has_ended = True
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+        cause = "closing" if error is None else f"{type(error).__name__}: {error}"
+        failure = GenerationError(f"the engine must run: got {cause}. Restart the server.")
+        for sequence in self._scheduler.drop(lambda _: True):
+            self._resolve(sequence, failure)
+        if error is None:
+            self.stopped.set_result(None)
+        else:
+            self.stopped.set_exception(failure)
+
+    def _has_work(self) -> bool:
+        return not self._is_paused and bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _run_inbox(self) -> None:
+        """Run what has arrived; with nothing to sample, wait for the next message."""
+        while not self._is_closing:
+            try:
+                message = self._inbox.get(block=not self._has_work())
+            except queue.Empty:
+                return
+            message()
+
+    def _step(self) -> None:
+        """Prefill what fits, then decode one token of every running sequence."""
+        first_new = len(self._scheduler.running)
+        prefills = self._scheduler.admit()
+        if prefills:
+            self._rows = None
+            logits = self._runner.prefill([p.tokens for p in prefills], [p.first_slot for p in prefills])
+            for prefill in prefills:
+                copies = range(prefill.first_slot + 1, prefill.first_slot + len(prefill.sequences))
+                self._runner.cache.copy(prefill.first_slot, copies, len(prefill.tokens))
+            repeats = torch.tensor([len(p.sequences) for p in prefills])
+            self._sample(logits.repeat_interleave(repeats, 0), first_new)
+        running = self._scheduler.running
+        if running:
+            positions = np.array([sequence.length - 1 for sequence in running])
+            self._sample(self._runner.decode([sequence.output_ids[-1] for sequence in running], positions), 0)
+
+    def _sample(self, logits: torch.Tensor, first: int) -> None:
+        """Draw a token for each of the sequences from slot `first` on and release those that end."""
+        sequences = self._scheduler.running[first:]
+        rows = self._rows if first == 0 and self._rows is not None else self._sampling_rows(sequences)
+        if first == 0:
+            self._rows = rows
+        tokens, logprobs = sample(logits, rows, np.array([sequence.length for sequence in sequences]))
+        self._generated_tokens += len(sequences)
+        ended: dict[int, FinishReason | GenerationError] = {}
+        for slot, (sequence, token, logprob) in enumerate(zip(sequences, tokens.tolist(), logprobs.tolist()), first):
+            if not math.isfinite(logprob):
+                ended[slot] = GenerationError("logits must be finite: got NaN or inf. Check the weights.")
+                continue
+            reason = sequence.append(token, logprob, self.version)
+            if reason is not None:
+                ended[slot] = reason
+        if ended:
+            self._scheduler.release(ended)
+            self._rows = None
+        for slot, outcome in ended.items():
+            self._resolve(sequences[slot - first], outcome)
+
+    def _sequence(self, request: GenerationRequest) -> Sequence:
+        prompt_length, params = len(request.input_ids), request.params
+        if not 0 < prompt_length < self.context:
+            raise ValueError(
+                f"input_ids must hold 1 to {self.context - 1} tokens: got {prompt_length}. "
+                "Shorten the prompt or serve with a larger context."
+            )
+        unknown = [t for t in (*request.input_ids, *params.stop_token_ids) if not 0 <= t < self.vocab_size]
+        if unknown:
+            raise ValueError(
+                f"token ids must lie in [0, {self.vocab_size}): got {unknown[0]}. Use the tokenizer of this model."
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError(
+                f"stop strings must have a tokenizer: got {list(params.stop)}. Serve a folder that has one."
+            )
+        return Sequence(
+            request=request,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
+            max_length=min(prompt_length + params.max_new_tokens, self.context),
+            stop_text=stop_string_matcher(self._tokenizer, params.stop) if params.stop and self._tokenizer else None,
+            length=prompt_length,
+        )
+
+    def _sampling_rows(self, sequences: list[Sequence]) -> SamplingRows:
+        rows = [(s.request.params, len(s.request.input_ids), s.stop_ids) for s in sequences]
+        return SamplingRows(rows, self.vocab_size)
+
+    def _requeue(self) -> None:
+        self._scheduler.requeue()
+        self._rows = None
+
+    def _abort(self, is_aborted: Callable[[Sequence], bool]) -> int:
+        aborted = self._scheduler.drop(is_aborted)
+        self._rows = None
+        for sequence in aborted:
+            message = "Aborted" if sequence.output_ids else "Abort before prefill"
+            self._resolve(sequence, FinishReason("abort", message=message))
+        return len(aborted)
+
+    def _resolve(self, sequence: Sequence, outcome: FinishReason | GenerationError) -> None:
+        if not sequence.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, GenerationError):
+            sequence.future.set_exception(outcome)
+        else:
+            result = GenerationResult(sequence.output_ids, sequence.logprobs, outcome, self.version, sequence.spans)
+            sequence.future.set_result(result)
+
+    def _log_progress(self, step_s: float) -> None:
+        """Write a line every few seconds of work."""
+        self._unlogged_s += step_s
+        if self._unlogged_s < LOG_INTERVAL_S:
+            return
+        rate = (self._generated_tokens - self._logged_tokens) / self._unlogged_s
+        self._unlogged_s, self._logged_tokens = 0.0, self._generated_tokens
+        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        logger.info("running %d | waiting %d | %.0f tok/s | version %s", running, waiting, rate, self.version)

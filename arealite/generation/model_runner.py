@@ -1,0 +1,182 @@
+"""The model itself: any Hugging Face causal language model, run through our slot cache.
+
+The forward pass is the model's own code, so logprobs equal those of the trainer's forward. A model for which this does
+not hold (recurrent state, attention sinks, ...) is refused when it is loaded, by comparing with its reference
+attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
+
+from arealite.generation.slot_attention import (
+    ATTENTION_NAME,
+    PackedPrefill,
+    SlotCache,
+    SlotDecode,
+    SlotStep,
+    slot_attention,
+)
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Weights and KV cache of one model. One thread uses it."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, context: int, deterministic: bool = False) -> None:
+        """Take a model over: its attention is replaced and its weights will be overwritten by updates.
+
+        `deterministic` runs one sequence per forward pass, which is slower, so that the bits of a sequence do not
+        depend on its neighbours (the shape of a matrix product changes its rounding).
+        """
+        config = model.config.get_text_config()
+        if not hasattr(config, "num_attention_heads"):
+            raise ValueError(f"the model must attend: got {type(model).__name__}. Serve it with SGLang or vLLM.")
+        limit = getattr(config, "max_position_embeddings", context)
+        if context > limit:
+            logger.warning("context is %d tokens, the model's limit, instead of %d", limit, context)
+            context = limit
+        self.model = model.eval().requires_grad_(False)
+        self.deterministic = deterministic
+        self._parameters = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        every_parameter = dict(model.named_parameters(remove_duplicate=False))
+        self._tied = {name: names[id(p)] for name, p in every_parameter.items() if name not in self._parameters}
+        self.weight_shapes = {name: tuple(parameter.shape) for name, parameter in every_parameter.items()}
+        """Of every weight that an update may hold, by its name in the checkpoint."""
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.cache = SlotCache(
+            layers=config.num_hidden_layers,
+            slots=slots,
+            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            context=context,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            dtype=model.dtype,
+        )
+        self._check_against_reference()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, dtype: torch.dtype, slots: int, context: int, deterministic: bool = False
+    ) -> ModelRunner:
+        """Load a local checkpoint folder."""
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, attn_implementation="sdpa"
+        )
+        return cls(model, slots=slots, context=context, deterministic=deterministic)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
+        """Fill the slots with the prompts; return the logits after each prompt's last token, `[n, V]`."""
+        if self.deterministic and len(prompts) > 1:
+            return torch.cat([self.prefill([prompt], [slot]) for prompt, slot in zip(prompts, slots, strict=True)])
+        step = PackedPrefill(self.cache, slots, [len(prompt) for prompt in prompts])
+        tokens_N = torch.tensor([token for prompt in prompts for token in prompt])
+        return self._forward(tokens_N[None], step.positions_N[None], step, torch.tensor(step.ends) - 1)[0]
+
+    def decode(self, tokens: Sequence[int], positions: np.ndarray, first_slot: int = 0) -> torch.Tensor:
+        """Append one token to each of the sequences in consecutive slots; return their next logits, `[n, V]`."""
+        if self.deterministic and len(tokens) > 1:
+            rows = range(len(tokens))
+            return torch.cat([self.decode(tokens[row : row + 1], positions[row : row + 1], row) for row in rows])
+        positions_n = torch.from_numpy(positions)
+        step = SlotDecode(self.cache, first_slot, positions_n, int(positions.max()) + 1)
+        return self._forward(torch.tensor(tokens)[:, None], positions_n[:, None], step, 0)[:, 0]
+
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, step: SlotStep, logits_to_keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        output = self.model(
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, slot_step=step
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def _check_against_reference(self) -> None:
+        """Compare prefill and decoding with the model's own attention on a few tokens; refuse what differs."""
+        tokens = [(7 * i + 3) % self.vocab_size for i in range(8)]
+        slots = list(range(min(2, self.cache.slots)))
+        prompts = [tokens[:3], tokens[:6]][-len(slots) :]
+        name = type(self.model).__name__
+        with torch.inference_mode():
+            reference = (
+                self.model(input_ids=torch.tensor([tokens]), use_cache=False)
+                .logits[0, [2, 5, 6, 7][-len(slots) - 2 :]]
+                .float()
+            )
+            try:
+                self.model.set_attn_implementation(ATTENTION_NAME)
+                prefilled = self.prefill(prompts, slots)
+                decoded = [self.decode([tokens[p]], np.array([p]), slots[-1]) for p in (6, 7)]
+            except (TypeError, AttributeError, RuntimeError) as error:
+                raise ValueError(
+                    f"the model must run on Hugging Face's attention interface: got {name}, which raised "
+                    f"{type(error).__name__}: {error}. Serve it with SGLang or vLLM."
+                ) from error
+        difference = (torch.cat([prefilled, *decoded]).float() - reference).abs().max().item()
+        bound = (2e-3 if self.model.dtype == torch.float32 else 8e-2) * max(reference.abs().max().item(), 1e-3)
+        if not difference <= bound:
+            raise ValueError(
+                f"logits from the KV cache must equal the model's own forward: got {name} with a difference of "
+                f"{difference:.2g}, where {bound:.2g} could be rounding. Serve it with SGLang or vLLM."
+            )
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite all weights, cast to the model's dtype; change nothing and raise ValueError if they don't fit."""
+        self._check_weights(weights)
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+
+    def _check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Hold names and shapes against the model's. A tied weight may be absent, or equal to what it is tied to."""
+        missing = sorted(self._parameters.keys() - weights.keys())
+        if missing:
+            raise ValueError(
+                f"weights must be complete: got {len(missing)} missing, {missing[:3]}. Send every parameter."
+            )
+        check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, self.weight_shapes)
+        for name, source in self._tied.items():
+            if name in weights and not torch.equal(weights[name], weights[source]):
+                raise ValueError(f"{name} must equal {source}, to which it is tied: got other values. Leave it out.")
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError for a name that is not expected or has another shape."""
+    unknown = sorted(shapes.keys() - expected.keys())
+    if unknown:
+        raise ValueError(
+            f"names of weights must be those of the checkpoint: got {len(unknown)} unknown, {unknown[:3]}. "
+            "Send parameters under their Hugging Face names."
+        )
+    for name, shape in shapes.items():
+        if shape != expected[name]:
+            raise ValueError(
+                f"shape of {name} must be {list(expected[name])}: got {list(shape)}. "
+                "Send weights of the same architecture."
+            )
+
+
+def read_checkpoint(path: str) -> dict[str, torch.Tensor]:
+    """Read all safetensors files of a Hugging Face folder; ValueError if there are none."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"model_path must be a folder with *.safetensors files: got {path}. Save a Hugging Face checkpoint there."
+        )
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            weights.update(load_file(file))
+        except SafetensorError as error:
+            raise ValueError(f"{file} must be a complete safetensors file: got {error}. Write it again.") from error
+    return weights

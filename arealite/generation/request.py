@@ -1,0 +1,79 @@
+"""What goes into the engine and what comes out: a request, its sampling parameters, its result. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+GREEDY_TEMPERATURE = 1e-6
+"""Temperatures below this one mean greedy decoding, as in SGLang."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one completion.
+
+    The logprob of a token belongs to the distribution it was drawn from: after temperature, top_k, top_p and the ban of
+    stop tokens before `min_new_tokens`. That of a greedy token belongs to temperature 1 without truncation.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keep the most likely tokens until their mass reaches this; the one that crosses it is kept."""
+    top_k: int = -1
+    """Keep this many of the most likely tokens; -1 keeps all. `top_p` measures mass before this cut."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    """Don't stop at the model's end-of-sequence tokens; `stop_token_ids` still stop."""
+    seed: int = 0
+    """The random number of the token at absolute position p is a hash of (seed, p)."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One completion to sample. Several requests may share a `rid`: aborting it aborts them all."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    """Why a sequence ended: a stop token (`matched` is its id) or string, the token or context limit, or an abort."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str = ""
+
+
+@dataclass
+class VersionSpan:
+    """Output tokens `[start, end)` were sampled from the weights of `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished completion, its stop token included."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    version: str
+    """Of the weights when the sequence ended."""
+    version_spans: list[VersionSpan] = field(default_factory=list)
+
+
+class GenerationError(RuntimeError):
+    """The engine could not finish a request; others go on."""

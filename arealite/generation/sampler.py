@@ -1,0 +1,99 @@
+"""Draws the next token of every row at once.
+
+Invariant: a row's token depends on its logits, its parameters, its seed and its absolute position, and on nothing
+else: not on neighbours, not on how often generation was interrupted. So the random numbers are not a stream but a
+hash.
+"""
+
+# n rows, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from arealite.generation.request import SamplingParams
+
+_RANDOM_BITS = 48  # few enough that u * total < total holds in float64 for every u < 1
+
+
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each (seed, position): splitmix64 of both."""
+    with np.errstate(over="ignore"):
+        state = splitmix64(seeds.astype(np.uint64)) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = splitmix64(state) >> np.uint64(64 - _RANDOM_BITS)
+    return bits.astype(np.float64) * 2.0**-_RANDOM_BITS
+
+
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit integers."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class SamplingRows:
+    """The parameters of n rows as tensors, built when the rows change and used for every step in between."""
+
+    def __init__(self, rows: Sequence[tuple[SamplingParams, int, frozenset[int]]], vocab_size: int) -> None:
+        """Take (parameters, prompt length, stop tokens) of each row."""
+        params = [row[0] for row in rows]
+        self.seeds = np.array([p.seed & (2**64 - 1) for p in params], dtype=np.uint64)
+        self.greedy = torch.tensor([p.greedy for p in params])
+        self.temperatures = torch.tensor([1.0 if p.greedy else p.temperature for p in params])
+        self.top_p = torch.tensor([1.0 if p.greedy else p.top_p for p in params], dtype=torch.float64)
+        self.top_k = torch.tensor([vocab_size if p.greedy or p.top_k < 0 else min(p.top_k, vocab_size) for p in params])
+        self.min_length = np.array([prompt_length + p.min_new_tokens for p, prompt_length, _ in rows])
+        self.has_greedy = bool(self.greedy.any())
+        self.has_temperature = bool((self.temperatures != 1.0).any())
+        self.has_truncation = bool(((self.top_p < 1.0) | (self.top_k < vocab_size)).any())
+        self.stop_mask: torch.Tensor | None = None
+        if any(p.min_new_tokens > 0 for p in params):
+            self.stop_mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+            for row, (_, _, stop_ids) in enumerate(rows):
+                self.stop_mask[row, list(stop_ids)] = True
+
+
+def sample(
+    logits_nV: torch.Tensor, rows: SamplingRows, positions: NDArray[np.int64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the tokens at `positions`; return them and their logprobs."""
+    logprobs_nV = sampled_logprobs(logits_nV, rows, positions)
+    cdf_nV = logprobs_nV.exp().cumsum(-1, dtype=torch.float64)
+    u_n = torch.from_numpy(uniform(rows.seeds, positions)).to(cdf_nV.device)
+    tokens_n = torch.searchsorted(cdf_nV, (u_n * cdf_nV[:, -1])[:, None], right=True)[:, 0]
+    if rows.has_greedy:
+        tokens_n = torch.where(rows.greedy, logprobs_nV.argmax(-1), tokens_n)
+    tokens_n = tokens_n.clamp_max(logits_nV.shape[-1] - 1)  # only rows of NaN get past the end; the engine fails those
+    return tokens_n, logprobs_nV.gather(-1, tokens_n[:, None])[:, 0]
+
+
+def sampled_logprobs(logits_nV: torch.Tensor, rows: SamplingRows, positions: NDArray[np.int64]) -> torch.Tensor:
+    """Return the log-distributions that tokens are drawn from (greedy rows: before the choice of the largest)."""
+    logits_nV = logits_nV.float()
+    if rows.stop_mask is not None:
+        too_early_n = torch.from_numpy(positions < rows.min_length)
+        logits_nV = logits_nV.masked_fill(rows.stop_mask & too_early_n[:, None], -torch.inf)
+    if rows.has_temperature:
+        logits_nV = logits_nV / rows.temperatures[:, None]
+    logprobs_nV = logits_nV.log_softmax(-1)
+    if rows.has_truncation:
+        logprobs_nV = _truncate(logprobs_nV, rows.top_p, rows.top_k)
+    return logprobs_nV
+
+
+def _truncate(logprobs_nV: torch.Tensor, top_p_n: torch.Tensor, top_k_n: torch.Tensor) -> torch.Tensor:
+    """Keep a token when fewer than top_k tokens and less than top_p of the mass come before it; renormalise."""
+    sorted_nV, order_nV = logprobs_nV.sort(stable=True, dim=-1, descending=True)
+    mass_nV = sorted_nV.exp().double()
+    mass_before_nV = mass_nV.cumsum(-1) - mass_nV
+    rank_V = torch.arange(logprobs_nV.shape[-1])
+    cut_nV = (rank_V >= top_k_n[:, None]) | ((mass_before_nV >= top_p_n[:, None]) & (top_p_n < 1.0)[:, None])
+    cut_nV[:, 0] = False
+    kept_nV = logprobs_nV.masked_fill(torch.zeros_like(cut_nV).scatter(-1, order_nV, cut_nV), -torch.inf)
+    is_cut_n = cut_nV.any(-1, keepdim=True)
+    return torch.where(is_cut_n, kept_nV.log_softmax(-1), logprobs_nV)

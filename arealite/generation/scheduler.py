@@ -1,0 +1,115 @@
+"""Which sequences run and in which slots: pure bookkeeping, no tensors.
+
+Invariant: `running[i]` occupies slot i. New sequences get the next slots; the last one moves into a slot that becomes
+free. Requests with equal prompts that are admitted together (the samples of one group) are prefilled once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from arealite.generation.request import FinishReason, GenerationRequest, GenerationResult, VersionSpan
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request on its way: its output so far and what ends it."""
+
+    request: GenerationRequest
+    stop_ids: frozenset[int]
+    max_length: int
+    """Prompt and output together; reaching it ends the sequence."""
+    stop_text: Callable[[list[int]], str | None] | None
+    """Finds a stop string at the end of the output."""
+    future: Future[GenerationResult] = field(default_factory=Future)
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    length: int = 0
+    """Prompt and output so far."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.request.input_ids, *self.output_ids)
+
+    def append(self, token: int, logprob: float, version: str) -> FinishReason | None:
+        """Add a sampled token; return why the sequence ends here, if it does."""
+        if not self.spans or self.spans[-1].version != version:
+            self.spans.append(VersionSpan(version, len(self.output_ids), len(self.output_ids)))
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
+        self.spans[-1].end += 1
+        self.length += 1
+        if token in self.stop_ids:
+            return FinishReason("stop", token)
+        if self.stop_text is not None and len(self.output_ids) >= self.request.params.min_new_tokens:
+            matched = self.stop_text(self.output_ids)
+            if matched is not None:
+                return FinishReason("stop", matched)
+        return FinishReason("length") if self.length >= self.max_length else None
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Sequences that share their tokens; the first one's slot is computed, the others' are copies."""
+
+    tokens: tuple[int, ...]
+    sequences: list[Sequence]
+    first_slot: int
+
+
+class Scheduler:
+    """First come, first served, into `slots` slots."""
+
+    def __init__(self, *, slots: int, max_prefill_tokens: int, move: Callable[[int, int, int], None]) -> None:
+        """`move(source, destination, length)` moves a sequence's cache; `max_prefill_tokens` bounds one forward pass
+        unless a single prompt is longer."""
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._slots = slots
+        self._max_prefill_tokens = max_prefill_tokens
+        self._move = move
+
+    def admit(self) -> list[Prefill]:
+        """Give free slots to the sequences that wait longest and return what to compute before they can decode."""
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        num_tokens = 0
+        free = self._slots - len(self.running)
+        while self.waiting and free:
+            tokens = self.waiting[0].tokens
+            if tokens not in groups:
+                num_tokens += len(tokens)
+                if groups and num_tokens > self._max_prefill_tokens:
+                    break
+            groups.setdefault(tokens, []).append(self.waiting.popleft())
+            free -= 1
+        prefills = []
+        for tokens, sequences in groups.items():
+            prefills.append(Prefill(tokens, sequences, len(self.running)))
+            self.running.extend(sequences)
+        return prefills
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Take the sequences out of these slots and close the gaps."""
+        for slot in sorted(slots, reverse=True):
+            last = self.running.pop()
+            if slot < len(self.running):
+                self.running[slot] = last
+                self._move(len(self.running), slot, last.length - 1)
+
+    def requeue(self) -> None:
+        """Put all running sequences back to the front of the queue: their cache is void, their output stays."""
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+
+    def drop(self, is_dropped: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take out and return the sequences, waiting or running, for which the predicate holds."""
+        slots = [slot for slot, sequence in enumerate(self.running) if is_dropped(sequence)]
+        dropped = [self.running[slot] for slot in slots]
+        self.release(slots)
+        dropped += [sequence for sequence in self.waiting if is_dropped(sequence)]
+        self.waiting = deque(sequence for sequence in self.waiting if not is_dropped(sequence))
+        return dropped

@@ -1,0 +1,137 @@
+"""The KV cache and the attention that reads it, plugged into Hugging Face models through their attention interface.
+
+A slot holds the keys and values of one sequence. The running sequences occupy slots 0..n-1, so that a decoding step
+reads views of the cache, never gathered copies; whoever frees a slot moves the last sequence into it. A forward pass
+gets its `SlotStep` as a keyword, which Hugging Face models hand down to every attention layer.
+"""
+
+# n sequences, N packed tokens, H key-value heads, G query heads per key-value head, D head size, L cached tokens
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+ATTENTION_NAME = "arealite_slots"
+
+
+class SlotCache:
+    """Keys and values of `slots` sequences of at most `context` tokens."""
+
+    def __init__(self, *, layers: int, slots: int, heads: int, context: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.slots = slots
+        self.context = context
+        shape = (layers, 2, slots, heads, context, head_dim)
+        # numpy's zeros are mapped when first touched, so a large cache costs what is used of it. They must be finite:
+        # attention multiplies what it masks by 0.
+        raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+        self.kv = torch.from_numpy(raw).view(dtype).view(shape)
+
+    def copy(self, source: int, destinations: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of one slot into others."""
+        for slot in destinations:
+            self.kv[:, :, slot, :, :length] = self.kv[:, :, source, :, :length]
+
+
+class SlotStep(Protocol):
+    """One forward pass over the cache."""
+
+    cache: SlotCache
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor: ...
+
+
+class PackedPrefill:
+    """New sequences, one after the other in a single row: each attends to itself and fills its slot."""
+
+    def __init__(self, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        self.cache = cache
+        self.ends = np.cumsum(lengths).tolist()
+        self.lengths = list(lengths)
+        self.positions_N = torch.cat([torch.arange(length) for length in lengths])
+        self.slots_N = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        keys, values = self.cache.kv[layer]
+        keys[self.slots_N, :, self.positions_N] = key[0].transpose(0, 1)
+        values[self.slots_N, :, self.positions_N] = value[0].transpose(0, 1)
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        segments = [
+            F.scaled_dot_product_attention(
+                query[:, :, end - length : end],
+                key[:, :, end - length : end],
+                value[:, :, end - length : end],
+                is_causal=True,
+                scale=scale,
+            )
+            for end, length in zip(self.ends, self.lengths, strict=True)
+        ]
+        return torch.cat(segments, 2).transpose(1, 2)
+
+
+class SlotDecode:
+    """One new token for each of the sequences in slots first..first+n-1."""
+
+    def __init__(self, cache: SlotCache, first: int, positions_n: torch.Tensor, length: int) -> None:
+        """`length` is the largest position + 1."""
+        self.cache = cache
+        self.positions_n = positions_n
+        self.first = first
+        self.length = length
+        self.rows_n = torch.arange(first, first + len(positions_n))
+        self.bias_nL = torch.zeros(len(positions_n), length, dtype=cache.kv.dtype)
+        self.bias_nL.masked_fill_(torch.arange(length) > positions_n[:, None], -torch.inf)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        keys, values = self.cache.kv[layer]
+        keys[self.rows_n, :, self.positions_n] = key[:, :, 0]
+        values[self.rows_n, :, self.positions_n] = value[:, :, 0]
+        n, H, D = len(query), key.shape[1], key.shape[3]
+        rows = slice(self.first, self.first + n)
+        output_nHGD = F.scaled_dot_product_attention(
+            query.reshape(n, H, -1, D),  # the query heads that share a key-value head become rows of one product
+            keys[rows, :, : self.length],
+            values[rows, :, : self.length],
+            attn_mask=self.bias_nL[:, None, None, :],
+            scale=scale,
+        )
+        return output_nHGD.reshape(n, 1, -1, D)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    slot_step: SlotStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend through the step's cache; the signature is that of Hugging Face's attention interface."""
+    if softcap is not None:
+        raise ValueError(
+            f"attention must not cap its scores: got softcap {softcap}. Serve this model with SGLang or vLLM."
+        )
+    if sliding_window is not None and sliding_window < slot_step.cache.context:
+        raise ValueError(
+            f"sliding_window must be at least the context: got {sliding_window} and {slot_step.cache.context}. "
+            f"Set the context to {sliding_window}."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return slot_step.attend(layer, query, key, value, scale), None

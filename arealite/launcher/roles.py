@@ -1,0 +1,270 @@
+"""What a run consists of: one job per inference server, and torchrun for the trainer. Pure descriptions.
+
+Every check that can be made before a process starts is made in `check_roles` and `server_jobs`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import arealite
+from arealite.api.alloc_mode import AllocationMode, AllocationType
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.utils.network import LOOPBACK
+
+SERVER_ADDRS_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
+_OUR_SGLANG_FLAGS = {"host", "port", "tp_size", "base_gpu_id", "weight_version"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command with its whole environment."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ServerJob(Job):
+    """An inference server and where it will listen."""
+
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"{LOOPBACK}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """How many processes of each kind a run has, and which devices they get."""
+
+    num_servers: int
+    gpus_per_server: int
+    num_ranks: int
+    gpus: tuple[str, ...]
+    """Names of the GPUs for CUDA_VISIBLE_DEVICES, servers' first; empty on a CPU cluster."""
+    foreign_servers: str
+    """Addresses of servers that someone else starts and stops."""
+
+    def server_gpus(self, index: int) -> str:
+        """Return the CUDA_VISIBLE_DEVICES of a server."""
+        return ",".join(self.gpus[index * self.gpus_per_server :][: self.gpus_per_server])
+
+    @property
+    def trainer_gpus(self) -> str:
+        """CUDA_VISIBLE_DEVICES of the trainer."""
+        return ",".join(self.gpus[self.num_servers * self.gpus_per_server :])
+
+
+def check_roles(config: GRPOConfig | SFTConfig) -> Roles:
+    """Work out the processes of a run and refuse what this machine or this launcher can't do."""
+    if not config.allocation_mode:
+        raise ConfigError(
+            "allocation_mode must be given to a launcher: got nothing. "
+            "Add e.g. allocation_mode=lite.d1p1t1+d1p1t1 (servers and trainers) or allocation_mode=d1 (trainers only)."
+        )
+    if config.cluster.n_nodes != 1:
+        raise ConfigError(
+            f"cluster.n_nodes must be 1 for the local launcher: got {config.cluster.n_nodes}. Set cluster.n_nodes=1."
+        )
+    mode = AllocationMode.from_str(config.allocation_mode)
+    _check_trainers(mode)
+    _check_model(config)
+    foreign_servers = _foreign_servers(config)
+    starts_servers = mode.gen_dp_size > 0 and not foreign_servers
+    if starts_servers:
+        _check_servers(config, mode)
+    num_servers = mode.gen_dp_size if starts_servers else 0
+    return Roles(
+        num_servers=num_servers,
+        gpus_per_server=mode.gen_instance_size,
+        num_ranks=1 if mode.type_ is AllocationType.DECOUPLED_EVAL else mode.train_world_size,
+        gpus=_gpus(config, needed=num_servers * mode.gen_instance_size + mode.train_world_size),
+        foreign_servers=foreign_servers,
+    )
+
+
+def server_jobs(config: GRPOConfig | SFTConfig, roles: Roles, ports: Sequence[int]) -> list[ServerJob]:
+    """Describe one server per port."""
+    if not ports:
+        return []
+    assert isinstance(config, GRPOConfig), type(config)
+    jobs = []
+    for index, port in enumerate(ports):
+        if config.rollout.backend == "lite":
+            module, flags = "arealite.server", _lite_flags(config, port=port, index=index)
+        else:
+            module, flags = "sglang.launch_server", _sglang_flags(config, roles, port=port, index=index)
+        env = _environment(
+            config.launcher.inference_server_env_vars,
+            CUDA_VISIBLE_DEVICES=roles.server_gpus(index),
+            **({"OMP_NUM_THREADS": str(config.lite.threads)} if config.rollout.backend == "lite" else {}),
+        )
+        jobs.append(ServerJob(f"server-{index}", [sys.executable, "-m", module, *flags], env, port))
+    return jobs
+
+
+def trainer_job(
+    config: GRPOConfig | SFTConfig,
+    roles: Roles,
+    *,
+    entry: Path,
+    argv: Sequence[str],
+    server_addrs: str,
+    master_port: int,
+    streams: Sequence[str],
+    report: str,
+) -> Job:
+    """Describe torchrun, whose ranks write to `streams` and report their end to `report` (see `rank`)."""
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(roles.num_ranks)]
+    torchrun += ["--master-addr", LOOPBACK, "--master-port", str(master_port), "--no-python"]
+    rank = [sys.executable, "-m", "arealite.launcher.rank", "--streams", ",".join(streams), "--report", report]
+    env = _environment(
+        config.launcher.trainer_env_vars,
+        CUDA_VISIBLE_DEVICES=roles.trainer_gpus,
+        OMP_NUM_THREADS=str(config.launcher.trainer_threads or _trainer_threads(config, roles)),
+        **({SERVER_ADDRS_VARIABLE: server_addrs} if server_addrs else {}),
+    )
+    return Job("torchrun", [sys.executable, *torchrun, *rank, str(entry), *argv], env)
+
+
+def _check_trainers(mode: AllocationMode) -> None:
+    for name, size in {"p": mode.train_pp_size, "t": mode.train_tp_size}.items():
+        if size > 1:
+            raise ConfigError(
+                f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
+                f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
+            )
+
+
+def _check_model(config: GRPOConfig | SFTConfig) -> None:
+    key, path = (
+        ("actor.path", config.actor.path) if isinstance(config, GRPOConfig) else ("model.path", config.model.path)
+    )
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"{key} must be a folder or a hub id: got {path}, which does not exist. Correct {key}.")
+
+
+def _check_servers(config: GRPOConfig | SFTConfig, mode: AllocationMode) -> None:
+    """Refuse servers that we can't start."""
+    if isinstance(config, SFTConfig):
+        raise ConfigError(
+            f"allocation_mode must name trainers only for supervised fine-tuning: got {mode}. "
+            f"Write allocation_mode={mode.train}."
+        )
+    if mode.gen_backend == "vllm":
+        raise ConfigError(
+            f"the backend in allocation_mode must be lite or sglang: got {mode}. vLLM is not supported yet."
+        )
+    if mode.gen_pp_size > 1 or (mode.gen_backend == "lite" and mode.gen_tp_size > 1):
+        limits = "p1t1" if mode.gen_backend == "lite" else "p1"
+        raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")
+    if taken := _OUR_SGLANG_FLAGS & config.sglang.keys():
+        raise ConfigError(
+            f"the sglang block must leave {', '.join(sorted(_OUR_SGLANG_FLAGS))} to the launcher: "
+            f"got {', '.join(sorted(taken))}. Remove them; allocation_mode sets the tensor-parallel size."
+        )
+    if mode.gen_backend == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            f"the backend in allocation_mode must be installed: got {mode}, and sglang is not. "
+            "Run pip install 'arealite[sglang]', or write lite in place of sglang."
+        )
+
+
+def _foreign_servers(config: GRPOConfig | SFTConfig) -> str:
+    if isinstance(config, GRPOConfig) and config.rollout.server_addrs:
+        return ",".join(config.rollout.server_addrs)
+    return os.environ.get(SERVER_ADDRS_VARIABLE, "")
+
+
+def _gpus(config: GRPOConfig | SFTConfig, *, needed: int) -> tuple[str, ...]:
+    """Return the GPUs to use; none on a CPU cluster."""
+    limit = config.cluster.n_gpus_per_node
+    if limit == 0:
+        return ()
+    visible = visible_gpus()
+    if needed > min(limit, len(visible)):
+        raise ConfigError(
+            f"allocation_mode must fit the GPUs: got {config.allocation_mode}, which needs {needed}, with "
+            f"cluster.n_gpus_per_node={limit} and {len(visible)} GPUs on this machine. "
+            "Make it smaller, or set cluster.n_gpus_per_node=0 to run on the CPU."
+        )
+    return tuple(visible[:needed])
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return []
+    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
+
+
+def _lite_flags(config: GRPOConfig, *, port: int, index: int) -> list[str]:
+    lite = config.lite
+    return _flags(
+        {
+            "model_path": config.actor.path,
+            "host": LOOPBACK,
+            "port": port,
+            "threads": lite.threads,
+            "slots": lite.slots,
+            "context": lite.context,
+            "dtype": lite.dtype,
+            "deterministic": lite.deterministic,
+            "weight_version": 0,
+            "seed": config.seed + index,
+        }
+    )
+
+
+def _sglang_flags(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
+    """Pass the user's options on; the launcher's own are those of `_OUR_SGLANG_FLAGS`."""
+    ours = {"host": LOOPBACK, "port": port, "tp_size": roles.gpus_per_server, "base_gpu_id": 0, "weight_version": 0}
+    seed = int(config.sglang.get("random_seed", config.seed)) + index
+    return _flags({"model_path": config.actor.path} | config.sglang | ours | {"random_seed": seed})
+
+
+def _flags(options: Mapping[str, object]) -> list[str]:
+    """Spell options as flags: None, False and "" are left out, True is a bare flag, a list is several words."""
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False or value == "":
+            continue
+        flags.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, list | tuple):
+            flags += [str(part) for part in value]
+        elif value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def _trainer_threads(config: GRPOConfig | SFTConfig, roles: Roles) -> int:
+    """Share out the cores that the servers leave; threads that fight for a core are many times slower."""
+    cores = len(os.sched_getaffinity(0)) - roles.num_servers * config.lite.threads
+    return max(1, cores // max(1, roles.num_ranks))
+
+
+def _environment(user_variables: str, **ours: str) -> dict[str, str]:
+    """Return our environment with `ours`, then the user's `A=1,B=2`, and a PYTHONPATH that finds this package."""
+    env = {"TOKENIZERS_PARALLELISM": "true"} | os.environ | {"PYTHONUNBUFFERED": "1"} | ours
+    env |= dict(pair.split("=", 1) for pair in user_variables.split(",") if pair)
+    package_root = str(Path(arealite.__file__).parents[1])
+    if package_root not in [*site.getsitepackages(), site.getusersitepackages()]:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
+    return env

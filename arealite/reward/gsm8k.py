@@ -1,0 +1,137 @@
+r"""GSM8K: 1.0 when the final answer is the right number, else 0.0.
+
+Only the final answer counts, not a number on the way: the first line after the last `####`, or else what stands in
+the last `\boxed{}`. Of that text the value after the last `=` counts, or else its first number; words and units around
+it are ignored, so `18 or 19` is 18. An expression that was not worked out (`6*3`, `18-19`, `10^2`), a malformed number
+(`1,2`, `1.2.3`) or a time (`12:30`) is no answer. Numbers are compared exactly, as fractions; any text is accepted and
+none takes more than linear time.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+MARKER = "####"
+MAX_DIGITS = 100
+"""Longer numbers and larger exponents are no answers: exact arithmetic on them would not be quick."""
+
+_DIGIT = re.compile(r"\d")
+_INT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_INT}(?:\.\d+)?|\.\d+)"
+_VALUE = re.compile(
+    r"(?P<sign>(?<![\w.)])[-+]|^[-+]\s+)?"
+    r"(?<![^\W\d])"
+    rf"(?:(?P<whole>\d+)\s+(?P<part>\d+)\s*/\s*(?P<parts>\d+)|(?P<number>{_DECIMAL})"
+    rf"(?:\s*/\s*(?P<divisor>{_DECIMAL})|[eE](?P<exponent>[-+]?\d+))?)"
+    r"(?P<percent>\s*(?:%|percent\b))?"
+)
+_UNFINISHED = re.compile(r"[.,:]?\d|[²³]|\s*[-+*/^×÷·xX]+\s*[(.]?\d")
+_CURRENCY = "[$€£¥₹₩]"
+_CLEANING = [
+    (re.compile("[−–﹣－]"), "-"),
+    (re.compile("[⁄∕]"), "/"),
+    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2"),
+    (re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)"), r" \1/\2"),
+    (re.compile(r"\\(?:boxed|text|mathrm|mathbf|textbf|textit|mbox|operatorname)\b"), " "),
+    (re.compile(r"\\(?:times|cdot|div)\b"), "*"),
+    (re.compile(r"\\(?:left|right)\b|\\[!,;:()\[\]]|\{,\}(?=\d)"), ""),
+    (re.compile(r"\\([%$#& ])"), r"\1"),
+    (re.compile("[{}`_~]"), " "),
+    (re.compile(r"(?<!\d)(\*{1,3})(?=\S)([^*]+)(?<=\S)\1(?!\d)"), r"\2"),
+    (re.compile(rf"(?<!\d)(?:\b(?:US|CA|AU|HK|NZ|[ACS])?{_CURRENCY}|\b(?:USD|EUR|GBP|Rs\.?)(?=[\s\d]))\s*"), ""),
+    (re.compile(_CURRENCY), " "),
+]
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+
+
+class Value(NamedTuple):
+    """A number as it was written."""
+
+    number: Fraction
+    is_percent: bool
+
+    def equals(self, other: Value) -> bool:
+        """Compare exactly; a percentage also equals its plain number and its hundredth (50% is 50 or 0.5)."""
+        if self.is_percent == other.is_percent:
+            return self.number == other.number
+        percent, plain = (self, other) if self.is_percent else (other, self)
+        return plain.number in (percent.number, percent.number / 100)
+
+
+def gsm8k_reward_fn(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **kwargs: Any
+) -> float:
+    """Return 1.0 if the final answer of `completions` (one text) equals `answer` (`... #### N` or the bare number)."""
+    given, expected = final_answer(str(completions)), final_answer(str(answer))
+    value = None if given is None else parse_value(given)
+    truth = parse_value(str(answer) if expected is None else expected)
+    return float(value is not None and truth is not None and value.equals(truth))
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return the first line after the last `####`, else the content of the last `\boxed{}`, else None."""
+    _, marker, rest = text.rpartition(MARKER)
+    if marker:
+        return rest.strip().partition("\n")[0]
+    return _last_boxed(text)
+
+
+def parse_value(text: str) -> Value | None:
+    """Read the number that a final answer states; None if it states none."""
+    text = _clean(text)
+    _, _, right = text.rpartition("=")
+    text = (right if _DIGIT.search(right) else text).strip(" \t*'\"")
+    match, first_digit = _VALUE.search(text), _DIGIT.search(text)
+    if match is None or first_digit is None or match.start() > first_digit.start():
+        return None
+    if _UNFINISHED.match(text, match.end()):
+        return None
+    number = _number_of(match)
+    return None if number is None else Value(number, match["percent"] is not None)
+
+
+def _clean(text: str) -> str:
+    """Rewrite LaTeX, Markdown, currency and typographic signs as plain ASCII arithmetic."""
+    text = _VULGAR_FRACTION.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text)
+    for pattern, replacement in _CLEANING:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _number_of(match: re.Match[str]) -> Fraction | None:
+    """Build the number of a `_VALUE` match; None for a division by zero and for absurd sizes."""
+    if match["whole"] is not None:
+        parts = [_decimal(match[name]) for name in ("whole", "part", "parts")]
+    else:
+        parts = [Fraction(0), _decimal(match["number"]), _decimal(match["divisor"] or "1")]
+    whole, numerator, denominator = parts
+    exponent = _decimal((match["exponent"] or "0").lstrip("-+"))
+    if whole is None or numerator is None or exponent is None or not denominator or exponent > MAX_DIGITS:
+        return None
+    scale = Fraction(10) ** int(exponent)
+    number = (whole + numerator / denominator) * (1 / scale if "-" in (match["exponent"] or "") else scale)
+    return -number if (match["sign"] or "").startswith("-") else number
+
+
+def _decimal(digits: str) -> Fraction | None:
+    """Read digits with group separators and at most one decimal point."""
+    whole, _, decimals = re.sub(r"[,\s]", "", digits).partition(".")
+    if len(whole) + len(decimals) > MAX_DIGITS:
+        return None
+    return Fraction(int(whole + decimals), 10 ** len(decimals))
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed")
+    body = text[start + len("\\boxed") :].lstrip()
+    if start < 0 or not body.startswith("{"):
+        return None
+    depth = 0
+    for position, character in enumerate(body):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return body[1:position]
+    return None

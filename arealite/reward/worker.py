@@ -1,0 +1,68 @@
+"""The process in which a plain reward function runs: one function, one call at a time, over one socket.
+
+What the function prints goes to stderr, Ctrl-C is its parent's business, and it does not outlive its parent: it ends
+when the socket closes or, stuck inside a call, is killed by the kernel. Started by `runner.RewardRunner`.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from arealite.utils.processes import die_with_parent
+
+# What a worker answers: ("ok", number) or (kind of RewardError, explanation).
+Reply = tuple[str, Any]
+
+
+def main() -> None:
+    """Serve calls until the parent closes the socket. Arguments: file descriptor of the socket, parent's pid."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with Connection(descriptor) as connection:
+        try:
+            preparation, pickled_function = connection.recv()
+            multiprocessing.spawn.prepare(preparation)
+            reward_fn = pickle.loads(pickled_function)
+        except BaseException:
+            connection.send(("exception", traceback.format_exc()))
+            return
+        connection.send(("ready", None))
+        while True:
+            try:
+                call = connection.recv_bytes()
+            except EOFError:
+                return
+            connection.send(_answer(reward_fn, call))
+
+
+def _answer(reward_fn: Any, call: bytes) -> Reply:
+    try:
+        value = reward_fn(**pickle.loads(call))
+    except BaseException as error:
+        # The first frame is ours; what the user wants to see begins below it.
+        below = error.__traceback__.tb_next if error.__traceback__ else None
+        return "exception", "".join(traceback.format_exception(type(error), error, below))
+    return checked(value)
+
+
+def checked(value: Any) -> Reply:
+    """Accept a finite real number (also of numpy or a tensor with one element)."""
+    if not hasattr(type(value), "__float__"):
+        return "contract", f"reward must be a number: got {value!r:.200}. Return a float."
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return "contract", f"reward must be one number: got {value!r:.200} ({error}). Return a float."
+    if not math.isfinite(number):
+        return "contract", f"reward must be finite: got {number}. Return a finite float."
+    return "ok", number

@@ -1,0 +1,43 @@
+"""One attempt at an episode, and how code deep inside a workflow finds the attempt it runs in.
+
+The executor sets `current_episode` around a workflow; tasks that the workflow starts inherit it. The inference client
+reads it to derive sampling seeds and to note which servers took part. Seeds depend on nothing that timing can change
+as long as a workflow starts its samples in a fixed order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from arealite.api.io_struct import PromptId
+
+
+@dataclass
+class Episode:
+    """One attempt at one prompt."""
+
+    prompt_id: PromptId
+    attempt: int
+    head_version: int
+    seed: int
+    """Of the run."""
+    num_samples: int = 0
+    """Completions requested so far."""
+    servers: set[str] = field(default_factory=set)
+    """Addresses that sampled a token of it."""
+
+    def next_sampling_seed(self) -> int:
+        """Return the sampling seed of the next completion."""
+        sample, self.num_samples = self.num_samples, self.num_samples + 1
+        return sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
+
+
+current_episode: ContextVar[Episode | None] = ContextVar("current_episode", default=None)
+
+
+def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int, attempt: int) -> int:
+    """Derive 48 bits (exact in JSON everywhere) from what names a completion."""
+    key = f"{run_seed}/{prompt_id.epoch}/{prompt_id.index}/{sample}/{attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")

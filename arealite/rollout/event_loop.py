@@ -1,0 +1,91 @@
+"""One asyncio loop in a daemon thread, called from ordinary code.
+
+Invariant: no caller waits for a loop that has ended. A loop that dies (KeyboardInterrupt or SystemExit in a task, or a
+defect) fails the call in progress and every later one, with what killed it as the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+logger = logging.getLogger("arealite.rollout")
+
+
+class EventLoopThread:
+    """Runs coroutines for other threads until closed."""
+
+    def __init__(self, name: str) -> None:
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()
+        self._ended: Future[None] = Future()
+        self._cause: BaseException | None = None
+        self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """Run in the loop when it ends, after every task was cancelled."""
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+        self.loop = self._loop.result()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine and return at once."""
+        if self._ended.done() or self._cause is not None:
+            coroutine.close()
+            raise self._ended_error()
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result; it is cancelled if the caller is interrupted."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError(
+                "a blocking call must come from outside the rollout loop: got one from a workflow or reward. "
+                "Await agenerate there instead."
+            )
+        future = self.submit(coroutine)
+        try:
+            wait({cast("Future[Any]", future), cast("Future[Any]", self._ended)}, return_when=FIRST_COMPLETED)
+        except BaseException:
+            future.cancel()
+            raise
+        if not future.done():
+            raise self._ended_error() from self._cause
+        try:
+            return future.result()
+        except CancelledError:
+            raise self._ended_error() from self._cause
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel every task and join the thread; one that does not end in time is left to the end of the process."""
+        if not self._ended.done():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("the rollout loop did not end within %g s: a workflow blocks it", timeout_s)
+
+    def _main(self) -> None:
+        with asyncio.Runner() as runner:
+            self._loop.set_result(runner.get_loop())
+            try:
+                runner.get_loop().run_forever()
+            except BaseException as error:
+                self._cause = error
+            runner.run(self._wind_up())
+        self._ended.set_result(None)
+
+    async def _wind_up(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for closer in self.closers:
+            await closer()
+
+    def _ended_error(self) -> RuntimeError:
+        reason = "closed" if self._cause is None else repr(self._cause)
+        error = RuntimeError(f"the rollout loop must be running: it has ended ({reason}). Initialize a new engine.")
+        error.__cause__ = self._cause
+        return error

@@ -1,0 +1,44 @@
+"""Where prompts come from: any iterable of lists of rows, without end, each row with its name.
+
+Invariant: every row that leaves has a `prompt_id`, and no two rows of one source share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from arealite.api.io_struct import PromptId
+
+Row = dict[str, Any]
+
+
+class PromptSource:
+    """Pulls batches of rows from a dataloader and begins again when it ends."""
+
+    def __init__(self, dataloader: Iterable[list[Row]]) -> None:
+        self.dataloader = dataloader
+        self._batches = self._cycle()
+
+    def pull(self) -> list[Row]:
+        """Return the next batch of rows."""
+        return next(self._batches)
+
+    def _cycle(self) -> Iterator[list[Row]]:
+        epoch = 0
+        while True:
+            index = 0
+            for rows in self.dataloader:
+                yield [named(row, PromptId(epoch, index + offset)) for offset, row in enumerate(rows)]
+                index += len(rows)
+            if index == 0:
+                raise ValueError(
+                    "the dataloader must yield rows: got none in a whole pass. Check that it is not an exhausted "
+                    "iterator and that batch_size fits the data set."
+                )
+            epoch += 1
+
+
+def named(row: Row, prompt_id: PromptId) -> Row:
+    """Return the row with a `prompt_id`: its own, or the given one."""
+    return row if "prompt_id" in row else {**row, "prompt_id": prompt_id}

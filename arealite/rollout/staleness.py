@@ -1,0 +1,90 @@
+"""When an episode may start and when a batch may be taken, so that no trained token is older than the bound.
+
+Everything counts episodes (a prompt with its samples) by *head version*: the trainer's version when the attempt began.
+With `eta = max_head_offpolicyness`, an episode of head `h` may be consumed up to version `h + eta`, and every version
+consumes one batch. Two rules follow:
+
+- admission: by version `v` at most `(eta + v + 1) * batch_size` episodes were ever accepted or are under way;
+- waiting (earliest deadline first): the batch taken at version `v` must leave, for every head `h`, at most
+  `(h + eta - v) * batch_size` unconsumed episodes with a head <= `h`: what later batches can still take in time.
+  Waiting only for running episodes with `h <= v - eta` is not enough: too many may become overdue at once.
+
+Invariant: a batch of the oldest finished episodes, taken when both rules hold, has a staleness <= `eta`. The servers'
+part of the proof, that a token is never older than its episode's head, is checked on arrival (`trajectory.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class StalenessAccount:
+    """The episodes of a run by head version: running, ready (finished, not yet consumed) and consumed."""
+
+    def __init__(self, *, batch_size: int, max_head_offpolicyness: int, max_concurrent: int, version: int = 0) -> None:
+        self.batch_size = batch_size
+        self.max_head_offpolicyness = max_head_offpolicyness
+        self.max_concurrent = max_concurrent
+        self.version = version
+        self.running: Counter[int] = Counter()
+        self.ready: Counter[int] = Counter()
+        self.consumed = version * batch_size
+        """By the run, also by a process before a recovery."""
+
+    def move_to(self, version: int) -> None:
+        """Move to another version. Each earlier one counts as a consumed batch, whoever consumed it."""
+        self.version = version
+        self.consumed = max(self.consumed, version * self.batch_size)
+
+    def room(self) -> int:
+        """Return how many more episodes the bound admits; negative when too many are under way."""
+        admitted = (self.max_head_offpolicyness + self.version + 1) * self.batch_size
+        return admitted - self.consumed - self.ready.total() - self.running.total()
+
+    def capacity(self) -> int:
+        """Return how many episodes may start now; 0 or less is none."""
+        return min(self.max_concurrent - self.running.total(), self.room())
+
+    def is_overdue(self, head_version: int) -> bool:
+        """Tell whether consuming an episode of this head now would break the bound."""
+        return head_version < self.version - self.max_head_offpolicyness
+
+    def can_take(self, count: int) -> bool:
+        """Tell whether the `count` oldest ready episodes may be consumed now, if each version consumes `count`."""
+        unconsumed = finished = 0
+        for head_version in sorted(self.ready.keys() | self.running.keys()):
+            unconsumed += self.ready[head_version] + self.running[head_version]
+            finished += self.ready[head_version]
+            later = max(0, head_version + self.max_head_offpolicyness - self.version) * count
+            if finished < min(count, unconsumed - later):
+                return False
+        return finished >= count
+
+    def start(self, head_version: int) -> None:
+        """Note a running episode."""
+        self.running[head_version] += 1
+
+    def finish(self, head_version: int) -> None:
+        """Turn a running episode into a ready one."""
+        self.withdraw(head_version)
+        self.ready[head_version] += 1
+
+    def withdraw(self, head_version: int) -> None:
+        """Forget a running episode that was rejected, failed or will be retried."""
+        _decrement(self.running, head_version)
+
+    def discard(self, head_version: int) -> None:
+        """Forget a ready episode that will not be consumed."""
+        _decrement(self.ready, head_version)
+
+    def consume(self, head_version: int) -> None:
+        """Turn a ready episode into a consumed one."""
+        self.discard(head_version)
+        self.consumed += 1
+
+
+def _decrement(counts: Counter[int], head_version: int) -> None:
+    assert counts[head_version] > 0, f"no episode with head version {head_version} in {dict(counts)}"
+    counts[head_version] -= 1
+    if not counts[head_version]:
+        del counts[head_version]

@@ -1,0 +1,82 @@
+"""The rollouts of a run on disk: one JSON line per sample, appended by a thread of its own.
+
+Invariant: lines of one file are in the order in which batches were handed out, and a write that failed raises at
+the next call, so a run never goes on without its record.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from arealite.rollout.trajectory import FinishedEpisode
+
+
+class RolloutStore:
+    """Appends finished episodes to files in `<run folder>/rollouts`."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arealite-store")
+        self._last: Future[None] | None = None
+        self._tokenizers: dict[int, tuple[Any, Any]] = {}
+
+    def append(self, name: str, finished: Sequence[FinishedEpisode], trained_step: int | None) -> None:
+        """Queue the samples for `<name>.jsonl` and return at once."""
+        self.check()
+        self._last = self._thread.submit(self._write, name, list(finished), trained_step, self._last)
+
+    def check(self) -> None:
+        """Raise what a write that has ended raised."""
+        if self._last is not None and self._last.done():
+            self._last.result()
+
+    def close(self) -> None:
+        """Finish writing and raise what went wrong."""
+        self._thread.shutdown()
+        self.check()
+
+    def _write(
+        self, name: str, finished: list[FinishedEpisode], step: int | None, previous: Future[None] | None
+    ) -> None:
+        if previous is not None:
+            previous.result()
+        os.makedirs(self.folder, exist_ok=True)
+        with open(os.path.join(self.folder, f"{name}.jsonl"), "a", encoding="utf-8") as file:
+            for one in finished:
+                file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step))
+
+    def _lines(self, one: FinishedEpisode, step: int | None) -> Iterator[dict[str, Any]]:
+        tokenizer = self._tokenizer_of(one.workflow)
+        for sample, row in enumerate(one.trajectory.unbind(0)):
+            is_real = row["attention_mask"].bool()
+            tokens, loss_mask = row["input_ids"][is_real].tolist(), row["loss_mask"][is_real].tolist()
+            start = loss_mask.index(1) if 1 in loss_mask else len(tokens)
+            yield {
+                "prompt_id": str(one.episode.prompt_id),
+                "sample": sample,
+                "attempt": one.episode.attempt,
+                "prompt": tokenizer and tokenizer.decode(tokens[:start]),
+                "completion": tokenizer and tokenizer.decode(tokens[start:]),
+                "input_ids": tokens,
+                "logprobs": row["logprobs"][is_real].tolist(),
+                "versions": row["versions"][is_real].tolist(),
+                "loss_mask": loss_mask,
+                "reward": row["rewards"].item(),
+                "server": ",".join(sorted(one.episode.servers)),
+                "trained_step": step,
+            }
+
+    def _tokenizer_of(self, workflow: object) -> Any:
+        """Return this thread's copy of the workflow's tokenizer, as one tokenizer must not serve two threads."""
+        original = getattr(workflow, "tokenizer", None)
+        if original is None:
+            return None
+        if id(original) not in self._tokenizers:
+            # The original is kept as well, so that its id stays its own.
+            self._tokenizers[id(original)] = (original, copy.deepcopy(original))
+        return self._tokenizers[id(original)][1]

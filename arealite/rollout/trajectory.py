@@ -1,0 +1,124 @@
+"""What an episode returns: checked when it arrives, joined into a batch, split over ranks.
+
+Invariant: a trajectory that passed `check_trajectory` has finite numbers, a version for every sampled token, and no
+token older than the version its episode began with. A batch and its split depend on the trajectories, not on timing.
+"""
+
+# B rows (samples), S padded tokens
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+from arealite.api.errors import TrajectoryError
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.rollout.episode import Episode
+from arealite.utils.tensors import concat_padded_tensors
+
+_PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+
+
+@dataclass(frozen=True)
+class FinishedEpisode:
+    """An accepted trajectory and where it came from."""
+
+    episode: Episode
+    workflow: RolloutWorkflow
+    trajectory: TensorDict
+
+
+def check_trajectory(trajectory: object, head_version: int) -> TensorDict:
+    """Return the trajectory, or raise TrajectoryError with the key that breaks the contract."""
+    if not isinstance(trajectory, TensorDict):
+        raise TrajectoryError(
+            f"arun_episode must return a TensorDict or None: got {type(trajectory).__name__}. "
+            "Return one row per sample, as RolloutWorkflow describes."
+        )
+    present = set(trajectory.keys())
+    missing = [key for key in (*_PER_TOKEN, "rewards") if key not in present]
+    if missing:
+        raise TrajectoryError(
+            f"a trajectory must have the keys {', '.join(_PER_TOKEN)} and rewards: got no {', '.join(missing)}. "
+            "Add what is missing in arun_episode."
+        )
+    _check_shapes(trajectory)
+    _check_numbers(trajectory, head_version)
+    return trajectory
+
+
+def _check_shapes(trajectory: TensorDict) -> None:
+    shape = tuple(trajectory["input_ids"].shape)
+    if len(shape) != 2 or 0 in shape:
+        raise TrajectoryError(
+            f"trajectory['input_ids'] must be [B, S] with at least one row and token: got {list(shape)}. "
+            "Return None to reject an episode."
+        )
+    expected = dict.fromkeys(_PER_TOKEN, shape) | dict.fromkeys(("rewards", "no_eos"), shape[:1])
+    present = set(trajectory.keys())
+    for key, rule in expected.items():
+        if key in present and tuple(trajectory[key].shape) != rule:
+            raise TrajectoryError(
+                f"trajectory[{key!r}] must have the shape {list(rule)}: got {list(trajectory[key].shape)}. "
+                "Give every sample one row."
+            )
+
+
+def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
+    for key in ("rewards", "logprobs"):
+        values = trajectory[key]
+        if not bool(torch.isfinite(values).all()):
+            bad = values[~torch.isfinite(values)][0].item()
+            raise TrajectoryError(
+                f"trajectory[{key!r}] must be finite: got {bad}. Reject the episode or mend what computes it."
+            )
+    is_sampled = trajectory["loss_mask"].bool()
+    if bool((is_sampled & ~trajectory["attention_mask"].bool()).any()):
+        raise TrajectoryError(
+            "trajectory['loss_mask'] must be 0 where attention_mask is 0: got a sampled token in the padding. "
+            "Set attention_mask on every real token."
+        )
+    versions = trajectory["versions"][is_sampled]
+    oldest = int(versions.min()) if versions.numel() else head_version
+    if oldest < head_version:
+        raise TrajectoryError(
+            f"trajectory['versions'] must be at least {head_version} on sampled tokens, the version that the episode "
+            f"began with: got {oldest}. "
+            + (
+                "Copy ModelResponse.output_versions."
+                if oldest < 0
+                else "Update every server before calling set_version on the inference engine."
+            )
+        )
+
+
+def assemble_batch(finished: Sequence[FinishedEpisode]) -> TensorDict:
+    """Join trajectories in the given order; `group_index` numbers their episodes."""
+    batch = concat_padded_tensors([one.trajectory for one in finished])
+    sizes = torch.tensor([one.trajectory.batch_size[0] for one in finished])
+    batch["group_index"] = torch.repeat_interleave(torch.arange(len(finished)), sizes)
+    return batch
+
+
+def split_batch(batch: TensorDict, num_shares: int) -> list[TensorDict]:
+    """Split a batch into shares of about equal tokens, keeping groups whole and in order; a share may be empty."""
+    if num_shares == 1:
+        return [batch]
+    group_index: torch.Tensor = batch["group_index"]
+    tokens = torch.zeros(int(group_index.max()) + 1, dtype=torch.int64)
+    tokens.index_add_(0, group_index, batch["attention_mask"].sum(1))
+    owner = torch.tensor(balance(tokens.tolist(), num_shares))[group_index]
+    return [batch[owner == share] for share in range(num_shares)]
+
+
+def balance(sizes: Sequence[int], num_shares: int) -> list[int]:
+    """Return the share of each item: the largest first, each to the smallest share so far."""
+    loads = [0] * num_shares
+    owner = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        owner[item] = min(range(num_shares), key=loads.__getitem__)
+        loads[owner[item]] += sizes[item]
+    return owner

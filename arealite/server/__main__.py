@@ -1,0 +1,138 @@
+"""`python -m arealite.server --model-path DIR --port P`: serve one model with the embedded engine until SIGTERM.
+
+Exit status: 0 after SIGTERM or SIGINT, 1 when generation failed, 2 for arguments or a model that can't be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from arealite.generation.engine import GenerationEngine
+from arealite.generation.model_runner import ModelRunner
+from arealite.server.app import Server
+from arealite.utils.weight_transfer import DTYPES
+
+logger = logging.getLogger("arealite.server")
+FAILURE_NOTICE_S = 1.0
+"""How long a failed server still answers (with 503), so that whoever watches it can read why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, load the model, serve."""
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    try:
+        runner = ModelRunner.from_pretrained(
+            args.model_path,
+            dtype=DTYPES[args.dtype],
+            slots=args.slots,
+            context=args.context,
+            deterministic=args.deterministic,
+        )
+        tokenizer = load_tokenizer(args.model_path)
+    except (ValueError, OSError) as error:
+        logger.error("can't serve %s: %s", args.model_path, error)
+        return 2
+    engine = GenerationEngine(
+        runner,
+        eos_ids=end_of_sequence_ids(args.model_path, tokenizer),
+        tokenizer=tokenizer,
+        version=args.weight_version,
+        threads=args.threads,
+    )
+    return asyncio.run(serve(engine, tokenizer, args))
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m arealite.server", description=__doc__)
+    parser.add_argument("--model-path", required=True, help="Hugging Face folder with safetensors")
+    parser.add_argument("--port", type=int, required=True, help="0 picks a free one, which the log names")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--slots", type=int, default=64, help="sequences that run at once; more wait")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of prompt and output together")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="one sequence per forward pass: a sequence's bits don't depend on its neighbours; several times slower",
+    )
+    parser.add_argument("--weight-version", default="0", help="version of the weights in the folder")
+    parser.add_argument("--seed", type=int, default=0, help="for requests without a sampling_seed")
+    args = parser.parse_args(argv)
+    for name in ("threads", "slots", "context"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1: got {getattr(args, name)}")
+    return args
+
+
+def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase | None:
+    """Load the folder's tokenizer, if it has one."""
+    if not any((Path(model_path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    return tokenizer
+
+
+def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Collect the ids that end a sequence from the folder's config, generation config and tokenizer."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = Path(model_path) / name
+        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
+
+
+async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | None, args: argparse.Namespace) -> int:
+    """Serve until a signal or until the engine fails; return the exit status."""
+    server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed)
+    web_runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
+    await web_runner.setup()
+    site = web.TCPSite(web_runner, args.host, args.port)
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, signalled.set)
+    try:
+        await site.start()
+    except OSError as error:
+        logger.error("can't listen on %s:%d: %s", args.host, args.port, error)
+        await asyncio.to_thread(engine.close)
+        return 2
+    logger.info("serving %s at http://%s:%d", args.model_path, *web_runner.addresses[0][:2])
+    stop = asyncio.create_task(signalled.wait())
+    failed: asyncio.Future[None] = asyncio.wrap_future(engine.stopped)
+    waits: list[asyncio.Future[Any]] = [stop, failed]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    status = 0
+    if failed.done():
+        logger.error("exiting: %s", failed.exception())
+        await asyncio.wait([stop], timeout=FAILURE_NOTICE_S)
+        status = 1
+    await asyncio.to_thread(engine.close)
+    await web_runner.cleanup()
+    stop.cancel()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

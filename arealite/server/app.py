@@ -1,0 +1,228 @@
+"""HTTP around the generation engine, in SGLang's dialect. It decides nothing that the engine does not know.
+
+Answers: 200; 400 when the client must change something (nobody else is harmed); 500 when generation failed; 503 from
+/health when the engine is gone. Errors are `{"error": {"message": ...}}`. A client that disconnects frees its slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+from transformers import PreTrainedTokenizerBase
+
+from arealite.generation.engine import GenerationEngine
+from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
+from arealite.generation.stop_strings import trim_stop_string
+from arealite.server.protocol import (
+    AbortBody,
+    BadRequestError,
+    BeginUpdateBody,
+    BucketBody,
+    ContinueBody,
+    DiskUpdateBody,
+    EndUpdateBody,
+    GenerateBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    PauseBody,
+    SamplingBody,
+    VersionBody,
+    parse,
+    reply,
+)
+from arealite.server.weight_receiver import WeightReceiver
+
+logger = logging.getLogger(__name__)
+MAX_BODY_BYTES = 64 * 2**20
+
+
+class Server:
+    """The endpoints."""
+
+    def __init__(
+        self, engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | None, *, model_path: str, seed: int = 0
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._model_path = model_path
+        self._seed = seed
+        self._num_unseeded = itertools.count()
+        self._weights = WeightReceiver(engine)
+        self.app = web.Application(middlewares=[answer_errors], client_max_size=MAX_BODY_BYTES)
+        self.app.on_cleanup.append(self._leave_groups)
+        self.app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/v1/models", self.models),
+                web.get("/get_model_info", self.model_info),
+                web.get("/model_info", self.model_info),
+                web.get("/server_info", self.server_info),
+                web.post("/generate", self.generate),
+                web.post("/pause_generation", self.pause),
+                web.post("/continue_generation", self.resume),
+                web.post("/abort_request", self.abort),
+                web.post("/flush_cache", self.flush_cache),
+                web.post("/update_weights_from_disk", self.update_from_disk),
+                web.post("/init_weights_update_group", self.join_group),
+                web.post("/destroy_weights_update_group", self.leave_group),
+                web.post("/begin_weight_update", self.begin_update),
+                web.post("/update_weights_from_distributed", self.update_from_distributed),
+                web.post("/end_weight_update", self.end_update),
+                web.post("/update_weight_version", self.update_version),
+            ]
+        )
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self._engine.stopped.done():
+            raise GenerationError("the engine must run: got its end. Restart the server.")
+        return web.json_response({"status": "ok"})
+
+    async def models(self, _: web.Request) -> web.Response:
+        model = {"id": self._model_path, "object": "model", "max_model_len": self._engine.context}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self._model_path,
+                "tokenizer_path": self._model_path if self._tokenizer else None,
+                "is_generation": True,
+                "weight_version": self._engine.version,
+                "vocab_size": self._engine.vocab_size,
+                "context_length": self._engine.context,
+            }
+        )
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": self._model_path, **asdict(self._engine.stats())})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = parse(GenerateBody, await request.read())
+        started = time.monotonic()
+        generation = GenerationRequest(
+            rid=body.rid,
+            input_ids=tuple(self._encode(body.text) if body.input_ids is None else body.input_ids),
+            params=body.sampling_params.to_params(self._next_seed),
+        )
+        result = await asyncio.wrap_future(self._engine.submit(generation))
+        text = self._text(result, body.sampling_params)
+        answer = reply(generation, result, text, time.monotonic() - started)
+        if body.return_logprob:
+            pairs = zip(result.logprobs, result.output_ids, strict=True)
+            answer["meta_info"]["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        return web.json_response(answer)
+
+    async def pause(self, request: web.Request) -> web.Response:
+        body = parse(PauseBody, await request.read())
+        await asyncio.wrap_future(self._engine.pause(body.mode))
+        return success("generation paused")
+
+    async def resume(self, request: web.Request) -> web.Response:
+        parse(ContinueBody, await request.read())
+        await asyncio.wrap_future(self._engine.resume())
+        return success("generation continued")
+
+    async def abort(self, request: web.Request) -> web.Response:
+        body = parse(AbortBody, await request.read())
+        num_aborted = await asyncio.wrap_future(self._engine.abort(body.rid))
+        return success(f"{num_aborted} requests aborted")
+
+    async def flush_cache(self, _: web.Request) -> web.Response:
+        stats = await asyncio.wrap_future(self._engine.call(self._engine.stats))
+        if stats.running or stats.waiting:
+            raise BadRequestError(
+                f"/flush_cache must come when nothing is in flight: got {stats.running} running and {stats.waiting} "
+                "waiting requests. Pause generation first."
+            )
+        return success("nothing is cached between requests")
+
+    async def update_from_disk(self, request: web.Request) -> web.Response:
+        await self._weights.load_from_disk(parse(DiskUpdateBody, await request.read()))
+        return success(f"weights are version {self._engine.version}")
+
+    async def join_group(self, request: web.Request) -> web.Response:
+        await self._weights.join(parse(JoinGroupBody, await request.read()))
+        return success("joined")
+
+    async def leave_group(self, request: web.Request) -> web.Response:
+        await self._weights.leave(parse(LeaveGroupBody, await request.read()).group_name)
+        return success("left")
+
+    async def begin_update(self, request: web.Request) -> web.Response:
+        parse(BeginUpdateBody, await request.read())
+        await self._weights.begin()
+        return success("update begun")
+
+    async def update_from_distributed(self, request: web.Request) -> web.Response:
+        await self._weights.stage(parse(BucketBody, await request.read()))
+        return success("bucket received")
+
+    async def end_update(self, request: web.Request) -> web.Response:
+        parse(EndUpdateBody, await request.read())
+        await self._weights.end()
+        return success(f"weights are version {self._engine.version}")
+
+    async def update_version(self, request: web.Request) -> web.Response:
+        body = parse(VersionBody, await request.read())
+        if body.abort_all_requests:
+            await asyncio.wrap_future(self._engine.abort())
+        await asyncio.wrap_future(self._engine.set_version(body.new_version))
+        return success(f"weights are version {body.new_version}")
+
+    def _encode(self, text: str | None) -> list[int]:
+        if self._tokenizer is None:
+            raise BadRequestError("text must have a tokenizer: got a model folder without one. Send input_ids.")
+        tokens: list[int] = self._tokenizer.encode(text)
+        return tokens
+
+    def _text(self, result: GenerationResult, params: SamplingBody) -> str:
+        """Decode the output without what stopped it, as SGLang does (`no_stop_trim` keeps that)."""
+        if self._tokenizer is None:
+            return ""
+        tokens, matched = result.output_ids, result.finish_reason.matched
+        if isinstance(matched, int) and not params.no_stop_trim:
+            tokens = tokens[:-1]
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        return trim_stop_string(text, matched) if isinstance(matched, str) and not params.no_stop_trim else text
+
+    def _next_seed(self) -> int:
+        """Derive a seed for a request that brings none."""
+        return hash((self._seed, next(self._num_unseeded)))
+
+    async def _leave_groups(self, _: web.Application) -> None:
+        self._weights.close()
+
+
+def success(message: str) -> web.Response:
+    """Answer 200 as SGLang does."""
+    return web.json_response({"success": True, "message": message})
+
+
+@web.middleware
+async def answer_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Turn errors into JSON answers."""
+
+    def error_response(status: int, message: str) -> web.Response:
+        body: dict[str, Any] = {"success": False, "message": message, "error": {"message": message}}
+        return web.json_response(body, status=status)
+
+    try:
+        return await handler(request)
+    except GenerationError as error:
+        return error_response(503 if request.path == "/health" else 500, str(error))
+    except ValueError as error:
+        return error_response(400, str(error))
+    except web.HTTPException as error:
+        return error_response(error.status, f"{request.method} {request.path}: {error.reason}")
+    except Exception as error:  # a defect of ours must not look like a dead connection
+        logger.exception("%s %s failed", request.method, request.path)
+        return error_response(500, f"{type(error).__name__}: {error}")

@@ -1,0 +1,242 @@
+"""The bodies of requests and replies: the part of SGLang 0.5's dialect that we speak.
+
+A field that we don't know, or know but don't support with the value given, is an error and never silently dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from arealite.api.io_struct import ParamSpec
+from arealite.generation.request import GenerationRequest, GenerationResult, SamplingParams
+from arealite.utils.weight_transfer import DTYPES
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class BadRequestError(ValueError):
+    """The client must change something; becomes a 400 with this message."""
+
+
+class Body(BaseModel):
+    """Strict types and no unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class SamplingBody(Body):
+    """`sampling_params` of /generate."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: Literal[1] = 1
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=0)] = 0.0
+    spaces_between_special_tokens: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _check(self) -> SamplingBody:
+        if self.top_k == 0:
+            raise ValueError("top_k must be -1 (all tokens) or at least 1: got 0. Leave it out to keep all tokens")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must not exceed max_new_tokens: got {self.min_new_tokens} and {self.max_new_tokens}"
+            )
+        if "" in self.stops:
+            raise ValueError("stop must hold non-empty strings: got ''")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def to_params(self, next_seed: Callable[[], int]) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop=self.stops,
+            ignore_eos=self.ignore_eos,
+            seed=next_seed() if self.sampling_seed is None else self.sampling_seed,
+        )
+
+
+class GenerateBody(Body):
+    """POST /generate."""
+
+    input_ids: list[int] | None = None
+    text: str | None = None
+    sampling_params: SamplingBody = SamplingBody()
+    rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    return_logprob: bool = False
+    stream: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateBody:
+        if (self.input_ids is None) == (self.text is None):
+            raise ValueError("exactly one of input_ids and text must be given")
+        return self
+
+
+class PauseBody(Body):
+    """POST /pause_generation."""
+
+    mode: Literal["abort", "retract"] = "abort"
+
+
+class ContinueBody(Body):
+    """POST /continue_generation. There is no accelerator cache to empty."""
+
+    torch_empty_cache: bool = True
+
+
+class AbortBody(Body):
+    """POST /abort_request."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> AbortBody:
+        if (self.rid is None) != self.abort_all:
+            raise ValueError("either rid or abort_all must be given")
+        return self
+
+
+class DiskUpdateBody(Body):
+    """POST /update_weights_from_disk. The cache is always flushed, whatever `flush_cache` says."""
+
+    model_path: str
+    load_format: Literal["auto", "safetensors"] | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class JoinGroupBody(Body):
+    """POST /init_weights_update_group. `timeout_s` is ours: the deadline of joining, and of each bucket."""
+
+    master_address: str
+    master_port: Annotated[int, Field(gt=0, lt=65536, strict=False)]
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    group_name: str
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class LeaveGroupBody(Body):
+    """POST /destroy_weights_update_group."""
+
+    group_name: str
+
+
+class BeginUpdateBody(Body):
+    """POST /begin_weight_update."""
+
+    selector: None = None
+
+
+class BucketBody(Body):
+    """POST /update_weights_from_distributed: tensors that rank 0 of the group sends now, in this order."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0)]]]
+    group_name: str
+    flush_cache: bool = True
+    weight_version: str | None = None
+    load_format: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> BucketBody:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError(
+                "names, dtypes and shapes must have equal lengths: "
+                f"got {len(self.names)}, {len(self.dtypes)} and {len(self.shapes)}"
+            )
+        unknown = [dtype for dtype in self.dtypes if dtype.removeprefix("torch.") not in DTYPES]
+        if unknown:
+            raise ValueError(f"dtypes must be one of {', '.join(DTYPES)}: got {unknown[0]}")
+        return self
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        return [
+            ParamSpec(name, tuple(shape), dtype.removeprefix("torch."))
+            for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
+        ]
+
+
+class EndUpdateBody(Body):
+    """POST /end_weight_update."""
+
+
+class VersionBody(Body):
+    """POST /update_weight_version."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+def parse(body_type: type[M], raw: bytes) -> M:
+    """Read a JSON body (an empty one is `{}`); raise BadRequestError naming the first thing that is wrong."""
+    try:
+        return body_type.model_validate(json.loads(raw or b"{}"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"the body must be JSON: got {error}. Send a JSON object.") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise BadRequestError(f"{where} must be left out: unsupported option.") from error
+        if where.endswith("stream"):
+            raise BadRequestError("stream must be false: unsupported option. Wait for the whole completion.") from error
+        message = f"{where + ': ' if where else ''}{first['msg']}"
+        got = "" if first["type"] == "value_error" else f" (got {str(first['input'])[:80]!r})"
+        raise BadRequestError(f"{message}{got}") from error
+
+
+def reply(request: GenerationRequest, result: GenerationResult, text: str, latency_s: float) -> dict[str, Any]:
+    """Return the body that answers /generate."""
+    reason = result.finish_reason
+    finish_reason: dict[str, Any] = {"type": reason.type}
+    if reason.type == "stop":
+        finish_reason["matched"] = reason.matched
+    elif reason.type == "length":
+        finish_reason["length"] = len(result.output_ids)
+    else:
+        finish_reason["message"] = reason.message
+    spans = [{"version": span.version, "start": span.start, "end": span.end} for span in result.version_spans]
+    return {
+        "text": text,
+        "output_ids": result.output_ids,
+        "meta_info": {
+            "id": request.rid,
+            "finish_reason": finish_reason,
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": len(result.output_ids),
+            "weight_version": result.version,
+            "weight_versions": spans,
+            "e2e_latency": latency_s,
+        },
+    }

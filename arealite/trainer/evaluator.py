@@ -1,0 +1,46 @@
+"""Measures the policy on held-out prompts now and then, through the servers that sample for training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from arealite.api.cli_args import EvaluatorConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.io_struct import FinetuneSpec, PromptId
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.frequency import Frequency
+
+NAMES = {"reward": "accuracy", "tokens": "answer_tokens"}
+"""What the means of `evaluate_batch` are called in metrics; others keep their names."""
+
+
+class Evaluator:
+    """Decides when to evaluate, and evaluates. Every rank calls it once per step.
+
+    The first call is due if any trigger is set, so that a run tells what it started from.
+    """
+
+    def __init__(
+        self,
+        config: EvaluatorConfig,
+        ft_spec: FinetuneSpec,
+        valid_dataset: Sequence[dict[str, Any]] | None,
+        workflow: RolloutWorkflow,
+    ) -> None:
+        """Without a data set nothing is ever due."""
+        self._frequency = Frequency.from_config(config, ft_spec, is_first_due=True)
+        self._valid_dataset = valid_dataset
+        self._workflow = workflow
+
+    def evaluate(self, rollout: InferenceEngine, step: int, *, force: bool = False) -> dict[str, float] | None:
+        """Evaluate the weights that `step` updates made if it is time or forced (collective).
+
+        Returns `eval/<name>` metrics, `eval/accuracy` being the mean reward. Call it at the top of the loop, and
+        forced after it: so row N holds the accuracy of the weights that step N started from.
+        """
+        if self._valid_dataset is None or not self._frequency.check(force=force):
+            return None
+        rows = [{**row, "prompt_id": PromptId(epoch=step, index=i)} for i, row in enumerate(self._valid_dataset)]
+        means = rollout.evaluate_batch(rows, self._workflow)
+        return {"eval/version": step} | {f"eval/{NAMES.get(name, name)}": value for name, value in means.items()}

@@ -1,0 +1,141 @@
+"""Which curves the report shows: plain Plotly traces, made of the rows of `metrics.jsonl`.
+
+Colours are names of CSS variables (`--blue`), which the page resolves for its light and its dark scheme. A chart
+without data is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Trace = dict[str, Any]
+
+SMOOTH_FROM = 20
+"""Number of points from which a curve also gets a moving mean."""
+
+PHASE_COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
+
+
+def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[dict[str, Any]]:
+    """Return the charts that the rows have data for, in reading order."""
+    candidates = [
+        _chart("Held-out accuracy", _evaluation(rows, "eval/accuracy", "--green"), percent=True),
+        _chart("Reward", _smoothed(rows, "reward/mean", "--blue")),
+        _chart("Held-out loss", _evaluation(rows, "eval/loss", "--green")),
+        _chart("Loss", [*_smoothed(rows, "sft/loss", "--blue"), *_smoothed(rows, "policy/loss", "--blue")]),
+        _chart(
+            "Answer length",
+            [
+                *_line(rows, "rollout/completion_tokens", "--blue", "training"),
+                *_evaluation(rows, "eval/answer_tokens", "--green", "held-out"),
+            ],
+            unit="tokens",
+        ),
+        _chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
+        _chart("Time per step", _phases(rows), unit="seconds", barmode="stack"),
+        _chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="trained tokens per second"),
+        _chart(
+            "Distance to the sampling policy",
+            [
+                *_line(rows, "policy/mismatch_kl", "--red", "mismatch_kl"),
+                *_line(rows, "policy/approx_kl", "--blue", "approx_kl"),
+            ],
+        ),
+        _chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), percent=True),
+        _chart("Entropy", _line(rows, "policy/entropy", "--purple"), unit="nats per token"),
+        _chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
+    ]
+    return [chart for chart in candidates if chart["traces"]]
+
+
+def _chart(
+    title: str, traces: list[Trace], *, unit: str = "", percent: bool = False, barmode: str | None = None
+) -> dict[str, Any]:
+    layout: dict[str, Any] = {"yaxis": {"rangemode": "tozero"}}
+    if percent:
+        layout["yaxis"] |= {"tickformat": ".0%"}
+    if barmode is not None:
+        layout |= {"barmode": barmode, "bargap": 0}
+    return {"title": title, "unit": unit, "traces": traces, "layout": layout}
+
+
+def _points(rows: Sequence[Row], key: str, *, x: str = "step") -> tuple[list[float], list[float | None]]:
+    """Return the rows that know the key; a null in between stays, as a gap in the curve."""
+    found = [row for row in rows if key in row]
+    if all(row[key] is None for row in found):
+        return [], []
+    return [row[x] if x in row else row["step"] for row in found], [row[key] for row in found]
+
+
+def _line(rows: Sequence[Row], key: str, colour: str, name: str = "", **options: Any) -> list[Trace]:
+    xs, ys = _points(rows, key)
+    trace = {"type": "scatter", "mode": "lines" if len(xs) > 1 else "markers", "x": xs, "y": ys, "name": name or key}
+    return [trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | options] if xs else []
+
+
+def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
+    raw = _line(rows, key, colour)
+    xs, ys = _points(rows, key)
+    if len(xs) < SMOOTH_FROM:
+        return raw
+    window = max(3, len(xs) // 20)
+    raw[0] |= {"opacity": 0.35, "line": {"color": colour, "width": 1}, "name": "each step"}
+    mean = {
+        "x": xs,
+        "y": _moving_mean(ys, window),
+        "name": f"mean of {window}",
+        "line": {"color": colour, "width": 2.5},
+    }
+    return [*raw, {"type": "scatter", "mode": "lines", **mean}]
+
+
+def _moving_mean(values: Sequence[float | None], window: int) -> list[float | None]:
+    """Return the mean of the last `window` values that exist at each point."""
+    means: list[float | None] = []
+    for end in range(1, len(values) + 1):
+        recent = [value for value in values[max(0, end - window) : end] if value is not None]
+        means.append(sum(recent) / len(recent) if recent else None)
+    return means
+
+
+def _evaluation(rows: Sequence[Row], key: str, colour: str, name: str = "") -> list[Trace]:
+    xs, ys = _points(rows, key, x="eval/version")
+    trace = {"type": "scatter", "mode": "lines+markers", "x": xs, "y": ys, "name": name or key}
+    style = {"line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
+    return [trace | style] if xs else []
+
+
+def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:
+    traces = [
+        *_line(rows, "staleness/mean", "--blue", "mean"),
+        *_line(rows, "staleness/max", "--orange", "max", line={"color": "--orange", "width": 2, "shape": "hv"}),
+    ]
+    if traces and bound is not None:
+        ends = [traces[0]["x"][0], traces[0]["x"][-1]]
+        line = {"color": "--red", "width": 1.5, "dash": "dash"}
+        traces.append({"type": "scatter", "mode": "lines", "x": ends, "y": [bound] * 2, "name": "bound", "line": line})
+    return traces
+
+
+def _phases(rows: Sequence[Row]) -> list[Trace]:
+    """Stack the timers of each step; `other` is what no timer saw."""
+    timed = [row for row in rows if row.get("time/step_s")]
+    keys = sorted({key for row in timed for key in row if key.startswith("time/")} - {"time/step_s"}, key=_phase_order)
+    xs = [row["step"] for row in timed]
+    traces = []
+    for i, key in enumerate(keys):
+        seconds = [row.get(key) or 0.0 for row in timed]
+        traces.append(_bar(xs, seconds, key.removeprefix("time/").removesuffix("_s"), PHASE_COLOURS[i % 6]))
+    other = [max(0.0, row["time/step_s"] - sum(row.get(key) or 0.0 for key in keys)) for row in timed]
+    return [*traces, _bar(xs, other, "other", "--faint")] if timed else []
+
+
+def _phase_order(key: str) -> tuple[int, str]:
+    order = ("time/rollout_s", "time/logprobs_s", "time/update_s", "time/weights_s", "time/eval_s", "time/save_s")
+    return (order.index(key) if key in order else len(order), key)
+
+
+def _bar(xs: list[float], ys: list[float], name: str, colour: str) -> Trace:
+    return {"type": "bar", "x": xs, "y": ys, "name": name, "marker": {"color": colour, "line": {"width": 0}}}

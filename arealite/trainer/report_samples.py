@@ -1,0 +1,112 @@
+"""Which stored samples the report shows: a spread of training steps, and the same held-out prompts before and after."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MAX_STEPS = 12
+MAX_SAMPLES = 300
+MAX_PAIRS_OF_A_KIND = 15
+MAX_CHARACTERS = 6000
+
+
+def stored_steps(folder: Path, prefix: str) -> dict[int, Path]:
+    """Return the files `<prefix><N>.jsonl` of `rollouts/` by N, ascending."""
+    found = {path.stem.removeprefix(prefix): path for path in (folder / "rollouts").glob(f"{prefix}*.jsonl")}
+    return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def trajectories(folder: Path) -> list[dict[str, Any]]:
+    """Return samples of at most `MAX_STEPS` steps, the first and the last among them."""
+    steps = stored_steps(folder, "step_")
+    shown = _spread(list(steps), MAX_STEPS)
+    return [
+        _trajectory(line, step)
+        for step in shown
+        for line in itertools.islice(_lines(steps[step]), MAX_SAMPLES // len(shown))
+    ]
+
+
+def before_after(folder: Path) -> dict[str, Any] | None:
+    """Return the answers of the first and the last evaluation to the same prompts, in the data set's order."""
+    steps = stored_steps(folder, "eval_step_")
+    if len(steps) < 2:
+        return None
+    first, last = min(steps), max(steps)
+    before, after = _first_answers(steps[first]), _first_answers(steps[last])
+    pairs: list[dict[str, Any]] = [
+        {
+            "prompt": _clip(before[index]["prompt"]),
+            "before": _clip(before[index]["completion"]),
+            "after": _clip(after[index]["completion"]),
+            "rewards": [before[index]["reward"], after[index]["reward"]],
+            "change": _change(before[index]["reward"] > 0, after[index]["reward"] > 0),
+        }
+        for index in sorted(before.keys() & after.keys())
+    ]
+    counts = dict.fromkeys(CHANGES, 0)
+    shown = []
+    for pair in pairs:
+        counts[pair["change"]] += 1
+        if counts[pair["change"]] <= MAX_PAIRS_OF_A_KIND:
+            shown.append(pair)
+    return {"first": first, "last": last, "counts": counts, "num_pairs": len(pairs), "pairs": shown}
+
+
+CHANGES = ("learned", "kept", "lost", "never")
+"""Wrong to correct, correct twice, correct to wrong, wrong twice; an answer is correct if its reward is above 0."""
+
+
+def _change(was_correct: bool, is_correct: bool) -> str:
+    if is_correct:
+        return "kept" if was_correct else "learned"
+    return "lost" if was_correct else "never"
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield whole lines; the last one of a run that is still going may not be."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the first sample of each prompt by its index in the data set."""
+    return {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in _lines(path) if line["sample"] == 0}
+
+
+def _spread(items: list[int], count: int) -> list[int]:
+    """Return at most `count` items, evenly spread, the first and the last included."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:
+    sampled = [i for i, mask in enumerate(line["loss_mask"]) if mask]
+    versions = [line["versions"][i] for i in sampled]
+    logprobs = [line["logprobs"][i] for i in sampled]
+    return {
+        "step": step,
+        "prompt_id": line["prompt_id"],
+        "sample": line["sample"],
+        "attempt": line["attempt"],
+        "reward": line["reward"],
+        "server": line["server"],
+        "num_tokens": len(sampled),
+        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
+        "prompt": _clip(line["prompt"]),
+        "completion": _clip(line["completion"]),
+    }
+
+
+def _clip(text: str | None) -> str:
+    text = "(no text was stored)" if text is None else text.strip()
+    rest = len(text) - MAX_CHARACTERS
+    return text if rest <= 0 else f"{text[:MAX_CHARACTERS]}\n... {rest} more characters"

@@ -1,0 +1,66 @@
+"""The folder of a run and how files appear in it: complete, under their final name, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class NamesRun(Protocol):
+    """Config blocks that know which run they belong to."""
+
+    experiment_name: str
+    trial_name: str
+    fileroot: str
+
+
+def run_folder(config: NamesRun) -> Path:
+    """Return `<fileroot>/<experiment>/<trial>`; nothing is created."""
+    return Path(config.fileroot) / config.experiment_name / config.trial_name
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that readers see whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def publish_folder(unfinished: Path, path: Path) -> None:
+    """Give a finished folder its final name, in place of one that has it."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    unfinished.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of `metrics.jsonl`; a last line cut off by a crash is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def summarize(rows: list[dict[str, Any]], *, staleness_bound: int | None) -> dict[str, Any]:
+    """Return a run in a few numbers; what its rows do not tell is left out."""
+    accuracies = _values(rows, "eval/accuracy")
+    summary: dict[str, Any] = {
+        "steps": sum("optim/grad_norm" in row for row in rows),
+        "wall_s": sum(_values(rows, "time/step_s")),
+    }
+    if tokens := _values(rows, "perf/trained_tokens"):
+        summary["trained_tokens"] = int(sum(tokens))
+    if staleness := _values(rows, "staleness/max"):
+        summary |= {"staleness_max": int(max(staleness)), "staleness_bound": staleness_bound}
+    if accuracies:
+        summary |= {"accuracy_before": accuracies[0], "accuracy_after": accuracies[-1]}
+    return summary
+
+
+def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]

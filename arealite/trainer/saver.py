@@ -1,0 +1,65 @@
+"""Saves the model now and then as a Hugging Face folder, `<run>/checkpoints/step_<N>`.
+
+A folder of that name is complete: it is written under another name and renamed when every rank is done.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from arealite.api.cli_args import SaverConfig
+from arealite.api.engine_api import TrainEngine
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
+from arealite.trainer.run_folder import publish_folder, run_folder
+from arealite.utils.distributed import raise_on_every_rank
+from arealite.utils.frequency import Frequency
+
+
+class Saver:
+    """Decides when to save, and saves. Every rank calls it once per step."""
+
+    def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec) -> None:
+        self._folder = run_folder(config) / "checkpoints"
+        self._frequency = Frequency.from_config(config, ft_spec)
+        self._last: Path | None = None
+
+    def save(self, engine: TrainEngine, step: int, *, tokenizer: Any = None, force: bool = False) -> Path | None:
+        """Save after step `step` if it is time or forced, but no step twice; return the folder (collective)."""
+        if not self._frequency.check(force=force):
+            return None
+        path = self._folder / f"step_{step}"
+        if path == self._last:
+            return path
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        _barrier()
+        engine.save(SaveLoadMeta(path=str(unfinished), tokenizer=tokenizer))
+        _barrier()
+        error = _publish(unfinished, path) if is_first else None
+        if dist.is_initialized():
+            raise_on_every_rank(error)
+        elif error is not None:
+            raise error
+        self._last = path
+        return path
+
+
+def _publish(unfinished: Path, path: Path) -> CheckpointError | None:
+    try:
+        publish_folder(unfinished, path)
+    except OSError as error:
+        return CheckpointError(f"{path} must be free for the finished {unfinished}: got {error}. Move what lies there.")
+    return None
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,140 @@
+"""The run's numbers: collected on every rank, written by rank 0 as one line per step and one row of `metrics.jsonl`.
+
+A row says what happened in step N: it holds the metrics of the update that turned version N into N + 1 and was trained
+on `rollouts/step_<N>.jsonl`. An evaluation names the weights it measured by its own key, `eval/version`.
+Rows on disk are whole: each is flushed when its step ends, and a number that is not finite is stored as null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, StatsLoggerConfig, to_yaml
+from arealite.api.io_struct import FinetuneSpec
+from arealite.trainer.progress import LiveProgress
+from arealite.trainer.run_folder import read_rows, run_folder, summarize, write_text
+from arealite.trainer.sinks import open_sinks
+from arealite.trainer.step_line import StepLine
+from arealite.utils.stats import Reduction, StatsTracker
+
+logger = logging.getLogger("arealite.stats")
+
+TRAINED_TOKENS = "perf/trained_tokens"
+"""The metric whose rate becomes `perf/tokens_per_s`."""
+
+
+class StatsLogger:
+    """What a loop reports to: `timer`, `add`, `commit` once per step, `close`. Every rank calls every method."""
+
+    def __init__(
+        self, config: StatsLoggerConfig, ft_spec: FinetuneSpec, *, experiment: BaseExperimentConfig | None = None
+    ) -> None:
+        """`experiment`, the whole config, is stored with the run and tells the staleness bound.
+
+        Rows of an earlier run in the same folder are replaced.
+        """
+        self._tracker = StatsTracker()
+        self._evaluated_version: float | None = None
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self._writer = _Writer(config, ft_spec, experiment) if rank == 0 else None
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Measure a phase as `time/<name>_s` and show it as what the loop is doing."""
+        with ExitStack() as stack:
+            stack.enter_context(self._tracker.timer(name))
+            if self._writer is not None and self._writer.progress is not None:
+                stack.enter_context(self._writer.progress.phase(name))
+            yield
+
+    def add(self, metrics: Mapping[str, float] | None, *, reduce: Reduction | None = None) -> None:
+        """Add metrics of this step, reduced as their keys say (`max`, `min`) or as means; None adds nothing."""
+        if metrics is None:
+            return
+        version = metrics.get("eval/version")
+        if version is not None and self._evaluated_version is not None:
+            raise ValueError(
+                f"a step must hold one evaluation: got versions {self._evaluated_version:g} and {version:g}. "
+                "Evaluate at the top of the loop, or call commit in between."
+            )
+        self._evaluated_version = self._evaluated_version if version is None else version
+        self._tracker.add(metrics, reduce=reduce)
+
+    def commit(self, step: int) -> dict[str, float]:
+        """End step `step`: reduce over ranks, write, and return the row, equal on all ranks (collective)."""
+        metrics = self._tracker.collect()
+        self._evaluated_version = None
+        if TRAINED_TOKENS in metrics and metrics["time/step_s"] > 0:
+            metrics["perf/tokens_per_s"] = metrics[TRAINED_TOKENS] / metrics["time/step_s"]
+        if self._writer is not None:
+            self._writer.write(step, metrics)
+        return metrics
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """Write `summary.json`, the run in a few numbers plus `summary`, and end all outputs."""
+        if self._writer is not None:
+            self._writer.close(summary or {})
+
+
+class _Writer:
+    """Rank 0's outputs."""
+
+    def __init__(
+        self, config: StatsLoggerConfig, ft_spec: FinetuneSpec, experiment: BaseExperimentConfig | None
+    ) -> None:
+        self._folder = run_folder(config)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        resolved: dict[str, Any] = {}
+        bound = None
+        if experiment is not None:
+            write_text(self._folder / "config.yaml", to_yaml(experiment))
+            resolved = dataclasses.asdict(experiment)
+            bound = experiment.rollout.max_head_offpolicyness if isinstance(experiment, GRPOConfig) else None
+        self._bound = bound
+        self._sinks = open_sinks(config, folder=self._folder, resolved=resolved)
+        self._rows = (self._folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._null_keys: set[str] = set()
+        self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=bound)
+        self.progress = LiveProgress(total_steps=ft_spec.total_train_steps) if sys.stdout.isatty() else None
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one row everywhere."""
+        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+        self._warn_of_nulls(step, metrics.keys() - finite.keys())
+        row = {"step": step} | {key: finite.get(key) for key in metrics}
+        self._rows.write(json.dumps(row, allow_nan=False) + "\n")
+        self._rows.flush()
+        line = self._line.render(step, metrics)
+        if self.progress is None:
+            print(line, flush=True)
+        else:
+            self.progress.advance(line, steps_done=step + 1)
+        for sink in self._sinks:
+            sink.write(step, finite)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary and end all outputs."""
+        self._rows.close()
+        if self.progress is not None:
+            self.progress.close()
+        for sink in self._sinks:
+            sink.close()
+        whole = summarize(read_rows(self._folder), staleness_bound=self._bound) | dict(summary)
+        write_text(self._folder / "summary.json", json.dumps(whole, indent=2) + "\n")
+
+    def _warn_of_nulls(self, step: int, keys: set[str]) -> None:
+        """Warn once per metric, or a diverged run would drown its own log."""
+        new = keys - self._null_keys
+        self._null_keys |= new
+        if new:
+            logger.warning("step %d: %s not finite: stored as null", step, ", ".join(sorted(new)))

@@ -1,0 +1,89 @@
+"""Joining torch.distributed and reducing plain numbers over it.
+
+Several engines of a process share the default process group: the first `join_default_group` creates it (from torchrun's
+environment, or alone in this process when there is none) and the last `leave_default_group` destroys it. A group that
+someone else created is used and left alone. Numbers and flags travel over gloo, so they never wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_lock = threading.Lock()
+_members = 0
+_is_ours = False
+
+
+def join_default_group(timeout_s: float) -> None:
+    """Make sure that the default process group exists and hold on to it until `leave_default_group`."""
+    global _members, _is_ours
+    with _lock:
+        if not dist.is_initialized():
+            _create_default_group(timedelta(seconds=timeout_s))
+            _is_ours = True
+        _members += 1
+
+
+def leave_default_group() -> None:
+    """Let go of the default process group; the last one out destroys it if `join_default_group` created it."""
+    global _members, _is_ours
+    with _lock:
+        _members -= 1
+        if _members == 0 and _is_ours:
+            dist.destroy_process_group()
+            _is_ours = False
+
+
+def _create_default_group(timeout: timedelta) -> None:
+    backend = "gloo"
+    if torch.cuda.is_available():
+        # SGLang's weight-update group can't be formed otherwise.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def current_device() -> torch.device:
+    """Return the accelerator of this rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def all_reduce(
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the reduction of `values` over the group, on their own device; they are left as they are."""
+    reduced = values.detach().cpu().clone()
+    dist.all_reduce(reduced, op=op, group=group)
+    return reduced.to(values.device)
+
+
+def all_reduce_numbers(
+    values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Reduce each number over the group, in float64."""
+    return all_reduce(torch.tensor(list(values), dtype=torch.float64), op, group).tolist()
+
+
+def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise this rank's error, or RuntimeError with the first failed rank's text. Every rank calls this."""
+    texts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RuntimeError(f"rank {rank} failed: {text}")

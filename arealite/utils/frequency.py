@@ -1,0 +1,69 @@
+"""When something is due again: every so many epochs, steps or seconds, whichever comes first.
+
+Each trigger counts from the last time it was done. The answer is the same on every rank: steps are counted alike
+everywhere, and where a clock is involved rank 0 decides for all.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch.distributed as dist
+
+
+class Triggers(Protocol):
+    """Config blocks with a frequency."""
+
+    freq_epochs: int | None
+    freq_steps: int | None
+    freq_secs: float | None
+
+
+class HasEpochs(Protocol):
+    """Knows how long an epoch is."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+
+class Frequency:
+    """Counts the calls of `check`, one per training step."""
+
+    def __init__(self, *, limit_steps: int | None, limit_s: float | None, is_first_due: bool = False) -> None:
+        """Nothing is ever due without a limit."""
+        self._limit_steps = limit_steps
+        self._limit_s = limit_s
+        self._is_first_due = is_first_due and (limit_steps is not None or limit_s is not None)
+        self._restart()
+
+    @classmethod
+    def from_config(cls, config: Triggers, ft_spec: HasEpochs, *, is_first_due: bool = False) -> Frequency:
+        """Count epochs in steps."""
+        epoch_steps = None if config.freq_epochs is None else config.freq_epochs * ft_spec.steps_per_epoch
+        limits = [limit for limit in (config.freq_steps, epoch_steps) if limit is not None]
+        return cls(limit_steps=min(limits, default=None), limit_s=config.freq_secs, is_first_due=is_first_due)
+
+    def check(self, *, force: bool = False) -> bool:
+        """Count one step; tell whether it is due or forced, and if so count from here (collective)."""
+        self._num_steps += 1
+        is_due = force or self._is_first_due
+        is_due = is_due or (self._limit_steps is not None and self._num_steps >= self._limit_steps)
+        if self._limit_s is not None:
+            is_due = _ask_rank_0(is_due or time.monotonic() - self._began >= self._limit_s)
+        if is_due:
+            self._restart()
+            self._is_first_due = False
+        return is_due
+
+    def _restart(self) -> None:
+        self._num_steps = 0
+        self._began = time.monotonic()
+
+
+def _ask_rank_0(answer: bool) -> bool:
+    if not dist.is_initialized():
+        return answer
+    answers = [answer]
+    dist.broadcast_object_list(answers, src=0)
+    return answers[0]

@@ -1,0 +1,18 @@
+"""Loading from Hugging Face folders and hub ids. Code that ships with a model is never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+
+def load_hf_tokenizer(path: str | Path) -> Any:
+    """Load a fast tokenizer; one without a pad token pads with its eos token."""
+    if not str(path):
+        raise ValueError("tokenizer path must be a folder or a hub id: got ''. Set tokenizer_path or actor.path.")
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,34 @@
+"""The log lines of all our programs: `09:31:02 WARNING arealite.server: text`, on stderr.
+
+The level is the second word of every line, so whoever merges several logs can filter by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
+
+
+def setup_logging(name: str, level: int | str = logging.INFO) -> logging.Logger:
+    """Send the records of this process to stderr and return the logger `name`. For programs, not for libraries."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter(colour=sys.stderr.isatty()))
+    logging.basicConfig(handlers=[handler], level=level, force=True)
+    return logging.getLogger(name)
+
+
+class OneLineFormatter(logging.Formatter):
+    """Formats a record, with the level coloured from warnings on if `colour`."""
+
+    def __init__(self, *, colour: bool) -> None:
+        super().__init__("%(asctime)s %(level)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; a traceback follows on lines of its own."""
+        record.level = record.levelname
+        if self._colour and record.levelno in _COLOURS:
+            record.level = f"\x1b[{_COLOURS[record.levelno]}m{record.levelname}\x1b[0m"
+        return super().format(record)

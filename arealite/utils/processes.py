@@ -1,0 +1,154 @@
+"""Starting processes so that they can be found again, and ending them with all their descendants.
+
+A process is *gone* when it has ended, even if nobody has reaped it yet: a zombie holds no memory, port or device.
+Everything goes by recorded process ids; nothing is ever searched by name. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def spawn(
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdout: IO[bytes] | int | None = None,
+    stderr: IO[bytes] | int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, without input: a Ctrl-C at the terminal does not reach it."""
+    return subprocess.Popen(
+        [str(part) for part in command],
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; zombies do not."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the living children of a process, their children and so on, parents first."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (stat := _stat(int(name))) is not None:
+            children.setdefault(stat[1], []).append(int(name))
+    found: list[int] = []
+    parents = [pid]
+    while parents:
+        parents = [child for parent in parents for child in children.get(parent, [])]
+        found += parents
+    return [child for child in found if is_alive(child)]
+
+
+def wait_gone(pids: Iterable[int], timeout_s: float) -> set[int]:
+    """Wait until all processes are gone and return those that are not after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as files:
+        poll, waiting = select.poll(), {}
+        for pid in set(pids):
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                files.callback(os.close, pidfd)
+                poll.register(pidfd, select.POLLIN)
+                waiting[pidfd] = pid
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for pidfd, _ in poll.poll(left_s * 1000):
+                poll.unregister(pidfd)
+                del waiting[pidfd]
+        return {pid for pid in waiting.values() if is_alive(pid)}
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and all its descendants, and wait until they are gone (10 s at most)."""
+    for _ in range(10):  # a process may have forked between the look and the kill
+        tree = [process for process in [pid, *descendants(pid)] if is_alive(process)]
+        if not tree:
+            return
+        for process in tree:
+            send_signal(process, signal.SIGKILL)
+        wait_gone(tree, timeout_s=1)
+
+
+def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> int:
+    """End our child with all its descendants, first by SIGTERM, and return its exit status.
+
+    Descendants are noted before the signal, so that those whose parent ends first are found as well.
+    """
+    tree = descendants(process.pid)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    for pid in [process.pid, *tree]:
+        kill_tree(pid)
+    return process.wait(10)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Signal a process that may be gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def die_with_parent(parent: int) -> None:
+    """Make the kernel SIGKILL this process when the thread that started it ends; `parent` is who did."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans(adopt: bool = True) -> bool:
+    """Become the new parent of descendants whose parent ends (a child subreaper), and tell whether we were before."""
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+    return bool(before.value)
+
+
+def exit_status(returncode: int) -> int:
+    """Return the exit status a shell reports: 128 + n for a process that signal n ended."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def describe_exit(status: int) -> str:
+    """Say how a process ended, e.g. `exit status 1` or `exit status 137 (SIGKILL)`."""
+    with contextlib.suppress(ValueError):
+        return f"exit status {status} ({signal.Signals(status - 128).name})"
+    return f"exit status {status}"
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """Return state and parent of a process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, parent, *_ = text[text.rindex(")") + 1 :].split()
+    return state, int(parent)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

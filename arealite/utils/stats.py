@@ -1,0 +1,101 @@
+"""Numbers of one step: added anywhere on any rank, reduced once at its end.
+
+A metric has one kind of reduction (mean, sum, min or max), used for several values of one step and for the values of
+several ranks alike; a mean weighs every value that was added once. Timers are rank 0's own: ranks wait for each other,
+so a mean would hide what the run waited for. `collect` returns the same numbers on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+Reduction = Literal["mean", "sum", "min", "max"]
+
+
+def reduction_of(key: str) -> Reduction:
+    """Return how a metric is reduced unless told: `group/max` and `group/min` say it, the rest are means."""
+    last = key.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
+    return "max" if last == "max" else "min" if last == "min" else "mean"
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    kind: Reduction
+    value: float
+    count: int = 1
+
+    def merge(self, other: _Reduced, *, key: str) -> _Reduced:
+        if other.kind != self.kind:
+            raise ValueError(f"metric {key} must keep one reduction: got {self.kind} and {other.kind}. Rename one.")
+        count = self.count + other.count
+        if self.value != self.value or other.value != other.value:
+            return _Reduced(self.kind, float("nan"), count)
+        if self.kind in ("mean", "sum"):
+            return _Reduced(self.kind, self.value + other.value, count)
+        return _Reduced(self.kind, (min if self.kind == "min" else max)(self.value, other.value), count)
+
+    def result(self) -> float:
+        return self.value / self.count if self.kind == "mean" else self.value
+
+
+class StatsTracker:
+    """Collects the metrics and timers of one step after another."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, _Reduced] = {}
+        self._times_s: dict[str, float] = {}
+        self._step_began: float | None = None
+
+    def add(self, metrics: Mapping[str, float], *, reduce: Reduction | None = None) -> None:
+        """Add one value to each metric of this step."""
+        self._begin()
+        for key, value in metrics.items():
+            new = _Reduced(reduce or reduction_of(key), float(value))
+            old = self._metrics.get(key)
+            self._metrics[key] = new if old is None else old.merge(new, key=key)
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `time/<name>_s` of this step, also if it fails."""
+        self._begin()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"time/{name}_s"
+            self._times_s[key] = self._times_s.get(key, 0.0) + time.perf_counter() - began
+
+    def collect(self) -> dict[str, float]:
+        """Return this step's metrics reduced over ranks, and its times; start the next step (collective).
+
+        `time/step_s` reaches from the end of the step before, or from the first use, to now.
+        """
+        now = time.perf_counter()
+        times_s = {**self._times_s, "time/step_s": now - (now if self._step_began is None else self._step_began)}
+        metrics, times_s = _merge_ranks(self._metrics, times_s)
+        self._metrics, self._times_s, self._step_began = {}, {}, now
+        return {key: metric.result() for key, metric in metrics.items()} | times_s
+
+    def _begin(self) -> None:
+        if self._step_began is None:
+            self._step_began = time.perf_counter()
+
+
+def _merge_ranks(
+    metrics: dict[str, _Reduced], times_s: dict[str, float]
+) -> tuple[dict[str, _Reduced], dict[str, float]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return metrics, times_s
+    ranks: list[tuple[dict[str, _Reduced], dict[str, float]]] = [({}, {})] * dist.get_world_size()
+    dist.all_gather_object(ranks, (metrics, times_s))
+    merged: dict[str, _Reduced] = {}
+    for of_rank, _ in ranks:
+        for key, metric in of_rank.items():
+            merged[key] = merged[key].merge(metric, key=key) if key in merged else metric
+    return merged, ranks[0][1]

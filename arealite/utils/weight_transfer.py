@@ -1,0 +1,165 @@
+"""How weights travel from the trainer to servers: a broadcast group of their own, and tensors in an agreed order.
+
+Rank 0 of the group is the trainer and hosts its store; ranks 1.. are servers. The group lives outside the default
+process group of torch.distributed, so it does not matter whether either side has one. The store's prefixes match those
+of torch.distributed's own groups, so an SGLang or vLLM server can be a receiver.
+
+Invariant: nothing here waits past its deadline. A peer that dies or closes the group fails the other side's transfer
+at once, a silent one when the deadline passes. After a failure the group is useless and must be closed, which is what
+tells the other side. The next group needs a new name or a new port.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class TensorSpec(Protocol):
+    """What a receiver must know before a tensor arrives (`api.io_struct.ParamSpec` is one)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass
+class BroadcastGroup:
+    """One sender (rank 0) and its receivers."""
+
+    name: str
+    rank: int
+    world_size: int
+    timeout_s: float
+    """Deadline of one bucket."""
+    device: torch.device
+    """Where tensors must lie: NCCL moves only those of a GPU."""
+    backend: Any = field(repr=False)
+    """A backend of c10d, for which torch has no complete types; None once closed."""
+    store: Store | None = field(repr=False)
+
+
+def join_group(
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    *,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    timeout_s: float = 120.0,
+) -> BroadcastGroup:
+    """Meet the other ranks of group `name` at `address:port`, which rank 0 listens on. Every rank calls this."""
+    if not 0 <= rank < world_size or world_size < 2:
+        raise ValueError(
+            f"a broadcast group must have at least 2 ranks, numbered from 0: got rank {rank} of {world_size}. "
+            "Count the sender and every receiver."
+        )
+    deadline = time.monotonic() + timeout_s
+    try:  # half of the time to find the store, because its client retries once more after its own timeout
+        store = TCPStore(address, port, world_size, rank == 0, timedelta(seconds=timeout_s / 2), wait_for_workers=False)
+        timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        store.set_timeout(timeout)
+        group_store = PrefixStore(f"{name}/", PrefixStore(name, store))
+        if backend == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+            transport = _nccl(group_store, rank, world_size, timeout)
+        else:
+            device = torch.device("cpu")
+            transport = _gloo(group_store, rank, world_size, timeout, on_loopback=address in LOOPBACK)
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"broadcast group {name!r} must form within {timeout_s:g} s: rank {rank} of {world_size} at "
+            f"{address}:{port} got {_first_line(error)}. "
+            f"Check that all {world_size} ranks joined with the same name, address and port."
+        ) from error
+    return BroadcastGroup(name, rank, world_size, timeout_s, device, transport, store)
+
+
+def broadcast_tensor(
+    group: BroadcastGroup, tensor: torch.Tensor, src: int = 0, *, timeout_s: float | None = None
+) -> None:
+    """Send `tensor` (rank `src`) or receive into it (other ranks)."""
+    _broadcast(group, [tensor], src, timeout_s)
+
+
+def send_bucket(group: BroadcastGroup, tensors: Iterable[torch.Tensor], *, timeout_s: float | None = None) -> None:
+    """Send the tensors of one bucket, in the order of the specs that the receivers were told."""
+    _broadcast(group, [tensor.detach().to(group.device).contiguous() for tensor in tensors], 0, timeout_s)
+
+
+def receive_bucket(
+    group: BroadcastGroup, specs: Sequence[TensorSpec], *, timeout_s: float | None = None
+) -> dict[str, torch.Tensor]:
+    """Receive one bucket into fresh tensors, by name."""
+    bucket = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=group.device) for spec in specs}
+    _broadcast(group, list(bucket.values()), 0, timeout_s)
+    return bucket
+
+
+def close_group(group: BroadcastGroup) -> None:
+    """Leave the group, which fails its peers' transfers at once; our own wait until their deadline. Idempotent."""
+    backend, group.backend, group.store = group.backend, None, None
+    if backend is not None:
+        backend.abort()
+
+
+def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], src: int, timeout_s: float | None) -> None:
+    """Broadcast one after the other (all ranks keep the same order) under one deadline for the whole list."""
+    if group.backend is None:
+        raise ConnectionError(f"broadcast group {group.name!r} must be open: got a closed one. Join a new group.")
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    options.timeout = timedelta(seconds=group.timeout_s if timeout_s is None else timeout_s)
+    deadline = time.monotonic() + options.timeout.total_seconds()
+    try:
+        works = [group.backend.broadcast([tensor], options) for tensor in tensors]
+        for work in works:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"broadcast in {group.name!r} must finish within {options.timeout.total_seconds():g} s, all peers alive: "
+            f"rank {group.rank} of {group.world_size} got {_first_line(error)}. Close the group and join a new one."
+        ) from error
+
+
+def _gloo(store: Store, rank: int, world_size: int, timeout: timedelta, *, on_loopback: bool) -> Any:
+    """Connect a gloo mesh; within one host over loopback, because its name may resolve to a dead interface."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._threads = 2
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        if on_loopback
+        else dist.ProcessGroupGloo.create_default_device()
+    ]
+    return dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, world_size, options)
+
+
+def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Connect NCCL on the current GPU."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(PrefixStore("cuda/", store), rank, world_size, options)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

@@ -1,0 +1,100 @@
+"""Reinforcement learning with verifiable rewards: one prompt, a group of sampled answers, a reward function.
+
+An episode samples the group concurrently and scores every answer as soon as it ends. If one of them fails, the others
+are cancelled and the episode fails with the original error: a group is trained on whole or not at all.
+"""
+
+# B = 1 sequence, S tokens
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.api.reward_api import RewardFunction
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.reward.runner import RewardRunner
+from arealite.utils.tensors import concat_padded_tensors
+
+_NOT_FOR_REWARDS = {"prompt_id", "messages", "prompt", "completions", "prompt_ids", "completion_ids"}
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Samples `gconfig.n_samples` answers to `data["messages"]` and scores each with `reward_fn`.
+
+    The reward function gets `prompt` (as rendered by the chat template), `completions` (the text of one answer without
+    special tokens), `prompt_ids`, `completion_ids`, and the columns of the data set other than `messages` by name.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFunction,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        enable_thinking: bool = False,
+        reward_timeout: float = 15.0,
+        num_reward_workers: int = 1,
+    ) -> None:
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        self.reward = RewardRunner(reward_fn, timeout=reward_timeout, num_workers=num_reward_workers)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
+        """Sample and score the group of one prompt."""
+        prompt_ids: list[int] = self.tokenizer.apply_chat_template(
+            data["messages"],
+            add_generation_prompt=True,
+            return_dict=False,
+            enable_thinking=self.enable_thinking,
+        )
+        request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1), rid=uuid.uuid4().hex)
+        columns = {key: value for key, value in data.items() if key not in _NOT_FOR_REWARDS}
+        prompt = self.tokenizer.decode(prompt_ids)
+        samples = [
+            asyncio.create_task(self._sample(engine, request, prompt, columns)) for _ in range(self.gconfig.n_samples)
+        ]
+        try:
+            return concat_padded_tensors(await asyncio.gather(*samples))
+        finally:
+            for sample in samples:
+                sample.cancel()
+
+    def close(self) -> None:
+        """End the reward function's processes."""
+        self.reward.close()
+
+    async def _sample(
+        self, engine: InferenceEngine, request: ModelRequest, prompt: str, columns: dict[str, Any]
+    ) -> TensorDict:
+        response = await engine.agenerate(request)
+        reward = await self.reward(
+            prompt=prompt,
+            completions=self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
+            prompt_ids=response.input_tokens,
+            completion_ids=response.output_tokens,
+            **columns,
+        )
+        return trajectory_from_response(response, reward)
+
+
+def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:
+    """Return one sampled answer as a trajectory with a single row."""
+    prompt, answer = response.input_len, response.output_len
+    trajectory = {
+        "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int64),
+        "attention_mask": torch.ones(1, prompt + answer, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0] * prompt + [1] * answer], dtype=torch.int64),
+        "logprobs": torch.tensor([[0.0] * prompt + response.output_logprobs], dtype=torch.float32),
+        "versions": torch.tensor([[-1] * prompt + response.output_versions], dtype=torch.int64),
+        "rewards": torch.tensor([reward], dtype=torch.float32),
+        "no_eos": torch.tensor([response.stop_reason == "length"]),
+    }
+    return TensorDict(trajectory, batch_size=[1])

@@ -1,0 +1,93 @@
+"""Asynchronous GRPO on GSM8K: the whole experiment, top to bottom.
+
+    python3 -m arealite.launcher.local examples/arealite/gsm8k_grpo.py \
+        --config examples/arealite/configs/gsm8k_grpo.yaml key=value ...
+
+How it differs from textbook GRPO: generation never stops for training, so an answer may be up to
+`rollout.max_head_offpolicyness` weight versions old and may even span several; the decoupled objective
+(https://arxiv.org/abs/2505.24298) clips around the policy recomputed before the update and weighs by the policy that
+sampled. With `async_training=false` the same loop is synchronous.
+"""
+
+import sys
+
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.io_struct import FinetuneSpec
+from arealite.dataset import get_custom_dataset
+from arealite.dataset.loader import PromptLoader
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.weight_sync import publish_weights
+from arealite.reward import gsm8k_reward_fn
+from arealite.trainer.evaluator import Evaluator
+from arealite.trainer.saver import Saver
+from arealite.trainer.stats_logger import StatsLogger
+from arealite.utils.hf import load_hf_tokenizer
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, GRPOConfig)
+    tokenizer = load_hf_tokenizer(config.tokenizer_path)
+
+    # Questions to practise on, and held-out ones that are only ever evaluated.
+    train_dataset = get_custom_dataset(config.train_dataset, "train", tokenizer=tokenizer, seed=config.seed)
+    valid_dataset = get_custom_dataset(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
+    train_dataloader = PromptLoader(train_dataset, config.train_dataset, seed=config.seed)
+    ft_spec = FinetuneSpec(
+        config.total_train_epochs, len(train_dataset), config.train_dataset.batch_size, config.total_train_steps
+    )
+
+    # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
+    actor = FSDPPPOActor(config.actor)
+    actor.initialize(None, ft_spec)
+    ref = None
+    if config.ref is not None:
+        ref = FSDPPPOActor(config.ref)
+        ref.initialize(None, ft_spec)
+    rollout = RemoteSGLangEngine(config.rollout)
+    rollout.initialize(None, ft_spec)
+
+    # How an episode runs: sample a group of answers, then score each.
+    workflow = RLVRWorkflow(
+        gsm8k_reward_fn, config.gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout
+    )
+    eval_workflow = RLVRWorkflow(
+        gsm8k_reward_fn, config.eval_gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout
+    )
+    evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
+    saver = Saver(config.saver, ft_spec)
+    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config)
+
+    for step in range(ft_spec.total_train_steps):
+        with stats.timer("eval"):
+            stats.add(evaluator.evaluate(rollout, step))
+        with stats.timer("rollout"):
+            batch = rollout.prepare_batch(train_dataloader, workflow=workflow)
+        with stats.timer("logprobs"):
+            if config.actor.recompute_logprob:
+                batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+            if ref is not None:
+                batch["ref_logprobs"] = ref.compute_logprobs(batch)
+        with stats.timer("update"):
+            actor.compute_advantages(batch)
+            stats.add(actor.ppo_update(batch))
+        with stats.timer("weights"):
+            publish_weights(actor, rollout, version=step + 1)
+        saver.save(actor, step, tokenizer=tokenizer)
+        stats.add(rollout.metrics())
+        stats.commit(step)
+
+    # What became of it: one more evaluation, the final model, the report.
+    stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))
+    stats.commit(ft_spec.total_train_steps)
+    saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
+    stats.close()
+    rollout.destroy()
+    workflow.close()
+    eval_workflow.close()
+    actor.destroy()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

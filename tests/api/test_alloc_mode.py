@@ -1,0 +1,115 @@
+"""The allocation grammar: every string of the documents, every kind of mistake, and the round trip."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.alloc_mode import BACKENDS, AllocationMode, AllocationType, ParallelSizes
+from arealite.api.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "gen", "train"),
+    [
+        ("sglang.d4p1t1+d4p1t1", "sglang", (4, 1, 1), (4, 1, 1)),
+        ("sglang.d12p1t1+d4p1t1", "sglang", (12, 1, 1), (4, 1, 1)),
+        ("sglang.d96p1t1+d32p1t1", "sglang", (96, 1, 1), (32, 1, 1)),
+        ("d2p1t1+sglang.d6p1t1", "sglang", (6, 1, 1), (2, 1, 1)),
+        ("sglang.d4p1t4+d64p1t1", "sglang", (4, 1, 4), (64, 1, 1)),
+        ("lite.d2p1t1+d2p1t1", "lite", (2, 1, 1), (2, 1, 1)),
+        ("vllm.t2d3p5+p2t7d1", "vllm", (3, 5, 2), (1, 2, 7)),
+        ("sglang.t8+d4", "sglang", (1, 1, 8), (4, 1, 1)),
+        ("sglang.d2m4+m2", "sglang", (2, 1, 4), (1, 1, 2)),
+    ],
+)
+def test_decoupled_strings(text: str, backend: str, gen: tuple[int, ...], train: tuple[int, ...]) -> None:
+    mode = AllocationMode.from_str(text)
+    assert (mode.type_, mode.gen_backend) == (AllocationType.DECOUPLED_TRAIN, backend)
+    assert (mode.gen_dp_size, mode.gen_pp_size, mode.gen_tp_size) == gen
+    assert (mode.train_dp_size, mode.train_pp_size, mode.train_tp_size) == train
+    assert mode.gen_instance_size == gen[1] * gen[2]
+    assert mode.gen_world_size == gen[0] * gen[1] * gen[2]
+    assert mode.train_world_size == train[0] * train[1] * train[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "type_", "gen_world_size", "train_world_size"),
+    [
+        ("sglang.d4", AllocationType.LLM_SERVER_ONLY, 4, 0),
+        ("lite.d2t2", AllocationType.LLM_SERVER_ONLY, 4, 0),
+        ("sglang.d4p1t2+eval", AllocationType.DECOUPLED_EVAL, 8, 0),
+        ("d4", AllocationType.TRAIN_ONLY, 0, 4),
+        ("t2p3", AllocationType.TRAIN_ONLY, 0, 6),
+    ],
+)
+def test_one_sided_strings(text: str, type_: AllocationType, gen_world_size: int, train_world_size: int) -> None:
+    mode = AllocationMode.from_str(text)
+    assert mode.type_ is type_
+    assert (mode.gen_world_size, mode.train_world_size) == (gen_world_size, train_world_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "words"),
+    [
+        ("", 0, "nothing"),
+        ("sglang.d4p1t1+d4p1t1 ", 20, "' '"),
+        (" d4", 0, "' '"),
+        ("d4p1t1x", 6, "'x'"),
+        ("d0", 1, "d0"),
+        ("sglang.d4+t0", 11, "t0"),
+        ("d04", 1, "d04"),
+        ("d", 1, "without a number"),
+        ("d-1", 1, "without a number"),
+        ("d4d2", 2, "twice"),
+        ("sglang.d4t1m2+d1", 11, "the tensor size twice"),
+        ("D4", 0, "lower case"),
+        ("SGLang.d4+d4", 0, "Did you mean sglang"),
+        ("sglng.d4+d4", 0, "Did you mean sglang"),
+        ("megatron.d4+d4", 0, "Use one of"),
+        ("d4+d4", 0, "no servers"),
+        ("sglang.d4+lite.d4", 10, "both sides"),
+        ("sglang:d4+d4", 6, "without a dot"),
+        ("sglang", 6, "without a dot"),
+        ("sglang.", 7, "no sizes"),
+        ("sglang.+d4", 7, "no sizes"),
+        ("d4+", 3, "no sizes"),
+        ("+", 0, "no sizes"),
+        ("eval", 0, "eval without servers"),
+        ("sglang.d4+d4+d4", 12, "second '+'"),
+        ("sglang.d4|d4", 9, "does not exist yet"),
+        ("sglang.d４+d4", 8, "without a number"),
+    ],
+)
+def test_mistakes_are_pointed_at(text: str, position: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AllocationMode.from_str(text)
+    message, string, caret = str(caught.value).split("\n")
+    assert words in message
+    assert string == f"    {text}"
+    assert caret.index("^") - 4 == position
+    assert isinstance(caught.value, ValueError)
+
+
+sizes = st.builds(ParallelSizes, *[st.integers(1, 1000)] * 3)
+
+
+@given(st.sampled_from(BACKENDS), sizes, sizes, st.sampled_from(AllocationType))
+def test_rendered_modes_parse_back(
+    backend: str, gen: ParallelSizes, train: ParallelSizes, type_: AllocationType
+) -> None:
+    has_servers = type_ is not AllocationType.TRAIN_ONLY
+    has_trainers = type_ in (AllocationType.TRAIN_ONLY, AllocationType.DECOUPLED_TRAIN)
+    absent = ParallelSizes(data=0)
+    mode = AllocationMode(
+        type_, backend if has_servers else None, gen if has_servers else absent, train if has_trainers else absent
+    )
+    assert AllocationMode.from_str(str(mode)) == mode
+
+
+@given(st.text(alphabet="dptm+.|sglangeval0123 D", max_size=24))
+def test_any_string_parses_or_is_refused(text: str) -> None:
+    try:
+        mode = AllocationMode.from_str(text)
+    except ConfigError:
+        return
+    assert AllocationMode.from_str(str(mode)) == mode

@@ -1,0 +1,478 @@
+"""Loading configs: what loads and to which values, and what every mistake is told."""
+
+import dataclasses
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.api.cli_args import (
+    GenerationHyperparameters,
+    GRPOConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    SFTConfig,
+    config_help,
+    load_expr_config,
+    to_yaml,
+)
+from arealite.api.config_schema import config_keys
+from arealite.api.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"
+
+MINIMAL = """
+experiment_name: e
+trial_name: t
+actor: {path: model, ppo_n_minibatches: 1}
+train_dataset: {path: story, batch_size: 8}
+"""
+
+DOCUMENTED = """
+tokenizer_path: Qwen/Qwen3-1.7B
+train_dataset:
+  path: hf-dataset://inclusionAI/AReaL-RL-Data/data/train.jsonl
+  batch_size: 32
+rollout:
+  server_address: http://localhost:30000
+  timeout: 60
+actor:
+  lr: 1e-5
+  eps_clip: 0.2
+"""
+
+ORIGINAL = """
+experiment_name: gsm8k-grpo
+trial_name: trial0
+allocation_mode: sglang.d12p1t1+d4p1t1
+cluster:
+  name_resolve: {type: nfs, nfs_record_root: /tmp/names}
+  cluster_name: local
+  fileroot: /tmp/experiments
+  n_nodes: 2
+  n_gpus_per_node: 8
+seed: 1
+total_train_epochs: 10
+total_train_steps: null
+total_train_n_seqs: null
+tokenizer_path: ${actor.path}
+async_training: true
+rollout:
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  max_concurrent_rollouts: 256
+  queue_size: null
+  consumer_batch_size: ${train_dataset.batch_size}
+  max_head_offpolicyness: 4
+  enable_rollout_tracing: false
+  schedule_policy: round_robin
+  setup_timeout: 120
+  request_timeout: 3600
+  request_retries: 3
+gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 1.0, top_p: 1.0}
+actor: &engine
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  path: Qwen/Qwen2-1.5B-Instruct
+  attn_impl: flash_attention_2
+  init_from_scratch: false
+  init_critic_from_actor: false
+  disable_dropout: true
+  gradient_checkpointing: true
+  dtype: bfloat16
+  grad_reduce_dtype: float32
+  mb_spec: {n_mbs: 1, max_tokens_per_mb: 10240}
+  backend: fsdp
+  fsdp: {wrap_policy: {transformer_layer_cls_to_wrap: null}, offload_params: false}
+  ds_auto_tp: {autotp_size: 1}
+  optimizer:
+    type: adam
+    lr: 1e-5
+    weight_decay: 0.01
+    beta1: 0.9
+    beta2: 0.999
+    eps: 1e-8
+    min_lr_ratio: 0.0
+    lr_scheduler_type: constant
+    warmup_steps_proportion: 0.001
+    offload: false
+    initial_loss_scale: 4294967296
+    min_loss_scale: 1.0
+    loss_scale_window: 5
+    hysteresis: 2
+    gradient_clipping: 1.0
+  group_size: ${gconfig.n_samples}
+  group_adv_norm: false
+  ppo_n_minibatches: 1
+  eps_clip: 0.4
+  c_clip: null
+  temperature: ${gconfig.temperature}
+  group_reward_norm: false
+  reward_scaling: 10.0
+  reward_bias: -0.5
+  reward_clip: 20.0
+  mask_no_eos_with_zero: false
+  discount: 1.0
+  gae_lambda: 1.0
+  adv_norm: true
+  kl_ctl: 0.0
+  recompute_logprob: true
+  use_decoupled_loss: true
+  behav_imp_weight_cap: 5.0
+ref:
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  path: ${actor.path}
+  init_from_scratch: false
+  dtype: ${actor.dtype}
+  mb_spec: {max_tokens_per_mb: 1060}
+  optimizer: null
+  backend: fsdp
+server_only: false
+sglang: {model_path: "${actor.path}", random_seed: "${seed}", dtype: "${actor.dtype}", schedule_policy: lpm}
+train_dataset:
+  {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, num_workers: 4, drop_last: true}
+valid_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, reward_fn: gsm8k}
+saver: &timer
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  fileroot: ${cluster.fileroot}
+  freq_epochs: 1
+  freq_steps: null
+  freq_secs: null
+checkpointer: *timer
+evaluator: *timer
+recover: {mode: disabled, retries: 3, freq_secs: 3600}
+stats_logger:
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  fileroot: ${cluster.fileroot}
+  wandb: {mode: disabled, entity: null, project: null, tags: null}
+  swanlab: {mode: disabled, project: null, logdir: null, api_key: null}
+  tensorboard: {path: null}
+launcher:
+  inference_server_cpus_per_gpu: 15
+  inference_server_mem_per_gpu: 153600
+  trainer_cpus_per_gpu: 15
+  trainer_mem_per_gpu: 153600
+  trainer_env_vars: NCCL_DEBUG=WARN,A=
+  slurm: {mount: "/storage:/storage", trainer_image: a.sif}
+"""
+
+
+OLD_KEYS = """
+actor.backend actor.ds_auto_tp actor.init_critic_from_actor actor.optimizer.hysteresis
+actor.optimizer.initial_loss_scale actor.optimizer.loss_scale_window actor.optimizer.min_loss_scale
+actor.optimizer.offload checkpointer cluster.cluster_name cluster.name_resolve
+launcher.inference_server_cpus_per_gpu launcher.inference_server_mem_per_gpu launcher.slurm
+launcher.trainer_cpus_per_gpu launcher.trainer_mem_per_gpu recover.freq_secs recover.retries ref.backend
+rollout.enable_rollout_tracing rollout.schedule_policy server_only stats_logger.swanlab.api_key
+total_train_n_seqs train_dataset.pin_memory valid_dataset.pin_memory valid_dataset.reward_fn
+"""
+
+
+def load(directory: Path, text: str, *overrides: str, cls: type = GRPOConfig, **options: Any) -> Any:
+    """Load a config from text."""
+    file = directory / "config.yaml"
+    file.write_text(text)
+    return load_expr_config(["--config", str(file), *overrides], cls, **options)[0]
+
+
+def refusal(directory: Path, text: str, *overrides: str, cls: type = GRPOConfig) -> str:
+    """Return what the user is told."""
+    with pytest.raises(ConfigError) as caught:
+        load(directory, text, *overrides, cls=cls)
+    return str(caught.value)
+
+
+def test_minimal_config_is_filled_in(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "gconfig.n_samples=4", "gconfig.max_new_tokens=77", "gconfig.temperature=0.7")
+    assert config.tokenizer_path == "model"
+    assert (config.rollout.consumer_batch_size, config.rollout.experiment_name) == (8, "e")
+    assert (config.actor.group_size, config.actor.temperature, config.actor.optimizer) == (4, 0.7, OptimizerConfig())
+    assert config.eval_gconfig == GenerationHyperparameters(greedy=True, max_new_tokens=77, temperature=0.7)
+    for block in (config.saver, config.evaluator, config.stats_logger, config.rollout):
+        assert (block.experiment_name, block.trial_name, block.fileroot) == ("e", "t", os.path.abspath("runs"))
+    assert config.ref is None and config.valid_dataset is None
+
+
+def test_filled_in_keys_follow_overrides_unless_given(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "seed=5", "actor.seed=6", "rollout.consumer_batch_size=3", "valid_dataset={}")
+    assert (config.rollout.seed, config.actor.seed) == (5, 6)
+    assert (config.rollout.consumer_batch_size, config.train_dataset.batch_size) == (3, 8)
+    assert (config.valid_dataset.path, config.valid_dataset.batch_size) == ("story", 8)
+
+
+def test_reference_block_follows_actor(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "ref={}", "actor.dtype=float32", "actor.mb_spec.n_mbs=3", "actor.kl_ctl=0.1")
+    assert isinstance(config.ref, PPOActorConfig)
+    assert (config.ref.path, config.ref.dtype, config.ref.mb_spec.n_mbs) == ("model", "float32", 3)
+    assert config.ref.optimizer is None
+
+
+def test_references_reach_defaults_and_the_command_line_wins(tmp_path: Path) -> None:
+    text = MINIMAL + "total_train_steps: ${rollout.request_retries}\nseed: 2\n"
+    config = load(tmp_path, text, "seed=${total_train_steps}")
+    assert (config.total_train_steps, config.seed, config.actor.seed) == (3, 3, 3)
+
+
+def test_a_block_may_refer_to_another(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "valid_dataset=${train_dataset}")
+    assert config.valid_dataset == config.train_dataset
+
+
+@pytest.mark.parametrize("text", ["1e-5", "'1e-5'", "0.00001", "1.0e-05"])
+def test_numbers_in_all_spellings(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, MINIMAL, f"actor.optimizer.lr={text}").actor.optimizer.lr == 1e-5
+    assert load(tmp_path, MINIMAL + f"eval_gconfig: {{temperature: {text}}}").eval_gconfig.temperature == 1e-5
+
+
+def test_names_may_be_numbers(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, "trial_name=0").saver.trial_name == "0"
+
+
+def test_synchronous_training_is_a_bound_of_zero(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, "rollout.max_head_offpolicyness=4").rollout.max_head_offpolicyness == 4
+    config = load(tmp_path, MINIMAL, "rollout.max_head_offpolicyness=4", "async_training=false")
+    assert config.rollout.max_head_offpolicyness == 0
+
+
+def test_allocation_names_the_backend(tmp_path: Path) -> None:
+    cpu = ("cluster.n_gpus_per_node=0", "gconfig.max_new_tokens=64")
+    assert load(tmp_path, MINIMAL, "allocation_mode=lite.d2+d1", *cpu).rollout.backend == "lite"
+    assert load(tmp_path, MINIMAL, "allocation_mode=sglang.d2+d1", *cpu).rollout.backend == "sglang"
+    assert load(tmp_path, MINIMAL, "allocation_mode=d1", "rollout.backend=lite", *cpu).rollout.backend == "lite"
+
+
+def test_server_addresses(tmp_path: Path) -> None:
+    for value in ("[http://a:1/,b:2]", "'a:1,http://b:2'", "a:1,b:2"):
+        assert load(tmp_path, MINIMAL, f"rollout.server_addrs={value}").rollout.server_addrs == ["a:1", "b:2"]
+
+
+def test_others_servers_need_none_of_our_gpus(tmp_path: Path) -> None:
+    overrides = ("allocation_mode=sglang.d8+d8", "rollout.server_addrs=a:1")
+    assert load(tmp_path, MINIMAL, *overrides).allocation.gen_world_size == 8
+    assert "needs 16 GPUs" in refusal(tmp_path, MINIMAL, overrides[0])
+
+
+def test_loading_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(tmp_path, MINIMAL, "cluster.fileroot=~/runs")
+    assert config.saver.fileroot == str(tmp_path / "runs")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_resolved_yaml_loads_to_the_same_config(tmp_path: Path) -> None:
+    for text, cls in (
+        (MINIMAL, GRPOConfig),
+        (MINIMAL.replace("actor", "model").replace(", ppo_n_minibatches: 1", ""), SFTConfig),
+    ):
+        config = load(tmp_path, text, cls=cls)
+        assert load(tmp_path, to_yaml(config), cls=cls) == config
+
+
+@given(
+    st.floats(0, 1, exclude_min=True),
+    st.integers(1, 10**9),
+    st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable() and "${" not in text and text != "???"),
+)
+@settings(max_examples=20, deadline=None)
+def test_values_survive_the_round_trip(lr: float, steps: int, note: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = yaml.safe_load(MINIMAL)
+        tree["actor"]["optimizer"] = {"lr": lr}
+        tree |= {"total_train_steps": steps, "stats_logger": {"wandb": {"notes": note}}, "gconfig": {"stop": [note]}}
+        config = load(Path(folder), yaml.safe_dump(tree))
+        assert (config.actor.optimizer.lr, config.total_train_steps) == (lr, steps)
+        assert config.stats_logger.wandb.notes == note and config.eval_gconfig.stop == [note]
+        assert load(Path(folder), to_yaml(config)) == config
+
+
+def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        config = load(tmp_path, ORIGINAL)
+    warned = [record.getMessage().split(" ")[0] for record in caplog.records]
+    assert sorted(warned) == sorted(OLD_KEYS.split())
+    assert config.sglang == {
+        "model_path": "Qwen/Qwen2-1.5B-Instruct",
+        "random_seed": 1,
+        "dtype": "bfloat16",
+        "schedule_policy": "lpm",
+    }
+    assert config.actor.optimizer.eps == 1e-8 and config.ref.mb_spec.max_tokens_per_mb == 1060
+
+
+def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    overrides = ("experiment_name=my_experiment", "trial_name=my_trial")
+    assert "actor.path must be given" in refusal(tmp_path, DOCUMENTED, *overrides)
+    caplog.clear()
+    config = load(tmp_path, DOCUMENTED, *overrides, "actor.path=m", "actor.lr=3e-5")
+    assert config.actor.optimizer.lr == 3e-5
+    assert config.rollout.server_addrs == ["localhost:30000"] and config.rollout.request_timeout == 60
+    assert config.tokenizer_path == "Qwen/Qwen3-1.7B"
+    assert {record.getMessage() for record in caplog.records} == {
+        "actor.lr is now actor.optimizer.lr. Rename it.",
+        "rollout.server_address is now rollout.server_addrs. Rename it.",
+        "rollout.timeout is now rollout.request_timeout. Rename it.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("seed=yes", "seed must be an integer: got True. Change it on the command line."),
+        ("seed=1.5", "seed must be an integer: got 1.5."),
+        ("gconfig.greedy=1", "gconfig.greedy must be true or false: got 1."),
+        ("actor.optimizer.lr=true", "actor.optimizer.lr must be a number, not true or false: got True."),
+        ("actor.optimizer.lr=fast", "actor.optimizer.lr must be a number: got 'fast'."),
+        ("actor.reward_clip=.inf", "actor.reward_clip must be less than inf: got inf."),
+        ("actor.reward_bias=.nan", "actor.reward_bias must be greater than -inf: got nan."),
+        ("actor.eps_clip=1", "actor.eps_clip must be less than 1: got 1."),
+        ("actor.c_clip=1", "actor.c_clip must be greater than 1: got 1."),
+        ("actor.mb_spec.max_tokens_per_mb=0", "actor.mb_spec.max_tokens_per_mb must be greater than 0: got 0."),
+        ("actor.optimizer.warmup_steps_proportion=1.1", "actor.optimizer.warmup_steps_proportion must be at most 1"),
+        ("actor.dtype=fp16", "actor.dtype must be 'float32', 'bfloat16' or 'float16': got 'fp16'."),
+        ("gconfig.stop=a", "gconfig.stop must be a list: got 'a'."),
+        ("rollout.server_addrs=a", "rollout.server_addrs must be host:port or http://host:port: got 'a'."),
+        ("launcher.trainer_env_vars=A", "launcher.trainer_env_vars must be written as A=1,B=2: got 'A'."),
+        ("trial_name=a/b", "trial_name must be made of letters"),
+        ("trial_name=..", "trial_name must be made of letters"),
+        ("cluster.fileroot=''", "cluster.fileroot must be the path of a folder: got ''."),
+        ("rollout=5", "rollout must be a block: got 5 on the command line."),
+        ("sglang=[1]", "sglang must be a block of any keys: got [1] on the command line."),
+        ("actor.path.x=2", "actor.path must be a text: got {'x': 2} on the command line."),
+        ("gconfig.stop[0]=a", "gconfig.stop must be a list of text: got {'0': 'a'} on the command line."),
+        ("actor=${nope}", "must refer to keys that exist: got Interpolation key 'nope' not found."),
+        ("tokenizer_path=${tokenizer_path}", "tokenizer_path must refer to keys that exist: got Recursive"),
+        ("seed=${seed", "overrides must be key=value with a YAML value: got 'seed=${seed'."),
+        ("recover.mode=auto", "recover.mode must be 'disabled': got 'auto'."),
+        ("server_only=true", "server_only must be False: got True. Remove it: allocation_mode alone says it"),
+        ("gconfig.frequency_penalty=0.5", "gconfig.frequency_penalty must be 0: got 0.5."),
+        ("max_head_offpolicyness=3", "Did you mean rollout.max_head_offpolicyness?"),
+        ("rollout.max_head_offpolicynes=3", "Did you mean rollout.max_head_offpolicyness?"),
+        ("sgalng.x=1", "sgalng must be a key of GRPOConfig: got it on the command line. Did you mean sglang?"),
+        ("zzz=1", "Remove it, or use one of experiment_name, trial_name"),
+        ("tokenizer_path=${no.such}", "tokenizer_path must refer to keys that exist: got Interpolation key 'no.such'"),
+        ("allocation_mode=sglang.d4+d4x", "got 'x'"),
+        ("allocation_mode=sglang.d8+d8", "needs 16 GPUs, and 1 x 8 GPUs"),
+        ("allocation_mode=vllm.d4+d4", "got vllm, which is not supported yet"),
+        ("allocation_mode=sglang.d1p2+d1", "rollout.weight_update must be disk if servers have p > 1"),
+        ("allocation_mode=lite.d1+d1", "lite.context must be greater than max_new_tokens: got 2048 and 16384."),
+        ("gconfig.min_new_tokens=20000", "gconfig.min_new_tokens must be at most gconfig.max_new_tokens"),
+        ("actor.group_size=2", "actor.group_size must equal gconfig.n_samples: got 2 and 1."),
+        ("actor.temperature=0.5", "actor.temperature must equal gconfig.temperature: got 0.5 and 1.0."),
+        ("actor.use_decoupled_loss=true", "actor.recompute_logprob must be true if actor.use_decoupled_loss is"),
+        ("actor.group_reward_norm=true", "actor.group_reward_norm must be false if gconfig.n_samples is 1"),
+        (
+            "actor.ppo_n_minibatches=9",
+            "actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got 9 and 8",
+        ),
+        ("actor.kl_ctl=0.1", "actor.kl_ctl must be 0 without a ref block: got 0.1."),
+        ("actor.optimizer=null", "actor.optimizer must be a block: got null."),
+        ("ref.optimizer.lr=0.1", "ref.optimizer must be null"),
+        ("train_dataset.type=sft", "train_dataset.type must be rl in this experiment: got sft."),
+        ("evaluator.freq_steps=1", "valid_dataset must be given if evaluator has a frequency: got null."),
+        ("key", "arguments must be --config FILE or key=value: got 'key'."),
+        ("--key=1", "arguments must be --config FILE or key=value: got '--key=1'."),
+        ("seed={", "overrides must be key=value with a YAML value: got 'seed={'."),
+    ],
+)
+def test_mistakes_name_key_value_and_fix(tmp_path: Path, override: str, told: str) -> None:
+    assert told in refusal(tmp_path, MINIMAL, override)
+
+
+def test_pairs_given_together(tmp_path: Path) -> None:
+    assert "rollout.backend must agree with allocation_mode" in refusal(
+        tmp_path, MINIMAL, "rollout.backend=lite", "allocation_mode=sglang.d4+d4"
+    )
+    greedy = refusal(tmp_path, MINIMAL, "gconfig.greedy=true", "gconfig.n_samples=2")
+    assert "gconfig.greedy must be false if gconfig.n_samples > 1" in greedy
+    twice = refusal(tmp_path, MINIMAL, "actor.lr=1", "actor.optimizer.lr=1")
+    assert "actor.optimizer.lr must be given once: got it as actor.lr too." in twice
+
+
+def test_a_fault_is_told_once_and_all_faults_are_told(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, MINIMAL, "seed=-1", "actor.eps_clip=0").split("\n")
+    assert [line.split(" ")[0] for line in lines] == ["seed", "actor.eps_clip"]
+
+
+@pytest.mark.parametrize("key", ["experiment_name", "trial_name", "actor.path", "train_dataset.path"])
+def test_keys_that_must_be_given(tmp_path: Path, key: str) -> None:
+    tree = yaml.safe_load(MINIMAL)
+    *parents, name = key.split(".")
+    del (tree[parents[0]] if parents else tree)[name]
+    told = refusal(tmp_path, yaml.safe_dump(tree))
+    assert told.startswith(f"{key} must be given: got nothing.") and f"{key}=..." in told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [", "must be a YAML file"),
+        ("seed: 1\nseed: 2", "must be a YAML file"),
+        ("- a", "at the top level"),
+        ("5", "must"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str, told: str) -> None:
+    assert told in refusal(tmp_path, text)
+
+
+def test_the_file_must_be_named_and_exist(tmp_path: Path) -> None:
+    for argv, told in (([], "--config must be given"), (["--config"], "--config must be given")):
+        with pytest.raises(ConfigError, match=told):
+            load_expr_config(argv, GRPOConfig)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_expr_config([f"--config={tmp_path}/no.yaml"], GRPOConfig)
+
+
+@dataclasses.dataclass
+class CustomConfig(GRPOConfig):
+    """A user's own config."""
+
+    curriculum: float = 0.5
+    """Share of easy prompts."""
+
+
+def test_own_config_classes(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, "curriculum=0.1", cls=CustomConfig).curriculum == 0.1
+    assert "curriculum must be a key of GRPOConfig" in refusal(tmp_path, MINIMAL, "curriculum=0.1")
+    config = load(tmp_path, MINIMAL + "mine: {a: 3}\n", "curriculum=0.1", "seed=${mine.a}", ignore_unknown=True)
+    assert config.seed == 3
+
+
+def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for cls in (GRPOConfig, SFTConfig, CustomConfig):
+        assert [key.name for key in config_keys(cls) if not key.doc] == []
+    assert "actor.c_clip (number or null; default None)\n    Dual clipping" in config_help(GRPOConfig)
+    with pytest.raises(SystemExit) as stopped:
+        load_expr_config(["--help"], GRPOConfig)
+    assert stopped.value.code == 0
+    assert "actor.path (text; must be given)" in capsys.readouterr().out
+
+
+def test_shipped_configs_load() -> None:
+    def shipped(name: str, cls: type, *overrides: str) -> Any:
+        return load_expr_config(["--config", str(CONFIGS / name), *overrides], cls)[0]
+
+    grpo = shipped("gsm8k_grpo.yaml", GRPOConfig, "experiment_name=my_experiment", "trial_name=my_trial")
+    assert (grpo.actor.eps_clip, grpo.actor.reward_scaling, grpo.actor.group_size) == (0.4, 10.0, 4)
+    assert (grpo.rollout.consumer_batch_size, grpo.rollout.max_head_offpolicyness) == (256, 4)
+    for mode, nodes, gpus in (("sglang.d12p1t1+d4p1t1", 4, 4), ("sglang.d96p1t1+d32p1t1", 16, 8)):
+        cluster = (f"cluster.n_nodes={nodes}", f"cluster.n_gpus_per_node={gpus}")
+        assert shipped("gsm8k_grpo.yaml", GRPOConfig, f"allocation_mode={mode}", *cluster).cluster.n_nodes == nodes
+    assert shipped("gsm8k_sft.yaml", SFTConfig).train_dataset.type == "sft"
+    assert shipped("gsm8k_sft_cpu.yaml", SFTConfig, "model.path=tiny").tokenizer_path == "tiny"
+    overrides = "actor.path=tiny train_dataset.path=train.jsonl allocation_mode=lite.d2p1t1+d2p1t1 total_train_steps=5"
+    cpu = shipped("gsm8k_grpo_cpu.yaml", GRPOConfig, *overrides.split())
+    assert (cpu.tokenizer_path, cpu.rollout.backend, cpu.total_train_steps) == ("tiny", "lite", 5)
+    assert (cpu.rollout.consumer_batch_size, cpu.gconfig.n_samples, cpu.rollout.max_head_offpolicyness) == (32, 8, 2)
+    with pytest.raises(ConfigError, match=r"actor\.path must be given"):
+        shipped("gsm8k_grpo_cpu.yaml", GRPOConfig)

@@ -1,0 +1,129 @@
+import json
+
+import datasets
+import pytest
+import torch
+
+from arealite.dataset import get_custom_dataset
+from arealite.utils.hf import load_hf_tokenizer
+from arealite.utils.tiny_model import make_tiny_model
+
+torch.set_num_threads(1)
+ROWS = [{"question": f"What is {n}+1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}", "level": n} for n in range(10)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_hf_tokenizer(make_tiny_model(tmp_path_factory.mktemp("tiny"), ["What is 1+1? #### 2"], layers=1))
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "any name.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "\n")
+    return path
+
+
+def test_prompts_keep_all_columns_and_are_read_whole_on_every_rank(jsonl) -> None:
+    rows = get_custom_dataset(str(jsonl), rank=1, world_size=2, type="rl")
+    assert len(rows) == 10
+    assert rows[3] == {**ROWS[3], "messages": [{"role": "user", "content": "What is 3+1?"}]}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_files_and_folders_of_every_format(tmp_path, suffix) -> None:
+    for split in ("train", "test"):
+        file = tmp_path / f"main_{split}{suffix}"
+        rows = ROWS if split == "train" else ROWS[:3]
+        if suffix == ".parquet":
+            datasets.Dataset.from_list(rows).to_parquet(file)
+        elif suffix == ".json":
+            file.write_text(json.dumps(rows))
+        else:
+            file.write_text("\n".join(map(json.dumps, rows)))
+    assert get_custom_dataset(str(tmp_path / f"main_test{suffix}"), type="rl", split="train")[2]["level"] == 2
+    assert len(get_custom_dataset(str(tmp_path), type="rl", split="train")) == 10
+    assert len(get_custom_dataset(str(tmp_path), type="rl", split="test")) == 3
+    with pytest.raises(ValueError, match="'valid' in its name"):
+        get_custom_dataset(str(tmp_path), type="rl", split="valid")
+
+
+def test_demonstrations_are_prompt_answer_and_eos(jsonl, tokenizer) -> None:
+    row = get_custom_dataset(str(jsonl), type="sft", tokenizer=tokenizer)[3]
+    assert tokenizer.decode(row["input_ids"]) == "<|user|>What is 3+1?<|end|><|assistant|>3+1=4\n#### 4<|end|>"
+    answer = [token for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+    assert tokenizer.decode(answer) == "3+1=4\n#### 4<|end|>"
+    assert row["loss_mask"] == [0] * (len(row["loss_mask"]) - len(answer)) + [1] * len(answer)
+
+
+def test_shards_of_demonstrations_are_equal_and_disjoint(jsonl, tokenizer) -> None:
+    whole = [row["input_ids"] for row in get_custom_dataset(str(jsonl), type="sft", tokenizer=tokenizer)]
+    shards = [
+        [row["input_ids"] for row in get_custom_dataset(str(jsonl), rank, 3, type="sft", tokenizer=tokenizer)]
+        for rank in range(3)
+    ]
+    assert [len(shard) for shard in shards] == [3, 3, 3]
+    assert sorted(row for shard in shards for row in shard) == sorted(whole[:9])
+
+
+def test_longer_rows_are_dropped_counted_and_logged(jsonl, tokenizer, caplog) -> None:
+    rows = get_custom_dataset(str(jsonl), type="sft", tokenizer=tokenizer)
+    lengths = sorted({len(row["input_ids"]) for row in rows})
+    assert len(lengths) == 2  # 9+1=10 is longer
+    kept = get_custom_dataset(str(jsonl), type="sft", tokenizer=tokenizer, max_length=lengths[0])
+    assert len(kept) == 9 and "dropped 1 of 10 rows longer than max_length" in caplog.text
+    prompts = get_custom_dataset(str(jsonl), type="rl", tokenizer=tokenizer, max_length=lengths[0])
+    assert len(prompts) == 10  # all questions are equally long
+    with pytest.raises(ValueError, match="max_length must leave some rows: got 3"):
+        get_custom_dataset(str(jsonl), type="rl", tokenizer=tokenizer, max_length=3)
+
+
+def test_stories_are_built_in(tokenizer) -> None:
+    rows = get_custom_dataset("story?train=30&test=20&steps=2", type="rl", split="train", seed=4)
+    assert len(rows) == 30 and rows[0]["messages"][0]["content"] == rows[0]["question"]
+    assert len(get_custom_dataset("story?train=30&test=20", type="sft", split="test", tokenizer=tokenizer)) == 20
+    assert rows != get_custom_dataset("story?train=30&test=20&steps=2", type="rl", split="train", seed=5)
+
+
+def test_hub_paths_name_a_repository_and_a_file(monkeypatch) -> None:
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_list(ROWS[:2])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(get_custom_dataset("hf-dataset://org/name/data/train.jsonl", type="rl")) == 2
+    assert len(get_custom_dataset("gsm8k", type="rl", split="test")) == 2
+    assert asked == [
+        (("org/name",), {"data_files": "data/train.jsonl", "split": "train"}),
+        (("openai/gsm8k", "main"), {"split": "test"}),
+    ]
+
+
+@pytest.mark.parametrize("path", ["", "no/such/file.jsonl", "storyy", "hf-dataset://org/name", "hf-dataset:///x/y"])
+def test_paths_that_mean_nothing_say_what_is_accepted(path: str) -> None:
+    with pytest.raises(ValueError, match=r"must be 'gsm8k', 'story' .* hf-dataset|must be 'gsm8k'"):
+        get_custom_dataset(path, type="rl")
+
+
+def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
+    bad = {
+        "a.jsonl": ('{"question": "?"}\n', "columns question and answer: got \\['question'\\] in row 0"),
+        "b.jsonl": ("{oops\n", "b.jsonl:1 must be one JSON object"),
+        "c.json": ('{"question": "?"}', "JSON list"),
+        "d.jsonl": ("", "must have rows"),
+        "e.csv": ("question,answer\n", "must end in .jsonl, .json, .parquet"),
+        "f.jsonl": ("3\n", "got int in row 0"),
+    }
+    for name, (text, message) in bad.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            get_custom_dataset(str(tmp_path / name), type="rl")
+
+
+def test_missing_arguments_are_named(jsonl) -> None:
+    with pytest.raises(ValueError, match="tokenizer must be given"):
+        get_custom_dataset(str(jsonl), type="sft")
+    with pytest.raises(ValueError, match="'sft' or 'rl'"):
+        get_custom_dataset(str(jsonl), type="dpo")  # type: ignore[arg-type]

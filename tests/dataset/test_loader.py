@@ -1,0 +1,100 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.io_struct import PromptId
+from arealite.dataset.loader import PromptLoader, sft_collate
+
+
+def dataset(size: int) -> list[dict[str, int]]:
+    return [{"value": 10 * index} for index in range(size)]
+
+
+def ids(batches) -> list[list[tuple[int, int]]]:
+    return [[(row["prompt_id"].epoch, row["prompt_id"].index) for row in batch] for batch in batches]
+
+
+def test_rows_carry_their_epoch_and_index() -> None:
+    loader = PromptLoader(dataset(5), 2, shuffle=False)
+    assert ids(itertools.islice(loader, 5)) == [
+        [(0, 0), (0, 1)],
+        [(0, 2), (0, 3)],
+        [(1, 0), (1, 1)],
+        [(1, 2), (1, 3)],
+        [(2, 0), (2, 1)],
+    ]
+    assert len(loader) == 2
+    assert next(iter(PromptLoader(dataset(3), 1, shuffle=False))) == [{"value": 0, "prompt_id": PromptId(0, 0)}]
+
+
+def test_the_rest_of_an_epoch_is_a_smaller_batch_without_drop_last() -> None:
+    loader = PromptLoader(dataset(5), 2, shuffle=False, drop_last=False)
+    assert ids(itertools.islice(loader, 4)) == [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(0, 4)], [(1, 0), (1, 1)]]
+    assert len(loader) == 3
+
+
+@given(st.integers(1, 30), st.data(), st.integers(0, 5), st.booleans(), st.booleans())
+def test_a_resumed_loader_goes_on_as_the_original(size, data, seed, shuffle, drop_last) -> None:
+    batch_size = data.draw(st.integers(1, size))
+    passed = data.draw(st.integers(0, 20))
+
+    def make() -> PromptLoader:
+        return PromptLoader(dataset(size), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    original = make()
+    stream = iter(original)
+    for _ in range(passed):
+        next(stream)
+    resumed = make()
+    resumed.load_state_dict(original.state_dict())
+    assert ids(itertools.islice(resumed, 10)) == ids(itertools.islice(stream, 10))
+
+
+@given(st.integers(1, 40), st.data(), st.integers(0, 3))
+def test_an_epoch_meets_every_prompt_once(size, data, seed) -> None:
+    loader = PromptLoader(dataset(size), data.draw(st.integers(1, size)), seed=seed, drop_last=False)
+    for epoch in range(3):
+        rows = [row for batch in itertools.islice(loader, len(loader)) for row in batch]
+        assert sorted(row["prompt_id"].index for row in rows) == list(range(size))
+        assert {row["prompt_id"].epoch for row in rows} == {epoch}
+        assert all(row["value"] == 10 * row["prompt_id"].index for row in rows)
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    first = ids(itertools.islice(PromptLoader(dataset(50), 50, seed=1), 2))
+    again = ids(itertools.islice(PromptLoader(dataset(50), 5, seed=1), 20))
+    other = ids(itertools.islice(PromptLoader(dataset(50), 50, seed=2), 1))
+    assert [pair for batch in first for pair in batch] == [pair for batch in again for pair in batch]
+    assert [index for _, index in first[0]] != [index for _, index in first[1]]
+    assert first[0] != other[0]
+
+
+def test_iterators_share_one_cursor() -> None:
+    loader = PromptLoader(dataset(6), 2, shuffle=False)
+    assert ids([next(iter(loader)), next(iter(loader)), next(iter(loader))]) == [
+        [(0, 0), (0, 1)],
+        [(0, 2), (0, 3)],
+        [(0, 4), (0, 5)],
+    ]
+
+
+def test_what_can_not_be_is_refused() -> None:
+    for batch_size in (0, 4):
+        with pytest.raises(ValueError, match=r"batch_size must lie in 1\.\.3"):
+            PromptLoader(dataset(3), batch_size)
+    state = PromptLoader(dataset(3), 1, seed=1).state_dict()
+    with pytest.raises(ValueError, match="seed must be 1"):
+        PromptLoader(dataset(3), 1, seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="dataset_size must be 3"):
+        PromptLoader(dataset(4), 1, seed=1).load_state_dict(state)
+
+
+def test_collate_pads_on_the_right() -> None:
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8], "loss_mask": [1]}]
+    batch = sft_collate(rows, pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[True, True, True], [True, False, False]]
+    assert batch.batch_size == (2,)

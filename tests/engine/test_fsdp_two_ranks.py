@@ -1,0 +1,119 @@
+"""Two processes over gloo must do what one does."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_cases import actor_config, train_config, write_model
+from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
+
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.actor import FSDPPPOActor
+
+SPEC = FinetuneSpec(1, 100, 10)
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process finds, and the folders it leaves for two."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("one")
+    path, resumed_path = write_model(folder / "model"), str(folder / "resumed")
+    engine = FSDPEngine(train_config(path))
+    engine.initialize(None, SPEC)
+    found: dict[str, Any] = {"path": path, "resumed_path": resumed_path, "sft": sft_steps(engine, BATCHES)}
+    engine.save(SaveLoadMeta(resumed_path, with_optim=True))
+    found["resumed"] = sft_steps(engine, BATCHES)
+    engine.destroy()
+    actor = FSDPPPOActor(actor_config(path, **ACTOR))
+    actor.initialize(None, SPEC)
+    found["ppo"] = ppo_steps(actor, TRAJECTORIES.clone())
+    actor.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(one: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each of two processes finds."""
+    out = tmp_path_factory.mktemp("two")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+    }
+    command = [sys.executable, str(HERE / "two_rank_program.py"), one["path"], one["resumed_path"], str(out)]
+    ranks = []
+    for rank in range(2):
+        with open(out / f"rank{rank}.log", "w") as log:
+            variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        deadline = time.monotonic() + 120
+        while {rank.poll() for rank in ranks} <= {None, 0} and None in {rank.poll() for rank in ranks}:
+            assert time.monotonic() < deadline, "two ranks must finish in 120 s"
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    logs = "\n".join((out / f"rank{rank}.log").read_text() for rank in range(2))
+    assert [rank.returncode for rank in ranks] == [0, 0], logs
+    return {"out": out, "ranks": [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]}
+
+
+def assert_params_equal(params: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(params) == set(expected)
+    for name in expected:
+        torch.testing.assert_close(params[name], expected[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("share", ["unequal", "empty"])
+def test_three_steps_on_two_ranks_equal_those_on_one(one: dict[str, Any], two: dict[str, Any], share: str) -> None:
+    for rank in two["ranks"]:
+        assert rank[share]["losses"] == pytest.approx(one["sft"]["losses"], abs=1e-5)
+        assert_params_equal(rank[share]["params"], one["sft"]["params"])
+
+
+def test_two_ranks_resume_what_one_saved(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one["resumed"]["losses"] != pytest.approx(one["sft"]["losses"], abs=1e-2)
+    for rank in two["ranks"]:
+        assert rank["resumed"]["losses"] == pytest.approx(one["resumed"]["losses"], abs=1e-5)
+        assert_params_equal(rank["resumed"]["params"], one["resumed"]["params"])
+
+
+def test_one_rank_loads_what_two_saved(two: dict[str, Any]) -> None:
+    saved = str(two["out"] / "saved")
+    engine = FSDPEngine(train_config(saved))
+    engine.initialize(None, SPEC)
+    engine.load(SaveLoadMeta(saved, with_optim=True))
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), two["ranks"][0]["saved"][name])
+    moments = [engine.optimizer.state[parameter]["exp_avg_sq"] for parameter in engine.model.parameters()]
+    assert all(moment.full_tensor().abs().sum() > 0 for moment in moments)
+    engine.destroy()
+
+
+def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for rank, rows in zip(two["ranks"], TRAJECTORY_SHARES):
+        torch.testing.assert_close(rank["ppo"]["advantages"], one["ppo"]["advantages"][rows], atol=1e-4, rtol=1e-4)
+        for metrics, expected in zip(rank["ppo"]["metrics"], one["ppo"]["metrics"]):
+            assert metrics == pytest.approx(expected, abs=1e-4, rel=1e-4)
+        assert_params_equal(rank["ppo"]["params"], one["ppo"]["params"])
+
+
+def test_a_failed_upload_raises_on_every_rank(two: dict[str, Any]) -> None:
+    first, second = (rank["upload_error"] for rank in two["ranks"])
+    assert second == f"RuntimeError: rank 0 failed: {first}"

@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from arealite.api.cli_args import OptimizerConfig
+from arealite.engine.optimizer import LRSchedule, lr_factor, make_adamw
+
+
+def factors(shape: str, min_ratio: float = 0.0) -> list[float]:
+    return [
+        lr_factor(step, shape=shape, total_steps=6, warmup_steps=2, min_ratio=min_ratio) for step in (0, 1, 2, 4, 6, 9)
+    ]
+
+
+def test_schedules_by_hand() -> None:
+    assert factors("constant") == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0])
+    assert factors("linear") == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5, 0.0, 0.0])
+    assert factors("cosine") == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5, 0.0, 0.0])
+    assert factors("linear", 0.2) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.6, 0.2, 0.2])
+    assert lr_factor(3, shape="cosine", total_steps=6, warmup_steps=2, min_ratio=0.0) == pytest.approx(
+        0.853553, abs=1e-6
+    )
+
+
+def test_the_optimizer_follows_its_schedule() -> None:
+    config = OptimizerConfig(lr=0.1, lr_scheduler_type="linear", warmup_steps_proportion=0.0)
+    optimizer = make_adamw([torch.nn.Parameter(torch.zeros(1))], config)
+    schedule = LRSchedule(optimizer, config, total_steps=4)
+    seen = []
+    for _ in range(5):
+        seen.append(optimizer.param_groups[0]["lr"])
+        schedule.move_to(schedule.num_steps + 1)
+    assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
+
+
+def test_a_falling_schedule_needs_to_know_its_length() -> None:
+    config = OptimizerConfig(lr_scheduler_type="cosine")
+    optimizer = make_adamw([torch.nn.Parameter(torch.zeros(1))], config)
+    with pytest.raises(ValueError, match="cosine schedule must know"):
+        LRSchedule(optimizer, config, total_steps=None)

@@ -1,0 +1,217 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tensordict import TensorDict
+from training_cases import actor_config, trajectory_batch, write_model
+from transformers import AutoModelForCausalLM
+
+from arealite.api.cli_args import OptimizerConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
+
+LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model_path: str) -> Iterator[Callable[..., FSDPPPOActor]]:
+    actors: list[FSDPPPOActor] = []
+
+    def make_actor(**changes: object) -> FSDPPPOActor:
+        actor = FSDPPPOActor(actor_config(model_path, **changes))
+        actor.initialize(None, FinetuneSpec(1, 100, 10))
+        actors.append(actor)
+        return actor
+
+    yield make_actor
+    for actor in actors:
+        actor.destroy()
+
+
+Make = Callable[..., FSDPPPOActor]
+
+
+def test_logprobs_are_those_of_transformers_at_the_temperature(make: Make, model_path: str) -> None:
+    batch = trajectory_batch(LENGTHS, 2)
+    logprobs = make(temperature=0.7).compute_logprobs(batch)
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits / 0.7
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    torch.testing.assert_close(logprobs[:, 1:], expected * batch["attention_mask"][:, 1:], atol=1e-5, rtol=1e-5)
+    assert (logprobs[:, 0] == 0).all()
+
+
+def test_advantages_are_group_normalised_rewards_on_the_sampled_tokens(make: Make) -> None:
+    batch = trajectory_batch(LENGTHS, 2)
+    make(group_size=2, group_reward_norm=True, adv_norm=False).compute_advantages(batch)
+    first_is_better = batch["rewards"][::2] > batch["rewards"][1::2]
+    signs = torch.stack([first_is_better.float() * 2 - 1, 1 - first_is_better.float() * 2], dim=1).flatten()
+    torch.testing.assert_close(batch["advantages"], signs[:, None] * batch["loss_mask"], atol=1e-4, rtol=1e-4)
+
+
+def test_cut_off_answers_can_get_zero(make: Make) -> None:
+    batch = trajectory_batch(LENGTHS, 2)
+    actor = make(mask_no_eos_with_zero=True, adv_norm=False)
+    with pytest.raises(ValueError, match="must have 'no_eos' with mask_no_eos_with_zero"):
+        actor.compute_advantages(batch)
+    batch["no_eos"] = torch.tensor([True] + [False] * 7)
+    actor.compute_advantages(batch)
+    expected = batch["rewards"].masked_fill(batch["no_eos"], 0.0)[:, None] * batch["loss_mask"]
+    torch.testing.assert_close(batch["advantages"], expected)
+
+
+def test_the_kl_penalty_needs_a_reference_and_lowers_returns(make: Make) -> None:
+    batch = trajectory_batch([5, 5], 2)
+    actor = make(kl_ctl=0.5, adv_norm=False)
+    with pytest.raises(ValueError, match=r"must have 'ref_logprobs' with kl_ctl > 0"):
+        actor.compute_advantages(batch)
+    batch["ref_logprobs"] = batch["logprobs"] - batch["loss_mask"] * 0.2
+    actor.compute_advantages(batch)
+    # Each of the three sampled tokens costs 0.1 and pays for itself and those before it.
+    expected = batch["rewards"][:, None] - torch.tensor([0.0, 0.0, 0.3, 0.2, 0.1])
+    torch.testing.assert_close(batch["advantages"], expected * batch["loss_mask"])
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+def test_advantages_are_standardised_over_tokens(make: Make, by_group: bool) -> None:
+    batch = trajectory_batch(LENGTHS, 4)
+    make(group_size=4, group_adv_norm=by_group).compute_advantages(batch)
+    mask = batch["loss_mask"].bool()
+    for rows in (slice(0, 4), slice(4, 8)) if by_group else (slice(0, 8),):
+        tokens = batch["advantages"][rows][mask[rows]].double()
+        assert tokens.mean().item() == pytest.approx(0.0, abs=1e-6)
+        assert tokens.std(unbiased=False).item() == pytest.approx(1.0, abs=1e-4)
+    assert (batch["advantages"][~mask] == 0).all()
+
+
+def test_without_group_index_rows_are_taken_in_order(make: Make) -> None:
+    batch = trajectory_batch(LENGTHS, 2)
+    bare = batch.exclude("group_index")
+    actor = make(group_size=2, group_reward_norm=True)
+    actor.compute_advantages(batch)
+    actor.compute_advantages(bare)
+    assert torch.equal(batch["advantages"], bare["advantages"])
+
+
+def test_the_order_of_rows_changes_nothing(make: Make) -> None:
+    order, found = torch.tensor([5, 0, 3, 7, 1, 6, 2, 4]), []
+    for rows in (torch.arange(8), order):
+        actor, batch = make(group_size=2, ppo_n_minibatches=3), trajectory_batch(LENGTHS, 2)[rows]
+        actor.compute_advantages(batch)
+        metrics = actor.ppo_update(batch)
+        found.append((metrics, [parameter.full_tensor() for parameter in actor.model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-5)
+    for first, second in zip(found[0][1], found[1][1]):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
+
+
+def test_there_are_no_more_steps_than_groups(make: Make) -> None:
+    actor, batch = make(ppo_n_minibatches=4), trajectory_batch(LENGTHS, 4)
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    assert metrics["optim/skipped_steps"] == 0.0
+    steps = {int(state["step"]) for state in actor.optimizer.state.values()}
+    assert steps == {2} and actor.lr_schedule.num_steps == 1
+
+
+def test_metrics_of_an_on_policy_batch(make: Make) -> None:
+    actor, batch = make(ppo_n_minibatches=1, use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
+    mask = batch["loss_mask"].bool()
+    batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    batch["logprobs"] = batch["proximal_logprobs"] * mask
+    batch["versions"][5] = torch.where(mask[5], 2, -1)
+    batch["no_eos"] = torch.tensor([True] * 2 + [False] * 6)
+    actor.set_version(3)
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["policy/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy/clip_ratio"] == 0.0
+    assert metrics["staleness/max"] == 3.0 and metrics["staleness/mean"] == pytest.approx((7 * 3 + 1) / 8)
+    assert metrics["reward/mean"] == pytest.approx(batch["rewards"].mean().item())
+    assert metrics["rollout/prompt_tokens"] == 2.0
+    assert metrics["rollout/completion_tokens"] == pytest.approx(sum(LENGTHS) / 8 - 2)
+    assert metrics["rollout/no_eos_ratio"] == 0.25
+    assert metrics["perf/trained_tokens"] == sum(LENGTHS)
+    assert 0 < metrics["policy/entropy"] < 4
+
+
+def test_mismatch_is_measured_against_the_server(make: Make) -> None:
+    actor, batch = make(use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
+    batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    batch["logprobs"] = (batch["proximal_logprobs"] + 0.1) * batch["loss_mask"]
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(torch.tensor(-0.1).exp().item() - 1 + 0.1, abs=1e-5)
+    assert metrics["policy/behave_weight"] == pytest.approx(torch.tensor(-0.1).exp().item(), abs=1e-5)
+
+
+def test_decoupled_loss_needs_proximal_logprobs(make: Make) -> None:
+    actor, batch = make(use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
+    actor.compute_advantages(batch)
+    with pytest.raises(ValueError, match="must have 'proximal_logprobs' with use_decoupled_loss"):
+        actor.ppo_update(batch)
+
+
+def test_a_reference_has_no_optimizer(make: Make) -> None:
+    actor, ref = make(), make(optimizer=None)
+    batch = trajectory_batch(LENGTHS, 2)
+    assert torch.equal(actor.compute_logprobs(batch), ref.compute_logprobs(batch))
+
+
+def test_reward_rises(make: Make, model_path: str) -> None:
+    """Sample from the model itself, reward one token, and see it become likely."""
+    actor = make(
+        group_size=8,
+        group_reward_norm=True,
+        adv_norm=False,
+        ppo_n_minibatches=1,
+        optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, warmup_steps_proportion=0.0),
+    )
+    generator, rewards = torch.Generator().manual_seed(0), []
+    for _ in range(12):
+        batch = sample(actor, generator)
+        actor.compute_advantages(batch)
+        rewards.append(actor.ppo_update(batch)["reward/mean"])
+    assert sum(rewards[:2]) / 2 < 0.3 and sum(rewards[-2:]) / 2 > 0.7
+
+
+def sample(actor: FSDPPPOActor, generator: torch.Generator) -> TensorDict:
+    """Sample four groups of eight answers of four tokens; the reward is the share of even tokens below 24."""
+    input_ids = (torch.arange(32) // 8 + 1)[:, None]
+    logprobs = torch.zeros(32, 1)
+    with torch.no_grad():
+        for _ in range(4):
+            all_logprobs = torch.stack([next_logprobs(actor, row) for row in input_ids])
+            token = torch.multinomial(all_logprobs.exp(), 1, generator=generator)
+            input_ids, logprobs = (
+                torch.cat([input_ids, token], 1),
+                torch.cat([logprobs, all_logprobs.gather(1, token)], 1),
+            )
+    answers = input_ids[:, 1:]
+    mask = (torch.arange(5) > 0).expand(32, 5)
+    return TensorDict(
+        {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(mask),
+            "loss_mask": mask.int(),
+            "logprobs": logprobs,
+            "versions": torch.where(mask, 0, -1),
+            "rewards": ((answers % 2 == 0) & (answers < 24)).float().mean(1),
+            "group_index": torch.arange(32) // 8,
+        },
+        batch_size=[32],
+    )
+
+
+def next_logprobs(actor: FSDPPPOActor, row: torch.Tensor) -> torch.Tensor:
+    output = actor.model(input_ids=row[None], use_cache=False, segment_lengths=[len(row)])
+    return output.logits[0, -1].log_softmax(-1)

@@ -1,0 +1,399 @@
+"""Generation over HTTP against real scripted servers: exact whatever happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from testing_server import EOS, ScriptedServer, logprob_at, serve, token_at
+from testing_workflows import SamplingWorkflow
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.errors import ConfigError, EpisodeError, ServerError
+from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
+from arealite.engine.server_set import ServerSet, parse_addresses
+from arealite.engine.sglang_remote import RemoteSGLangEngine, parse_segment
+
+PROMPT = [5, 6, 7]
+
+
+@contextlib.contextmanager
+def connected(*servers: ScriptedServer, **config: Any) -> Iterator[RemoteSGLangEngine]:
+    """Serve, connect an engine, and take everything down again."""
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(serve(server))
+        addresses = [server.address for server in servers]
+        engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, **config))
+        engine.initialize(None, None)
+        stack.callback(engine.destroy)
+        yield engine
+
+
+def generate(engine: RemoteSGLangEngine, rid: str = "a", **gconfig: Any) -> ModelResponse:
+    request = ModelRequest(PROMPT, GenerationHyperparameters(**gconfig), rid=rid)
+    return asyncio.run(engine.agenerate(request))
+
+
+def check_exact(response: ModelResponse, seed: int) -> None:
+    """Compare with what an uninterrupted server says of that seed."""
+    positions = range(len(PROMPT), len(PROMPT) + response.output_len)
+    assert response.input_tokens == PROMPT
+    assert response.output_tokens == [token_at(seed, position) for position in positions]
+    expected = zip(response.output_tokens, positions, response.output_versions, strict=True)
+    assert response.output_logprobs == [logprob_at(*one) for one in expected]
+
+
+def test_a_completion() -> None:
+    server = ScriptedServer(version=3)
+    with connected(server) as engine:
+        response = generate(engine, max_new_tokens=20)
+    assert response.stop_reason == "length" and response.output_len == 20
+    assert response.output_versions == [3] * 20
+    assert response.server == server.address and response.num_interrupts == 0
+    check_exact(response, server.requests[0]["sampling_params"]["sampling_seed"])
+    assert "rid" not in server.requests[0]
+
+
+def test_parameters_in_the_dialect_of_the_server() -> None:
+    server = ScriptedServer()
+    with connected(server) as engine:
+        generate(engine, max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=50, stop=["\n"], stop_token_ids=[9])
+        generate(engine, max_new_tokens=4, greedy=True, min_new_tokens=2)
+    first, second = (request["sampling_params"] for request in server.requests)
+    assert first.pop("sampling_seed") != second.pop("sampling_seed")
+    common = {"max_new_tokens": 4}
+    assert first == common | {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 50,
+        "min_new_tokens": 0,
+        "stop": ["\n"],
+        "stop_token_ids": [9],
+    }
+    assert second == common | {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_new_tokens": 2, "stop_token_ids": []}
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(moments=st.lists(st.integers(0, 30), max_size=6), tells=st.sampled_from(["spans", "single"]))
+def test_any_interruptions_leave_the_tokens_exact(moments: list[int], tells: Any) -> None:
+    """Weights change at random moments, with the requests in flight aborted."""
+    server = ScriptedServer(token_delay_s=0.001, tells=tells)
+    with connected(server) as engine:
+        pending: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=40, min_new_tokens=30)))
+        thread.start()
+        for moment in moments:
+            time.sleep(moment / 1000)
+            server.abort_all()
+            server.version += 1
+        thread.join()
+    (response,) = pending
+    assert response.output_len == 40 and response.stop_reason == "length"
+    assert response.output_versions == sorted(response.output_versions)
+    check_exact(response, server.requests[0]["sampling_params"]["sampling_seed"])
+    received = len(PROMPT)
+    for request in server.requests:
+        assert request["input_ids"] == PROMPT + response.output_tokens[: len(request["input_ids"]) - len(PROMPT)]
+        assert len(request["input_ids"]) >= received
+        received = len(request["input_ids"])
+        params = request["sampling_params"]
+        assert params["max_new_tokens"] == 40 - (received - len(PROMPT))
+        assert params["min_new_tokens"] == max(0, 30 - (received - len(PROMPT)))
+    assert response.num_interrupts == len(server.requests) - 1
+
+
+def test_versions_may_change_within_one_reply() -> None:
+    server = ScriptedServer(token_delay_s=0.005)
+    with connected(server) as engine:
+        pending: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=20)))
+        thread.start()
+        time.sleep(0.05)
+        server.version = 1
+        thread.join()
+    versions = pending[0].output_versions
+    assert set(versions) == {0, 1} and versions == sorted(versions) and pending[0].num_interrupts == 0
+
+
+def test_stop_and_context_end_a_completion() -> None:
+    with connected(ScriptedServer(eos_every=5)) as engine:
+        stopped = generate(engine, max_new_tokens=500)
+        assert stopped.stop_reason == "stop" and stopped.output_tokens[-1] == EOS
+    server = ScriptedServer(context=10)
+    with connected(server) as engine:
+        cut = generate(engine, max_new_tokens=500)
+        assert cut.stop_reason == "length" and cut.output_len == 7 and len(server.requests) == 1
+
+
+@pytest.mark.parametrize("failures", [[500, 503], ["hang up", 500], ["hang up", "hang up"]])
+def test_failures_of_a_server_are_repaired(failures: list[int | str]) -> None:
+    server = ScriptedServer(failures=failures)
+    with connected(server) as engine:
+        response = generate(engine, max_new_tokens=8)
+    assert response.output_len == 8 and len(server.requests) == 3
+    check_exact(response, server.requests[0]["sampling_params"]["sampling_seed"])
+
+
+def test_a_failure_keeps_the_tokens_already_received() -> None:
+    server = ScriptedServer(token_delay_s=0.005)
+    with connected(server) as engine:
+        pending: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=20)))
+        thread.start()
+        time.sleep(0.05)
+        server.failures = [500]
+        server.abort_all()
+        thread.join()
+    check_exact(pending[0], server.requests[0]["sampling_params"]["sampling_seed"])
+    assert len(server.requests) == 3
+    assert len(server.requests[1]["input_ids"]) == len(server.requests[2]["input_ids"]) > len(PROMPT)
+
+
+def test_retries_end() -> None:
+    server = ScriptedServer(failures=[500] * 10)
+    with connected(server, request_retries=2) as engine:
+        with pytest.raises(ServerError, match=rf"{server.address}/generate must succeed: got status 500: .*scripted"):
+            generate(engine, max_new_tokens=8)
+        assert len(server.requests) == 3
+
+
+def test_a_bad_request_is_not_repeated() -> None:
+    server = ScriptedServer(failures=[400])
+    with connected(server) as engine:
+        with pytest.raises(ServerError, match="got status 400"):
+            generate(engine, max_new_tokens=8)
+        assert len(server.requests) == 1
+
+
+def test_another_server_takes_over_and_the_first_is_readmitted() -> None:
+    first, second = ScriptedServer(), ScriptedServer()
+    with connected(first, second) as engine:
+        assert generate(engine, rid="x", max_new_tokens=2).server == first.address
+        first.failures, first.is_healthy = ["hang up"], False
+        assert generate(engine, rid="x", max_new_tokens=2).server == second.address
+        for index in range(4):
+            assert generate(engine, rid=f"y{index}", max_new_tokens=2).server == second.address
+        first.is_healthy = True
+        deadline = time.monotonic() + 10
+        while not all(server.is_reachable for server in engine.servers.servers):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert generate(engine, rid="z", max_new_tokens=2).server == first.address
+
+
+def test_a_server_that_tells_no_version_is_believed_unless_weights_moved_meanwhile() -> None:
+    server = ScriptedServer(tells="nothing", token_delay_s=0.01)
+    with connected(server) as engine:
+        engine.servers.servers[0].version = 4
+        assert generate(engine, max_new_tokens=2).output_versions == [4, 4]
+        pending: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=10)))
+        thread.start()
+        time.sleep(0.05)
+        engine.servers.servers[0].version = 5
+        thread.join()
+    assert pending[0].output_versions == [5] * 10
+    assert len(server.requests) == 3, "the reply that spans the change is asked for again"
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"output_ids": [1, 2.5]}, "list of ints"),
+        ({"output_ids": [1]}, "one per token"),
+        ({"output_ids": [1, 4]}, "its own tokens"),
+        ({"meta_info": None}, "the fields of SGLang"),
+        ({"finish_reason": {"type": "exploded"}}, "finish_reason"),
+        ({"output_token_logprobs": [[-1.0, 1, None], [math.nan, 2, None]]}, "finite"),
+        ({"output_token_logprobs": [[-1.0, 1, None], [None, 2, None]]}, "finite"),
+        ({"weight_versions": [{"version": "1", "start": 0, "end": 1}]}, "versions for its 2 tokens"),
+        ({"weight_versions": [{"version": "1", "start": 1, "end": 2}]}, "contiguous"),
+        ({"weight_versions": [{"version": "v1", "start": 0, "end": 2}]}, "integer versions"),
+    ],
+)
+def test_malformed_replies_are_refused(change: dict[str, Any], rule: str) -> None:
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-1.0, 1, None], [-2.0, 2, None]],
+        "weight_version": "3",
+    }
+    reply: dict[str, Any] = {"output_ids": [1, 2], "meta_info": meta}
+    assert parse_segment("s:1", reply, 2).versions == [3, 3]
+    for key, value in change.items():
+        (reply if key in reply else meta)[key] = value
+    with pytest.raises(ServerError, match=rf"s:1/generate must .*{rule}"):
+        parse_segment("s:1", reply, 2)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    reply = {"output_ids": [1, 2], "meta_info": {}}
+    with pytest.raises(ServerError, match="at most 1 tokens"):
+        parse_segment("s:1", reply, 1)
+
+
+def test_wrong_requests() -> None:
+    with connected(ScriptedServer()) as engine:
+        with pytest.raises(ValueError, match="n_samples must be 1"):
+            generate(engine, n_samples=2)
+        with pytest.raises(ValueError, match="input_ids must have"):
+            asyncio.run(engine.agenerate(ModelRequest([], GenerationHyperparameters())))
+
+
+# Episodes
+
+
+def test_a_group_is_reproducible_and_stays_on_one_server() -> None:
+    workflow = SamplingWorkflow(n_samples=4, max_new_tokens=6)
+    data = [{"input_ids": PROMPT, "prompt_id": PromptId(0, index)} for index in range(6)]
+    batches = []
+    for _ in range(2):
+        servers = ScriptedServer(), ScriptedServer()
+        with connected(*servers, consumer_batch_size=6, seed=7) as engine:
+            batches.append(engine.rollout_batch(data, workflow))
+            assert [len(server.requests) % 4 for server in servers] == [0, 0]
+            assert all(len(server.requests) == 12 for server in servers)
+    assert torch.equal(batches[0]["input_ids"], batches[1]["input_ids"])
+    assert len({tuple(row) for row in batches[0]["input_ids"].tolist()}) == 24, "every sample has a seed of its own"
+
+
+def test_a_retried_episode_samples_anew_and_servers_are_on_record() -> None:
+    server = ScriptedServer(failures=[400])
+    with connected(server) as engine:
+        engine.rollout_batch([{"input_ids": PROMPT, "prompt_id": PromptId(0, 0)}], SamplingWorkflow(max_new_tokens=2))
+    seeds = [request["sampling_params"]["sampling_seed"] for request in server.requests]
+    assert len(seeds) == len(set(seeds)) == 2
+
+
+def test_a_server_that_serves_older_weights_is_found_out() -> None:
+    server = ScriptedServer(version=1)
+    with connected(server, episode_retries=0, max_failed_episodes=0) as engine:
+        engine.set_version(2)
+        with pytest.raises(EpisodeError, match=r"must be at least 2 .* got 1"):
+            engine.prepare_batch([[{"input_ids": PROMPT}]], SamplingWorkflow(max_new_tokens=2))
+
+
+def test_evaluation() -> None:
+    server = ScriptedServer(eos_every=4, version=9)
+    with connected(server, consumer_batch_size=4) as engine:
+        engine.set_version(10**12)  # as scripts do that keep a second engine for evaluation
+        result = engine.evaluate_batch(
+            [{"input_ids": PROMPT} for _ in range(20)], SamplingWorkflow(n_samples=2, max_new_tokens=4)
+        )
+    outputs = []
+    for request in server.requests:
+        seed = request["sampling_params"]["sampling_seed"]
+        stream = [token_at(seed, len(PROMPT) + index, eos_every=4) for index in range(4)]
+        outputs.append(stream[: stream.index(EOS) + 1] if EOS in stream else stream)
+    assert result["num_samples"] == 40
+    assert result["tokens"] == pytest.approx(sum(map(len, outputs)) / 40)
+    assert result["reward"] == pytest.approx(sum(one[0] for one in outputs) / 40)
+    assert result["no_eos"] == pytest.approx(sum(one[-1] != EOS for one in outputs) / 40)
+
+
+# Set-up
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, serve(ScriptedServer()) as server:
+        missing = f"127.0.0.1:{silent.getsockname()[1]}"
+        engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=[server.address, missing], setup_timeout=0.5))
+        with pytest.raises(ServerError, match=f"within 0.5 s: got no answer from {missing}\\."):
+            engine.initialize(None, None)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("arealite")]
+
+
+def test_initialize_waits_for_a_server_that_starts_late() -> None:
+    server = ScriptedServer(is_healthy=False)
+    with serve(server):
+        engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=[server.address]))
+        timer = threading.Timer(0.3, lambda: setattr(server, "is_healthy", True))
+        timer.start()
+        engine.initialize(None, None)
+        assert server.is_healthy
+        engine.destroy()
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_addresses("a:1, http://b:2/ ,") == parse_addresses(["a:1", "http://b:2"]) == ["a:1", "b:2"]
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+    with pytest.raises(ConfigError, match="AREAL_LLM_SERVER_ADDRS must name servers"):
+        RemoteSGLangEngine(InferenceEngineConfig()).initialize(None, None)
+    with serve(ScriptedServer()) as server:
+        monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", server.address)
+        engine = RemoteSGLangEngine(InferenceEngineConfig())
+        engine.initialize(None, None)
+        assert generate(engine, max_new_tokens=2).server == server.address
+        engine.destroy()
+
+
+def test_other_ranks_are_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    engine = RemoteSGLangEngine(InferenceEngineConfig())
+    engine.initialize(None, None)
+    engine.set_version(3)
+    engine.pause()
+    engine.resume()
+    assert engine.get_version() == 3 and engine.metrics() == {}
+    with pytest.raises(RuntimeError, match="got rank 1"):
+        engine.submit({}, SamplingWorkflow())
+    engine.destroy()
+
+
+def test_destroy_is_quick_with_requests_in_flight_and_may_come_twice() -> None:
+    server = ScriptedServer(token_delay_s=1.0)
+    with connected(server, consumer_batch_size=8) as engine:
+        for _ in range(8):
+            engine.submit({"input_ids": PROMPT}, SamplingWorkflow(max_new_tokens=1000))
+        with pytest.raises(TimeoutError):
+            engine.wait(1, timeout=0.3)
+        began = time.monotonic()
+        engine.destroy()
+        assert time.monotonic() - began < 3
+        engine.destroy()
+
+
+# The set of servers
+
+
+def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
+    servers = ServerSet(["a", "b", "c"])
+    assert servers.epoch == 3
+    picked = [servers.pick(f"r{index}", 10) for index in range(3)]
+    assert [one.address for one in picked] == ["a", "b", "c"]
+    servers.release(picked[1], 10)
+    assert servers.pick("new", 5).address == "b"
+    assert servers.pick("r0", 100).address == "a"
+    picked[0].is_reachable = False
+    assert servers.pick("r0", 1).address == "b", "5 tokens against c's 10"
+    picked[0].is_reachable = True
+    assert servers.pick("r0", 1).address == "b", "it has moved"
+    servers.remove("b")
+    assert servers.epoch == 4 and servers.pick("r0", 1).address == "c"
+    servers.add("d", version=2)
+    assert servers.epoch == 5 and servers.pick("newer", 1).address == "d"
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 100)), max_size=60))
+def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
+    servers = ServerSet(["a", "b", "c"])
+    for number, (_, tokens) in enumerate(requests):
+        servers.pick(str(number), tokens)
+    loads = [server.outstanding_tokens for server in servers.servers]
+    assert max(loads) - min(loads) <= max((tokens for _, tokens in requests), default=0)
+
+
+def test_without_servers_there_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="must be an inference server"):
+        ServerSet().pick("r", 1)

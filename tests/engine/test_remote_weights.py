@@ -1,0 +1,282 @@
+"""Publication of weights to real scripted servers: by disk, and by a real broadcast group with a sender in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from testing_server import ScriptedServer, logprob_at, serve, token_at
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
+
+BUCKETS = [[ParamSpec("a", (2, 3), "float32"), ParamSpec("b", (4,), "bfloat16")], [ParamSpec("c", (1,), "float32")]]
+
+
+def connect(stack: contextlib.ExitStack, *servers: ScriptedServer, **config: Any) -> RemoteSGLangEngine:
+    """Serve and connect an engine; the stack takes everything down."""
+    torch.set_num_threads(1)
+    for server in servers:
+        stack.enter_context(serve(server))
+    addresses = [server.address for server in servers]
+    engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, backend="lite", **config))
+    engine.initialize(None, None)
+    stack.callback(engine.destroy)
+    return engine
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as exit_stack:
+        yield exit_stack
+
+
+class Sender:
+    """The trainer's half: keeps its group for as long as the receiver names the same one."""
+
+    def __init__(self) -> None:
+        self.group: BroadcastGroup | None = None
+        self.names: list[str] = []
+
+    def send(self, meta: WeightUpdateMeta, value: float) -> None:
+        if self.group is None or self.group.name != meta.nccl_group_name:
+            args = (meta.nccl_master_address, meta.nccl_master_port, 0, meta.nccl_world_size, meta.nccl_group_name)
+            self.group = join_group(*args, timeout_s=meta.timeout_s)
+            self.names.append(self.group.name)
+        for specs in meta.nccl_param_specs:
+            send_bucket(self.group, [torch.full(one.shape, value, dtype=getattr(torch, one.dtype)) for one in specs])
+        meta.uploaded.set_result(None)
+
+
+def by_broadcast(timeout_s: float = 10.0, version: int | None = None) -> WeightUpdateMeta:
+    return WeightUpdateMeta(type="nccl", nccl_param_specs=BUCKETS, timeout_s=timeout_s, version=version)
+
+
+def check_weights(server: ScriptedServer, value: float) -> None:
+    assert sorted(server.weights) == ["a", "b", "c"]
+    assert torch.equal(server.weights["a"], torch.full((2, 3), value))
+    assert torch.equal(server.weights["b"], torch.full((4,), value, dtype=torch.bfloat16))
+
+
+def test_broadcast_reaches_every_server_and_uses_the_group_again(stack: contextlib.ExitStack) -> None:
+    servers = ScriptedServer(), ScriptedServer()
+    engine, sender = connect(stack, *servers), Sender()
+    for version in (1, 2):
+        meta = by_broadcast()
+        future = engine.update_weights(meta)
+        assert meta.version == version and meta.nccl_world_size == 3
+        sender.send(meta, float(version))
+        future.result(10)
+        engine.set_version(version)
+        for server in servers:
+            check_weights(server, float(version))
+            assert server.version == version and not server.is_paused
+    assert len(sender.names) == 1
+    assert servers[0].calls == [
+        "/pause_generation",
+        "/init_weights_update_group",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/update_weights_from_distributed",
+        "/end_weight_update",
+        "/continue_generation",
+        "/pause_generation",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/update_weights_from_distributed",
+        "/end_weight_update",
+        "/continue_generation",
+    ]
+
+
+def test_a_change_of_membership_forms_a_new_group(stack: contextlib.ExitStack) -> None:
+    first, second = ScriptedServer(), ScriptedServer(has_sessions=False)
+    engine, sender = connect(stack, first), Sender()
+    stack.enter_context(serve(second))
+    for version, members in ((1, [first]), (2, [first, second]), (3, [second])):
+        if version == 2:
+            engine.servers.add(second.address)
+        if version == 3:
+            engine.servers.remove(first.address)
+        meta = by_broadcast(version=version)
+        future = engine.update_weights(meta)
+        sender.send(meta, float(version))
+        future.result(10)
+        for server in members:
+            check_weights(server, float(version))
+            assert server.version == version
+    assert len(set(sender.names)) == 3
+    assert first.version == 2
+    assert "/destroy_weights_update_group" in first.calls
+
+
+def test_a_server_that_does_not_know_sessions(stack: contextlib.ExitStack) -> None:
+    server = ScriptedServer(has_sessions=False)
+    engine, sender = connect(stack, server), Sender()
+    meta = by_broadcast()
+    future = engine.update_weights(meta)
+    sender.send(meta, 1.0)
+    future.result(10)
+    check_weights(server, 1.0)
+    assert "/end_weight_update" not in server.calls
+
+
+def test_disk(stack: contextlib.ExitStack, tmp_path: Path) -> None:
+    servers = ScriptedServer(), ScriptedServer()
+    engine = connect(stack, *servers)
+    folder = tmp_path / "weight_update"
+    meta = WeightUpdateMeta(type="disk", path=str(folder), version=7, timeout_s=10.0)
+    future = engine.update_weights(meta)
+    time.sleep(0.1)
+    assert servers[0].calls == [], "servers go on generating while the checkpoint is written"
+    folder.mkdir()
+    (folder / "weights").write_text("seven")
+    meta.uploaded.set_result(None)
+    future.result(10)
+    for server in servers:
+        assert server.weights == {"disk": "seven"} and server.version == 7 and not server.is_paused
+    assert not folder.exists()
+    assert [server.version for server in engine.servers.servers] == [7, 7]
+
+
+def test_generation_goes_on_token_exactly_across_updates(stack: contextlib.ExitStack) -> None:
+    server = ScriptedServer(token_delay_s=0.004)
+    engine, sender = connect(stack, server), Sender()
+    responses: list[ModelResponse] = []
+
+    def generate() -> None:
+        request = ModelRequest([5, 6, 7], GenerationHyperparameters(max_new_tokens=80))
+        responses.append(asyncio.run(engine.agenerate(request)))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    for version in (1, 2, 3):
+        time.sleep(0.05)
+        meta = by_broadcast()
+        future = engine.update_weights(meta)
+        sender.send(meta, float(version))
+        future.result(10)
+        engine.set_version(version)
+    thread.join()
+    (response,) = responses
+    seed = server.requests[0]["sampling_params"]["sampling_seed"]
+    assert response.output_tokens == [token_at(seed, 3 + index) for index in range(80)]
+    assert response.output_versions == sorted(response.output_versions)
+    assert set(response.output_versions) == {0, 1, 2, 3}
+    triples = zip(response.output_tokens, range(3, 83), response.output_versions)
+    assert response.output_logprobs == [logprob_at(*triple) for triple in triples]
+    assert response.num_interrupts >= 3
+
+
+# Failures
+
+
+@pytest.mark.parametrize("endpoint", ["/pause_generation", "/init_weights_update_group", "/begin_weight_update"])
+def test_a_server_that_refuses_is_named_and_the_others_go_on(stack: contextlib.ExitStack, endpoint: str) -> None:
+    good, bad = ScriptedServer(), ScriptedServer(refusals={endpoint: (400, "not today")})
+    engine, sender = connect(stack, good, bad), Sender()
+    meta = by_broadcast(timeout_s=2.0)
+    future = engine.update_weights(meta)
+    thread = threading.Thread(target=_try_send, args=(sender, meta))
+    thread.start()
+    with pytest.raises(WeightUpdateError, match=f"{bad.address}{endpoint} must succeed: got status 400: .*not today"):
+        future.result(5)
+    thread.join()
+    assert not good.is_paused and good.version == 0 and good.weights == {}
+    assert asyncio.run(engine.agenerate(ModelRequest([5], GenerationHyperparameters(max_new_tokens=1)))).output_len == 1
+    bad.refusals.clear()
+    meta = by_broadcast()
+    future = engine.update_weights(meta)
+    sender = Sender()
+    sender.send(meta, 1.0)
+    future.result(10)
+    check_weights(bad, 1.0)
+
+
+def _try_send(sender: Sender, meta: WeightUpdateMeta) -> None:
+    with contextlib.suppress(ConnectionError):
+        sender.send(meta, 1.0)
+
+
+def test_success_false_is_a_failure(stack: contextlib.ExitStack, tmp_path: Path) -> None:
+    server = ScriptedServer(refusals={"/update_weights_from_disk": (200, "wrong shapes")})
+    engine = connect(stack, server)
+    meta = WeightUpdateMeta(type="disk", path=str(tmp_path), timeout_s=5.0)
+    meta.uploaded.set_result(None)
+    with pytest.raises(WeightUpdateError, match="must report success.*wrong shapes"):
+        engine.update_weights(meta).result(5)
+    assert tmp_path.exists() and not server.is_paused
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("type_", ["disk", "nccl"])
+def test_a_sender_that_fails_ends_the_publication_at_once(
+    stack: contextlib.ExitStack, type_: Any, error: BaseException
+) -> None:
+    server = ScriptedServer()
+    engine = connect(stack, server)
+    meta = WeightUpdateMeta(type=type_, path="/nowhere", nccl_param_specs=BUCKETS, timeout_s=30.0)
+    future = engine.update_weights(meta)
+    time.sleep(0.1)
+    began = time.monotonic()
+    meta.uploaded.set_exception(error)
+    with pytest.raises(WeightUpdateError, match=f"the sender failed with {type(error).__name__}"):
+        future.result(10)
+    assert time.monotonic() - began < 3
+    assert not server.is_paused and server.version == 0
+    assert engine.get_version() == 0
+
+
+@pytest.mark.parametrize("type_", ["disk", "nccl"])
+def test_a_sender_that_never_comes_ends_at_the_deadline(stack: contextlib.ExitStack, type_: Any) -> None:
+    server = ScriptedServer()
+    engine = connect(stack, server)
+    meta = WeightUpdateMeta(type=type_, path="/nowhere", nccl_param_specs=BUCKETS, timeout_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateError, match="within 0.5 s"):
+        engine.update_weights(meta).result(10)
+    assert time.monotonic() - began < 5
+    assert not server.is_paused
+
+
+def test_a_sender_that_dies_between_buckets_leaves_the_old_weights(stack: contextlib.ExitStack) -> None:
+    server = ScriptedServer()
+    engine, sender = connect(stack, server), Sender()
+    meta = by_broadcast(timeout_s=20.0)
+    future = engine.update_weights(meta)
+    half = by_broadcast()
+    half.nccl_param_specs = BUCKETS[:1]
+    for name in ("nccl_group_name", "nccl_master_address", "nccl_master_port", "nccl_world_size"):
+        setattr(half, name, getattr(meta, name))
+    sender.send(half, 1.0)
+    assert sender.group is not None
+    close_group(sender.group)
+    with pytest.raises(WeightUpdateError, match=f"{server.address}/update_weights_from_distributed must succeed"):
+        future.result(15)
+    assert server.weights == {} and server.version == 0 and not server.is_paused
+
+
+def test_a_server_that_may_hold_half_of_the_weights_stays_paused(stack: contextlib.ExitStack) -> None:
+    """SGLang writes each bucket into its weights as it comes."""
+    server = ScriptedServer(refusals={"/update_weights_from_distributed": (400, "no")})
+    stack.enter_context(serve(server))
+    engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=[server.address], backend="sglang"))
+    engine.initialize(None, None)
+    stack.callback(engine.destroy)
+    meta = by_broadcast(timeout_s=5.0)
+    future = engine.update_weights(meta)
+    sender = threading.Thread(target=_try_send, args=(Sender(), meta))
+    sender.start()
+    with pytest.raises(WeightUpdateError):
+        future.result(10)
+    assert server.is_paused

@@ -1,0 +1,71 @@
+"""Small models and batches that the tests of training share."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, TrainEngineConfig
+
+VOCABULARY = 48
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps_proportion": 0.0, "gradient_clipping": 1e9}
+
+
+def write_model(folder: Path, *, tie: bool = True, seed: int = 0) -> str:
+    """Save a randomly initialised Qwen3 model of 10 thousand parameters."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        tie_word_embeddings=tie,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def train_config(path: str, *, max_tokens: int | None = None, n_mbs: int = 1, **changes: Any) -> TrainEngineConfig:
+    values = {"dtype": "float32", "optimizer": OptimizerConfig(**OPTIMIZER), "gradient_checkpointing": False} | changes
+    return TrainEngineConfig(path=path, mb_spec=MicroBatchSpec(n_mbs, max_tokens), **values)
+
+
+def actor_config(path: str, **changes: Any) -> PPOActorConfig:
+    values = {"dtype": "float32", "optimizer": OptimizerConfig(**OPTIMIZER), "gradient_checkpointing": False} | changes
+    return PPOActorConfig(path=path, **values)
+
+
+def token_batch(lengths: list[int], seed: int = 0) -> TensorDict:
+    """Random sequences whose first two tokens are the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    attention_mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
+    input_ids = torch.randint(1, VOCABULARY, shape, generator=generator) * attention_mask
+    return TensorDict(
+        {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "loss_mask": (attention_mask & (torch.arange(shape[1]) >= 2)).int(),
+        },
+        batch_size=[len(lengths)],
+    )
+
+
+def trajectory_batch(lengths: list[int], group_size: int, seed: int = 0) -> TensorDict:
+    """Random trajectories of version 0 in groups of `group_size`, with random rewards and server logprobs."""
+    batch = token_batch(lengths, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    mask = batch["loss_mask"].bool()
+    batch["logprobs"] = (torch.rand(mask.shape, generator=generator) - 4.5) * mask
+    batch["versions"] = torch.where(mask, 0, -1)
+    batch["rewards"] = torch.rand(len(lengths), generator=generator)
+    batch["group_index"] = torch.arange(len(lengths)) // group_size
+    return batch

@@ -1,0 +1,83 @@
+"""What each of two ranks runs in `test_fsdp_two_ranks.py`; results go to the folder given as the last argument."""
+
+import sys
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from training_cases import actor_config, token_batch, train_config, trajectory_batch
+
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.logprobs import count_loss_tokens
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sft.loss import sft_loss_fn
+
+BATCHES = [token_batch([9, 4, 12, 3, 7, 11], seed) for seed in range(3)]
+SHARES = {"unequal": [[0, 3], [1, 2, 4, 5]], "empty": [[], [0, 1, 2, 3, 4, 5]]}
+"""Rows of each rank."""
+TRAJECTORIES = trajectory_batch([9, 4, 12, 3, 7, 11, 8, 8], group_size=2)
+TRAJECTORY_SHARES = [[5, 0, 6], [1, 2, 3, 4, 7]]
+"""Groups 0, 2 and 3 are torn apart."""
+ACTOR = {
+    "group_size": 2,
+    "group_reward_norm": True,
+    "use_decoupled_loss": True,
+    "behav_imp_weight_cap": 5.0,
+    "ppo_n_minibatches": 3,
+    "kl_ctl": 0.1,
+}
+
+
+def full_params(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in engine.model.named_parameters()}
+
+
+def sft_steps(engine: FSDPEngine, batches: list[TensorDict]) -> dict[str, object]:
+    """Take one step per batch and return what came of it."""
+    losses = [engine.train_batch(batch, sft_loss_fn, count_loss_tokens)["loss"] for batch in batches]
+    return {"losses": losses, "params": full_params(engine)}
+
+
+def ppo_steps(actor: FSDPPPOActor, batch: TensorDict) -> dict[str, object]:
+    """Take two updates on one batch and return what came of it."""
+    metrics = []
+    batch["ref_logprobs"] = batch["logprobs"] * 0.9
+    for _ in range(2):
+        batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+        actor.compute_advantages(batch)
+        metrics.append(actor.ppo_update(batch))
+    return {"metrics": metrics, "params": full_params(actor), "advantages": batch["advantages"]}
+
+
+def main(model_path: str, resumed_path: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, object] = {}
+    for name, shares in SHARES.items():
+        engine = FSDPEngine(train_config(model_path, max_tokens=15))
+        engine.initialize(None, FinetuneSpec(1, 100, 10))
+        rank = engine.data_parallel_rank
+        found[name] = sft_steps(engine, [batch[shares[rank]] for batch in BATCHES])
+        engine.destroy()
+
+    engine = FSDPEngine(train_config(model_path))
+    engine.initialize(None, FinetuneSpec(1, 100, 10))
+    engine.load(SaveLoadMeta(resumed_path, with_optim=True))
+    found["resumed"] = sft_steps(engine, [batch[SHARES["unequal"][rank]] for batch in BATCHES])
+    engine.save(SaveLoadMeta(str(out / "saved"), with_optim=True))
+    found["saved"] = full_params(engine)
+    try:
+        engine.upload_weights(WeightUpdateMeta(type="disk", path=str(out / "missing" / "\0")))
+    except (RuntimeError, ValueError, OSError) as error:
+        found["upload_error"] = f"{type(error).__name__}: {error}"
+    engine.destroy()
+
+    actor = FSDPPPOActor(actor_config(model_path, **ACTOR))
+    actor.initialize(None, FinetuneSpec(1, 100, 10))
+    found["ppo"] = ppo_steps(actor, TRAJECTORIES[TRAJECTORY_SHARES[rank]])
+    actor.destroy()
+    torch.save(found, out / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tiny_models import EOS, TEXT_VOCAB, build, config, tokenizer
+from transformers import PreTrainedModel
+
+from arealite.generation.engine import GenerationEngine
+from arealite.generation.model_runner import ModelRunner
+from arealite.generation.request import (
+    FinishReason,
+    GenerationError,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    VersionSpan,
+)
+
+Start = Callable[..., GenerationEngine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Return a function that starts an engine on a fresh model."""
+    engines = []
+
+    def start(*, slots: int = 8, context: int = 256, deterministic: bool = False) -> GenerationEngine:
+        runner = ModelRunner(build(config(), seed=0), slots=slots, context=context, deterministic=deterministic)
+        engines.append(GenerationEngine(runner, eos_ids=frozenset({EOS}), tokenizer=tokenizer()))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def request(prompt: list[int], *, rid: str = "r", **params: object) -> GenerationRequest:
+    return GenerationRequest(rid, tuple(prompt), SamplingParams(**{"ignore_eos": True, **params}))
+
+
+def run(engine: GenerationEngine, *requests: GenerationRequest) -> list[GenerationResult]:
+    return [future.result(30) for future in [engine.submit(one) for one in requests]]
+
+
+def wait_for_tokens(engine: GenerationEngine, count: int) -> None:
+    """Return once that many tokens were generated."""
+    deadline = time.monotonic() + 20
+    while engine.call(engine.stats).result(20).generated_tokens < count:
+        assert time.monotonic() < deadline
+
+
+def expected_logprobs(
+    model: PreTrainedModel, prompt: list[int], output: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Score the output with Hugging Face's forward."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[torch.arange(len(output)), output]
+
+
+def assert_logprobs(model: PreTrainedModel, one: GenerationRequest, result: GenerationResult) -> None:
+    temperature = 1.0 if one.params.greedy else one.params.temperature
+    expected = expected_logprobs(model, list(one.input_ids), result.output_ids, temperature)
+    assert torch.allclose(torch.tensor(result.logprobs), expected, atol=1e-4)
+
+
+def many_requests(count: int, *, max_new_tokens: int = 40) -> list[GenerationRequest]:
+    """Return requests of all kinds; some share their prompt."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(2, 48) for _ in range(rng.randint(1, 30))] for _ in range(count // 3 + 1)]
+    return [
+        request(
+            prompts[i // 3],
+            seed=i,
+            temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
+            max_new_tokens=rng.randint(1, max_new_tokens),
+        )
+        for i in range(count)
+    ]
+
+
+def test_logprobs_of_random_arrivals_equal_the_models_own_forward(start: Start) -> None:
+    engine = start(slots=5)
+    requests, futures = many_requests(40), []
+    for i, one in enumerate(requests):
+        futures.append(engine.submit(one))
+        if i % 4 == 0:
+            time.sleep(0.002)
+    model = build(config(), seed=0)
+    for one, future in zip(requests, futures):
+        result = future.result(30)
+        assert len(result.output_ids) == len(result.logprobs) == one.params.max_new_tokens
+        assert result.finish_reason == FinishReason("length")
+        assert_logprobs(model, one, result)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_random_arrivals_equal_one_by_one(start: Start, deterministic: bool) -> None:
+    engine = start(slots=5, deterministic=deterministic)
+    requests = many_requests(24)
+    futures = []
+    for i, one in enumerate(requests):
+        futures.append(engine.submit(one))
+        if i % 5 == 0:
+            time.sleep(0.002)
+    together = [future.result(30) for future in futures]
+    alone = [run(engine, one)[0] for one in requests]
+    for a, b in zip(together, alone):
+        if deterministic:
+            assert (a.output_ids, a.logprobs) == (b.output_ids, b.logprobs)
+        else:  # rounding may flip a token only where a random number hits the border of two tokens
+            assert a.output_ids == b.output_ids
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_interrupted_and_continued_equals_uninterrupted(start: Start) -> None:
+    engine = start()
+    prompt = [5, 6, 7]
+    [whole] = run(engine, request(prompt, seed=11, max_new_tokens=150))
+    output: list[int] = []
+    logprobs: list[float] = []
+    interruptions = 0
+    while len(output) < 150:
+        before = engine.stats().generated_tokens
+        future = engine.submit(request(prompt + output, seed=11, max_new_tokens=150 - len(output)))
+        enough = min(random.Random(interruptions).randint(1, 25), 150 - len(output))
+        wait_for_tokens(engine, before + enough)
+        engine.pause().result(10)
+        part = future.result(10)
+        output += part.output_ids
+        logprobs += part.logprobs
+        interruptions += part.finish_reason.type == "abort"
+        engine.resume().result(10)
+    assert interruptions >= 3
+    assert output == whole.output_ids
+    assert logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+def test_paused_requests_wait_and_aborted_ones_say_so(start: Start) -> None:
+    engine = start(slots=1)
+    running = engine.submit(request([5], max_new_tokens=250))
+    queued = engine.submit(request([6], max_new_tokens=250))
+    wait_for_tokens(engine, 5)
+    engine.pause().result(10)
+    assert running.result(10).finish_reason == FinishReason("abort", message="Aborted")
+    assert len(running.result().output_ids) >= 5
+    assert queued.result(10).finish_reason == FinishReason("abort", message="Abort before prefill")
+    assert queued.result().output_ids == []
+    held = engine.submit(request([7], max_new_tokens=5))
+    with pytest.raises(TimeoutError):
+        held.result(0.1)
+    assert engine.stats().is_paused and engine.stats().waiting == 1
+    engine.resume().result(10)
+    assert len(held.result(10).output_ids) == 5
+
+
+def test_retracted_requests_finish_as_if_nothing_had_happened(start: Start) -> None:
+    engine = start()
+    one = request([5, 6], seed=4, max_new_tokens=200)
+    [expected] = run(engine, one)
+    future = engine.submit(one)
+    wait_for_tokens(engine, 230)
+    engine.pause("retract").result(10)
+    assert engine.stats().running == 0 and not future.done()
+    engine.resume().result(10)
+    assert future.result(10).output_ids == expected.output_ids
+
+
+def test_abort_by_rid_ends_only_those(start: Start) -> None:
+    engine = start()
+    futures = [engine.submit(request([5], rid=rid, seed=i, max_new_tokens=200)) for i, rid in enumerate("abab")]
+    wait_for_tokens(engine, 20)
+    assert engine.abort("a").result(10) == 2
+    assert [future.result(10).finish_reason.type for future in futures] == ["abort", "length", "abort", "length"]
+    assert engine.abort("a").result(10) == 0
+
+
+def test_an_update_while_generating_stamps_spans_and_uses_no_old_cache(start: Start) -> None:
+    engine = start()
+    prompt = [5, 6, 7, 8]
+    requests = [request(prompt, seed=i, max_new_tokens=240) for i in range(3)]
+    futures = [engine.submit(one) for one in requests]
+    wait_for_tokens(engine, 90)
+    new = build(config(), seed=5)
+    engine.update_weights({name: p.detach() for name, p in new.named_parameters()}, "1").result(10)
+    assert engine.version == "1"
+    old = build(config(), seed=0)
+    for future in futures:
+        result = future.result(20)
+        first, second = result.version_spans
+        assert (first.version, first.start, second.version, second.end) == ("0", 0, "1", 240)
+        assert 20 < first.end == second.start < 240
+        scored_by_old = expected_logprobs(old, prompt, result.output_ids)
+        scored_by_new = expected_logprobs(new, prompt, result.output_ids)
+        cut = first.end
+        assert torch.allclose(torch.tensor(result.logprobs[:cut]), scored_by_old[:cut], atol=1e-4)
+        assert torch.allclose(torch.tensor(result.logprobs[cut:]), scored_by_new[cut:], atol=1e-4)
+        assert not torch.allclose(scored_by_old[cut:], scored_by_new[cut:], atol=0.1)
+        assert result.version == "1"
+
+
+def test_weights_that_do_not_fit_leave_requests_and_version_alone(start: Start) -> None:
+    engine = start()
+    future = engine.submit(request([5], max_new_tokens=100))
+    with pytest.raises(ValueError, match="missing"):
+        engine.update_weights({}, "1").result(10)
+    assert future.result(10).version_spans == [VersionSpan("0", 0, 100)]
+
+
+def test_context_and_token_limits(start: Start) -> None:
+    engine = start(context=32)
+    [full, one_token] = run(engine, request([5] * 30, max_new_tokens=10), request([5] * 31, max_new_tokens=10))
+    assert (len(full.output_ids), full.finish_reason.type) == (2, "length")
+    assert (len(one_token.output_ids), one_token.finish_reason.type) == (1, "length")
+
+
+def test_stop_tokens_end_a_sequence_and_are_kept(start: Start) -> None:
+    engine = start()
+    [free] = run(engine, request([5], seed=1, max_new_tokens=60))
+    stop = free.output_ids[10]
+    first = free.output_ids.index(stop)
+    [stopped] = run(engine, request([5], seed=1, max_new_tokens=60, stop_token_ids=(stop,)))
+    assert stopped.output_ids == free.output_ids[: first + 1]
+    assert stopped.finish_reason == FinishReason("stop", stop)
+    [later] = run(engine, request([5], seed=1, max_new_tokens=60, stop_token_ids=(stop,), min_new_tokens=30))
+    assert stop not in later.output_ids[:30]
+
+
+def test_end_of_sequence_stops_unless_ignored(start: Start) -> None:
+    engine = start()
+    requests = [request([5], seed=i, max_new_tokens=100, ignore_eos=False) for i in range(10)]
+    stopped = [result for result in run(engine, *requests) if result.finish_reason.type == "stop"]
+    assert stopped
+    for result in stopped:
+        assert result.finish_reason.matched == EOS
+        assert result.output_ids.index(EOS) == len(result.output_ids) - 1
+    ignoring = run(engine, *(request([5], seed=i, max_new_tokens=100) for i in range(10)))
+    assert all(len(result.output_ids) == 100 for result in ignoring)
+
+
+def test_stop_strings_end_a_sequence(start: Start) -> None:
+    engine = start()
+    text_ids = range(2, len(TEXT_VOCAB))
+    [free] = run(engine, request([5], seed=2, max_new_tokens=60))
+    text = tokenizer().decode(free.output_ids)
+    stop = text[20:24]
+    [stopped] = run(engine, request([5], seed=2, max_new_tokens=60, stop=(stop,)))
+    assert stopped.finish_reason == FinishReason("stop", stop)
+    assert stopped.output_ids == free.output_ids[: len(stopped.output_ids)]
+    assert tokenizer().decode(stopped.output_ids[:-1]).find(stop) == -1
+    assert any(token in text_ids for token in stopped.output_ids)
+
+
+@pytest.mark.parametrize(
+    ("one", "reason"),
+    [
+        (request([]), "1 to 255 tokens: got 0"),
+        (request([5] * 256), "got 256"),
+        (request([48]), r"\[0, 48\): got 48"),
+        (request([-1]), "got -1"),
+        (request([5], stop_token_ids=(99,)), "got 99"),
+    ],
+)
+def test_impossible_requests_are_refused(start: Start, one: GenerationRequest, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        start().submit(one)
+
+
+def test_a_cancelled_future_frees_its_slot(start: Start) -> None:
+    engine = start(slots=1)
+    abandoned = engine.submit(request([5], max_new_tokens=250))
+    wait_for_tokens(engine, 3)
+    assert abandoned.cancel()
+    after = engine.submit(request([6], max_new_tokens=3))
+    assert len(after.result(10).output_ids) == 3
+    assert engine.stats().generated_tokens < 200
+
+
+def test_weights_of_nan_fail_requests_but_not_the_engine(start: Start) -> None:
+    engine = start()
+    good = {name: p.detach() for name, p in build(config(), seed=0).named_parameters()}
+    engine.update_weights({name: p * torch.nan for name, p in good.items()}, "1").result(10)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(GenerationError, match="finite"):
+            run(engine, request([5], temperature=temperature))
+    engine.update_weights(good, "2").result(10)
+    [result] = run(engine, request([5], max_new_tokens=4))
+    assert result.version_spans == [VersionSpan("2", 0, 4)]
+
+
+def test_an_error_in_the_forward_pass_fails_everyone_once_and_for_all() -> None:
+    model = build(config(), seed=0)
+    engine = GenerationEngine(ModelRunner(model, slots=2, context=64))
+    futures = [engine.submit(request([5 + i], max_new_tokens=60)) for i in range(4)]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the chip melted")
+
+    model.register_forward_pre_hook(fail)
+    for future in futures:
+        with pytest.raises(GenerationError, match="the chip melted"):
+            future.result(10)
+    with pytest.raises(GenerationError, match="the chip melted"):
+        engine.stopped.result(10)
+    with pytest.raises(GenerationError):
+        engine.submit(request([5]))
+    engine.close()
+
+
+def test_closing_answers_everyone(start: Start) -> None:
+    engine = start(slots=1)
+    futures = [engine.submit(request([5], max_new_tokens=250, seed=i)) for i in range(3)]
+    engine.close()
+    assert {future.result(0).finish_reason.type for future in futures} == {"abort"}
+    engine.stopped.result(0)
+    with pytest.raises(GenerationError, match="after its end"):
+        engine.resume()
+
+
+def test_many_threads_may_submit_abort_and_update(start: Start) -> None:
+    engine = start(slots=4)
+    weights = {name: p.detach() for name, p in build(config(), seed=0).named_parameters()}
+
+    def client(number: int) -> list[str]:
+        rng = random.Random(number)
+        reasons = []
+        for i in range(8):
+            future = engine.submit(request([5 + number], rid=str(number), seed=i, max_new_tokens=rng.randint(1, 40)))
+            match rng.randrange(6):
+                case 0:
+                    engine.abort(str(number))
+                case 1:
+                    engine.update_weights(weights, str(i))
+                case 2:
+                    engine.pause()
+                    engine.resume()
+            reasons.append(future.result(30).finish_reason.type)
+        return reasons
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        reasons = [reason for reasons in pool.map(client, range(6)) for reason in reasons]
+    assert len(reasons) == 48 and set(reasons) <= {"abort", "length"}
+    assert engine.stats().running == engine.stats().waiting == 0

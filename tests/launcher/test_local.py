@@ -1,0 +1,243 @@
+"""The local launcher with real processes: how runs end, what is told, and that nothing survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from arealite.utils.processes import descendants, wait_gone
+
+REPOSITORY = Path(__file__).parents[2]
+SFT = ("allocation_mode=d1", "model.path=tiny")
+GRPO = ("allocation_mode=sglang.d2+d2", "actor.path=tiny")
+WAIT_FOREVER = "note(f\"trainer-{os.environ['RANK']}\"); time.sleep(600)"
+
+
+def test_success_stops_servers(launch_script):
+    run = launch_script(
+        """
+        import urllib.request
+        rank, addrs = os.environ["RANK"], os.environ["AREAL_LLM_SERVER_ADDRS"].split(",")
+        note(f"trainer-{rank}")
+        daemon(f"daemon-{rank}")
+        wait_for(*[f"server-port-{addr.split(':')[1]}" for addr in addrs])
+        for addr in addrs:
+            while True:
+                try: urllib.request.urlopen(f"http://{addr}/health").close(); break
+                except OSError: time.sleep(0.05)
+        wait_for("daemon-0", "daemon-1")
+        print("hello from", rank, "of", os.environ["WORLD_SIZE"], "with", len(addrs), "servers", sys.argv[1:])
+        """,
+        *GRPO,
+    )
+    assert run.end() == 0, run.output
+    assert len(run.pids) == 6
+    assert "\nhello from 0 of 2 with 2 servers ['--config'" in run.output
+    assert "\ntrainer-1 | hello from 1 of 2 with 2 servers" in run.output
+    assert "INFO fake" not in run.output
+    names = {path.name for path in run.logs.iterdir()}
+    assert names == {"launcher.log", "torchrun.log", "trainer-0.log", "trainer-1.log", "server-0.log", "server-1.log"}
+    assert "hello from 1" in (run.logs / "trainer-1.log").read_text()
+    assert "INFO fake" in (run.logs / "server-0.log").read_text()
+    assert "is ready at 127.0.0.1:" in (run.logs / "launcher.log").read_text()
+
+
+def test_failing_rank_is_named_and_gives_its_status(launch_script):
+    run = launch_script(
+        """
+        rank = os.environ["RANK"]
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        daemon(f"daemon-{rank}"); note(f"trainer-{rank}")
+        wait_for("trainer-0", "trainer-1")
+        if rank == "1":
+            for i in range(30): print("line", i)
+            raise SystemExit(7)
+        time.sleep(600)
+        """,
+        *GRPO,
+    )
+    assert run.end() == 7, run.output
+    report = run.output[run.output.rindex("its last 20 lines") :]
+    assert "trainer-1 failed with exit status 7; its last 20 lines" in run.output
+    assert "    line 10\n" in report and "    line 29\n" in report and "line 9\n" not in report
+    assert "ChildFailedError" not in run.output
+
+
+def test_killed_rank_is_told_by_signal_name(launch_script):
+    run = launch_script('print("bye"); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)', *SFT)
+    assert run.end() == 137
+    assert "trainer-0 failed with exit status 137 (SIGKILL); its last 1 lines:" in run.output
+
+
+def test_server_that_dies_at_start_is_told_first(launch_script):
+    run = launch_script(
+        'wait_for("dying"); sys.exit("trainer can not reach the servers")',
+        *GRPO,
+        SERVER_START='note("dying"); sys.exit("CUDA is on holiday")',
+    )
+    assert run.end() == 3, run.output
+    assert "ended with exit status 1; its last 1 lines:\n    CUDA is on holiday\n" in run.output.replace(
+        "launcher | ", ""
+    )
+
+
+def test_server_that_dies_mid_run(launch_script):
+    run = launch_script(
+        """
+        import urllib.request
+        note(f"trainer-{os.environ['RANK']}")
+        addr = os.environ["AREAL_LLM_SERVER_ADDRS"].split(",")[1]
+        while os.environ["RANK"] == "0":
+            try: urllib.request.urlopen(f"http://{addr}/health").close(); break
+            except OSError: time.sleep(0.05)
+        if os.environ["RANK"] == "0":
+            wait_for("trainer-1"); urllib.request.urlopen(f"http://{addr}/exit")
+        time.sleep(600)
+        """,
+        *GRPO,
+    )
+    assert run.end() == 3, run.output
+    assert "server-1 ended with exit status 9; its last " in run.output
+    assert "server-1 | ERROR fake: told to exit" in run.output
+
+
+def test_server_that_is_never_ready(launch_script):
+    run = launch_script(WAIT_FOREVER, *GRPO, "rollout.setup_timeout=2", SERVER_START="time.sleep(600)")
+    assert run.end() == 3
+    assert "was not ready within 2 s" in run.output
+
+
+def test_ctrl_c(launch_script):
+    run = launch_script(f'daemon("daemon-" + os.environ["RANK"]); {WAIT_FOREVER}', *GRPO)
+    run.wait_for("trainer-0", "trainer-1")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.output
+    assert "received SIGINT: stopping everything" in run.output
+
+
+def test_sigterm(launch_script):
+    run = launch_script(WAIT_FOREVER, *SFT)
+    run.wait_for("trainer-0")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+
+
+def test_second_ctrl_c_does_not_wait(launch_script):
+    run = launch_script(f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAIT_FOREVER}", *SFT)
+    run.wait_for("trainer-0")
+    run.process.send_signal(signal.SIGINT)
+    while "stopping everything" not in run.output:
+        assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+
+
+def test_killed_launcher_leaves_nothing(launch_script):
+    run = launch_script(
+        f'daemon("trainer-daemon-" + os.environ["RANK"]); {WAIT_FOREVER}',
+        *GRPO,
+        SERVER_START='daemon(f"server-daemon-{port}"); note(f"up-{port}")',
+    )
+    run.wait_for("trainer-0", "trainer-1")
+    tree = descendants(run.process.pid)
+    run.process.kill()
+    assert run.end() == -signal.SIGKILL
+    assert len(run.pids) >= 6
+    assert wait_gone(tree, timeout_s=10) == set()
+
+
+def test_killed_guard_ends_the_run_and_leaves_nothing(launch_script):
+    run = launch_script(
+        WAIT_FOREVER, "allocation_mode=sglang.d1+d1", "actor.path=tiny", SERVER_START='daemon("daemon"); note("up")'
+    )
+    run.wait_for("trainer-0", "up")
+    up = int((run.pids_folder / "up").read_text())
+    guard = next(pid for pid in descendants(run.process.pid) if up in descendants(pid))
+    os.kill(guard, signal.SIGKILL)
+    assert run.end() == 3
+    assert "server-0 ended with exit status 137 (SIGKILL)" in run.output
+
+
+def test_killed_launcher_and_guards_take_their_jobs_along(launch_script):
+    """The second line of defence: the kernel ends what a guard has started itself."""
+    run = launch_script(WAIT_FOREVER, *GRPO, SERVER_START='note(f"up-{port}")')
+    run.wait_for("trainer-0", "trainer-1")
+    run.process.send_signal(signal.SIGSTOP)
+    tree = descendants(run.process.pid)
+    guards = [pid for pid in tree if b"arealite.launcher.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(guards) == 3
+    for pid in [*guards, run.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    assert run.end() == -signal.SIGKILL
+    assert wait_gone(tree, timeout_s=10) == set()
+
+
+def test_launch_can_be_called_in_sequence(launch_script, tmp_path):
+    """As a quickstart does: handlers and orphan adoption are given back each time."""
+    run = launch_script("print('trained', sys.argv[-1])", *SFT, "trial_name=a")
+    assert run.end() == 0
+    code = (
+        "import signal\n"
+        "from arealite.launcher.local import launch\n"
+        "from arealite.utils.processes import adopt_orphans\n"
+        "argv = ['--config', 'config.yaml', 'allocation_mode=d1', 'model.path=tiny']\n"
+        "assert [launch('entry.py', [*argv, f'trial_name={name}']) for name in 'ab'] == [0, 0]\n"
+        "assert launch('missing.py', argv) == 2\n"
+        "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not adopt_orphans(False)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PIDS": str(tmp_path / "pids")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\ntrained trial_name=a\n" in done.stdout and "\ntrained trial_name=b\n" in done.stdout
+    assert done.stderr.startswith("ConfigError: the entry script must be a file: got missing.py")
+
+
+def test_servers_of_others_are_neither_started_nor_stopped(launch_script):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        run = launch_script('print(os.environ["AREAL_LLM_SERVER_ADDRS"])', *GRPO, AREAL_LLM_SERVER_ADDRS=address)
+        assert run.end() == 0, run.output
+    assert f"\n{address}\n" in run.output
+    assert not (run.logs / "server-0.log").exists()
+
+
+def test_servers_only_run_until_ctrl_c(launch_script):
+    run = launch_script("raise SystemExit(1)", "allocation_mode=sglang.d2", "actor.path=tiny")
+    while run.output.count("is ready at") < 2:
+        assert run.process.poll() is None, run.output
+    assert "export AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in run.output
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert len(run.pids) == 2
+
+
+def test_config_errors_start_nothing(launch_script, tmp_path):
+    run = launch_script("load_expr_config(sys.argv[1:], GRPOConfig)", *GRPO, "actor.eps_klip=0.3")
+    assert run.end() == 2
+    assert run.output.startswith("ConfigError: ") and "eps_klip" in run.output and "Traceback" not in run.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_environment_of_the_trainer(launch_script):
+    run = launch_script(
+        """
+        names = ("OMP_NUM_THREADS", "A", "B", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM")
+        print([os.environ[name] for name in names])
+        """,
+        *SFT,
+        "launcher.trainer_threads=3",
+        "launcher.trainer_env_vars='A=1,B=x=y'",
+    )
+    assert run.end() == 0, run.output
+    assert "\n['3', '1', 'x=y', '', 'true']\n" in run.output
+
+
+def test_importing_the_launcher_is_light():
+    code = "import sys, arealite.launcher.local; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

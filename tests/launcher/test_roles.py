@@ -1,0 +1,169 @@
+"""Which processes a config asks for, with which flags and devices, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher.local import read_config
+from arealite.launcher.roles import check_roles, server_jobs, trainer_job, visible_gpus
+
+COMMON = """
+experiment_name: e
+trial_name: t
+train_dataset: {path: story, batch_size: 4}
+cluster: {n_gpus_per_node: 0}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_servers_or_gpus(monkeypatch):
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Return a function that reads a config as the launcher does."""
+
+    def read(*overrides: str, entry: str = "") -> GRPOConfig | SFTConfig:
+        (tmp_path / "entry.py").write_text(entry)
+        is_rl = any(override.startswith("actor") for override in overrides)
+        (tmp_path / "config.yaml").write_text(COMMON + ("gconfig: {max_new_tokens: 64}\n" if is_rl else ""))
+        return read_config(tmp_path / "entry.py", ["--config", str(tmp_path / "config.yaml"), *overrides])
+
+    return read
+
+
+@pytest.fixture
+def sglang(tmp_path, monkeypatch):
+    """Make a package of that name importable."""
+    (tmp_path / "packages" / "sglang").mkdir(parents=True)
+    (tmp_path / "packages" / "sglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Put an nvidia-smi for 8 GPUs on the path."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+
+
+def flags_of(command: list[str]) -> dict[str, str]:
+    pairs = zip(command, [*command[1:], "--"])
+    return {flag: "" if value.startswith("--") else value for flag, value in pairs if flag.startswith("--")}
+
+
+def test_lite_servers(load):
+    config = load(
+        "allocation_mode=lite.d2+d2", "actor.path=tiny", "lite.deterministic=true", "lite.threads=2", "seed=5"
+    )
+    roles = check_roles(config)
+    jobs = server_jobs(config, roles, [4001, 4002])
+    assert [(job.name, job.address) for job in jobs] == [("server-0", "127.0.0.1:4001"), ("server-1", "127.0.0.1:4002")]
+    assert jobs[1].command[:3] == [sys.executable, "-m", "arealite.server"]
+    assert flags_of(jobs[1].command) == {
+        "--model-path": "tiny",
+        "--host": "127.0.0.1",
+        "--port": "4002",
+        "--threads": "2",
+        "--slots": "64",
+        "--context": "2048",
+        "--dtype": "float32",
+        "--deterministic": "",
+        "--weight-version": "0",
+        "--seed": "6",
+    }
+    assert jobs[0].env["OMP_NUM_THREADS"] == "2" and jobs[0].env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_sglang_servers_and_devices(load, sglang, nvidia_smi):
+    config = load(
+        *("allocation_mode=sglang.d2t2+d3", "actor.path=tiny", "cluster.n_gpus_per_node=8"),
+        "sglang={random_seed: 10, enable_metrics: true, log_requests: false, torchao_config: null}",
+        "sglang.cuda_graph_bs=[1, 2]",
+    )
+    roles = check_roles(config)
+    jobs = server_jobs(config, roles, [4001, 4002])
+    flags = flags_of(jobs[1].command)
+    assert jobs[1].command[2] == "sglang.launch_server"
+    assert flags["--tp-size"] == "2" and flags["--random-seed"] == "11" and flags["--enable-metrics"] == ""
+    assert "--log-requests" not in flags and "--torchao-config" not in flags
+    assert jobs[1].command[jobs[1].command.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
+    assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
+    trainer = trainer_job(
+        config, roles, entry=Path("e.py"), argv=["a=b"], server_addrs="h:1", master_port=9, streams=["x"], report="y"
+    )
+    assert trainer.env["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+    assert trainer.env["AREAL_LLM_SERVER_ADDRS"] == "h:1"
+    assert trainer.command[-2:] == ["e.py", "a=b"]
+    assert flags_of(trainer.command)["--nproc-per-node"] == "3" and flags_of(trainer.command)["--master-port"] == "9"
+
+
+def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
+    assert visible_gpus() == [str(index) for index in range(8)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
+    roles = check_roles(load("allocation_mode=lite.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8"))
+    assert (roles.server_gpus(0), roles.trainer_gpus) == ("6", "3")
+
+
+def test_servers_of_others(load, monkeypatch):
+    config = load("allocation_mode=sglang.d2+d1", "actor.path=tiny", "rollout.server_addrs=[h:1,h:2]")
+    roles = check_roles(config)
+    assert (roles.num_servers, roles.num_ranks, roles.foreign_servers) == (0, 1, "h:1,h:2")
+    assert server_jobs(config, roles, []) == []
+
+
+@pytest.mark.parametrize("mode, servers, ranks", [("d3", 0, 3), ("lite.d2", 2, 0), ("lite.d2+eval", 2, 1)])
+def test_one_sided_allocations(load, mode, servers, ranks):
+    roles = check_roles(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
+    assert (roles.num_servers, roles.num_ranks) == (servers, ranks)
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (["actor.path=tiny"], "allocation_mode must be given"),
+        (["actor.path=tiny", "allocation_mode=lite.d1+d2p2"], "trainer's p in allocation_mode must be 1"),
+        (["actor.path=tiny", "allocation_mode=lite.d1+d2t2"], "trainer's t in allocation_mode must be 1"),
+        (["actor.path=tiny", "allocation_mode=vllm.d1+d1"], "lite or sglang: got vllm"),
+        (["actor.path=tiny", "allocation_mode=lite.d1t2+d1"], "servers of lite must have p1t1"),
+        (["actor.path=tiny", "allocation_mode=sglang.d1p2+d1", "rollout.weight_update=disk"], "sglang must have p1 "),
+        (["actor.path=tiny", "allocation_mode=sglang.d1+d1"], "must be installed: got sglang.d1p1t1+d1p1t1"),
+        (["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.port=1"], "leave base_gpu_id, host, port"),
+        (
+            ["actor.path=/no/model", "allocation_mode=lite.d1+d1"],
+            "actor.path must be a folder or a hub id: got /no/model",
+        ),
+        (["model.path=./no", "allocation_mode=d1"], "model.path must be a folder or a hub id: got ./no"),
+        (["model.path=tiny", "allocation_mode=lite.d1+d1"], "Write allocation_mode=d1p1t1"),
+        (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
+        (["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"], "needs 9, with"),
+    ],
+)
+def test_refusals(load, nvidia_smi, overrides, told):
+    with pytest.raises(ConfigError) as error:
+        check_roles(load(*overrides))
+    assert told in str(error.value)
+
+
+def test_the_entry_script_names_the_config_class(load):
+    strict = "from arealite.api import cli_args\nconfig, _ = cli_args.load_expr_config(argv, cli_args.SFTConfig)"
+    assert isinstance(load("model.path=tiny", entry=strict), SFTConfig)
+    with pytest.raises(ConfigError, match="speling"):
+        load("model.path=tiny", "speling=1", entry=strict)
+
+
+def test_an_unknown_config_class_is_read_in_part(load):
+    own = "load_expr_config(argv, MyConfig)"
+    config = load("actor.path=tiny", "my_block.x=1", "actor.my_knob=2", entry=own)
+    assert isinstance(config, GRPOConfig) and config.actor.path == "tiny"
+    assert isinstance(load("model.path=tiny", "my_block.x=1", entry=own), SFTConfig)

@@ -1,0 +1,208 @@
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.reward import gsm8k_reward_fn
+
+
+def reward(completion: str, answer: str) -> float:
+    return gsm8k_reward_fn("Q", completion, [1], [2], answer=answer)
+
+
+RIGHT = [
+    ("#### 18", "18"),
+    ("####18", "18"),
+    ("3+7=10\n10+8=18\n#### 18", "She has 10+8=<<10+8=18>>18.\n#### 18"),
+    ("#### 18.00", "#### 18"),
+    ("#### 18.", "18"),
+    ("#### 18!", "18"),
+    ("#### 18 apples", "18"),
+    ("#### 18kg", "18"),
+    ("#### The answer is 18.", "18"),
+    ("#### **18**", "18"),
+    ("**#### 18**", "18"),
+    ("#### *18*", "18"),
+    ("#### **$18** per day", "18"),
+    ("#### `18`", "18"),
+    ("#### __18__", "18"),
+    ("#### (18)", "18"),
+    ('#### "18"', "18"),
+    ("####\n\n18", "18"),
+    ("#### 18\nThat is all, 19 would be wrong.", "18"),
+    ("#### 18<|im_end|>", "18"),
+    ("#### $1,800", "1800"),
+    ("#### 1,800", "#### 1,800"),
+    ("#### 1 800", "1800"),
+    ("#### 1\u00a0800", "1800"),
+    ("#### 1\u202f234\u202f567", "1234567"),
+    ("#### 1,234,567.50", "1234567.5"),
+    ("#### 1{,}800", "1800"),
+    ("#### 1\\,800", "1800"),
+    ("#### US$18", "18"),
+    ("#### $ 18", "18"),
+    ("#### 18$", "18"),
+    ("#### €18", "18"),
+    ("#### 18 USD", "18"),
+    ("#### Rs. 18", "18"),
+    ("#### $18$", "18"),
+    ("#### \\$18", "18"),
+    ("#### \\(18\\)", "18"),
+    ("#### -5", "-5"),
+    ("#### \u22125", "-5"),
+    ("#### \u20135", "-5"),
+    ("#### - 5", "-5"),
+    ("#### -$5", "-5"),
+    ("#### $-5", "-5"),
+    ("#### +5", "5"),
+    ("#### Answer: -5", "-5"),
+    ("#### 3/4", "0.75"),
+    ("#### 0.75", "3/4"),
+    ("#### .75", "0.75"),
+    ("#### 3 / 4 cup", "0.75"),
+    ("#### 6/8", "3/4"),
+    ("#### \\frac{3}{4}", "0.75"),
+    ("#### $\\dfrac{3}{4}$", "0.75"),
+    ("#### -\\frac{3}{4}", "-0.75"),
+    ("#### \\frac34", "0.75"),
+    ("#### 1 1/2", "1.5"),
+    ("#### 1\\frac{1}{2}", "1.5"),
+    ("#### 1½", "1.5"),
+    ("#### ¾", "0.75"),
+    ("#### 50%", "50"),
+    ("#### 50%", "0.5"),
+    ("#### 50\\%", "50%"),
+    ("#### 50 percent", "50"),
+    ("#### 0.5", "50%"),
+    ("#### 1.8e1", "18"),
+    ("#### 1e3", "1000"),
+    ("#### x = 18", "18"),
+    ("#### 3 * 6 = 18", "18"),
+    ("#### 18 (6*3)", "18"),
+    ("#### 18 or 19", "18"),
+    ("#### 18, 19", "18"),
+    ("#### １８", "18"),
+    ("#### \\boxed{18}", "18"),
+    ("So it is \\boxed{18}.", "18"),
+    ("So it is \\boxed{ 18 }", "18"),
+    ("\\boxed{\\text{The answer is } 18}", "18"),
+    ("\\boxed{18\\text{ apples}}", "18"),
+    ("\\boxed{\\frac{3}{4}}", "0.75"),
+    ("\\boxed{3} no, \\boxed{18}", "18"),
+    ("first #### 3, then #### 18", "18"),
+    ("\\boxed{3}\n#### 18", "18"),
+    ("#### 0.1", "1/10"),
+    ("#### 007", "7"),
+]
+
+WRONG = [
+    ("18 apples, but then 19.\n#### 19", "18"),
+    ("#### 18\n#### 19", "18"),
+    ("#### 18\n####", "18"),
+    ("18\n####", "18"),
+    ("#### \n \n", "18"),
+    ("#### none, although 18 was close #### ", "18"),
+    ("18", "18"),
+    ("The answer is 18", "18"),
+    ("### 18", "18"),
+    ("", "18"),
+    ("\\boxed{18} and \\boxed{19}", "18"),
+    ("\\boxed{18}\n#### 19", "18"),
+    ("\\boxed{18", "18"),
+    ("\\boxed{}", "18"),
+    ("\\boxed", "18"),
+    ("\\boxed{18} then \\boxed{", "18"),
+    ("#### 19 or 18", "18"),
+    ("#### 180", "18"),
+    ("#### 118", "18"),
+    ("#### 1.8", "18"),
+    ("#### -18", "18"),
+    ("#### 18", "-18"),
+    ("#### 1,2", "12"),
+    ("#### 1,2", "1"),
+    ("#### 1,8000", "18000"),
+    ("#### 1.2.3", "1.2"),
+    ("#### 12:30", "12"),
+    ("#### 6*3", "6"),
+    ("#### 6 * 3", "6"),
+    ("#### 6 x 3", "6"),
+    ("#### 18-19", "18"),
+    ("#### 18 - 2", "18"),
+    ("#### 18 + 1", "18"),
+    ("#### 10^2", "10"),
+    ("#### 10^{2}", "10"),
+    ("#### 5²", "5"),
+    ("#### 18 = x + 1 = 19", "18"),
+    ("#### x18", "18"),
+    ("#### 1/0", "0"),
+    ("#### 0/0", "0"),
+    ("#### 3/4/5", "0.75"),
+    ("#### 50%", "5000"),
+    ("#### 0.3333", "1/3"),
+    ("#### eighteen", "18"),
+    ("#### 1e999999999", "1"),
+    ("#### " + "9" * 5000, "9"),
+    ("#### 18", ""),
+    ("#### 18", "no number"),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer"), RIGHT)
+def test_right_answers(completion: str, answer: str) -> None:
+    assert reward(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(("completion", "answer"), WRONG)
+def test_wrong_answers(completion: str, answer: str) -> None:
+    assert reward(completion, answer) == 0.0
+
+
+def test_percentages_compare_with_each_other_as_written() -> None:
+    assert reward("#### 50%", "0.5%") == 0.0
+    assert reward("#### 50%", "50 %") == 1.0
+
+
+def test_numeric_answer_columns_are_understood() -> None:
+    assert gsm8k_reward_fn("Q", "#### 18", [], [], answer=18, question="?") == 1.0  # type: ignore[arg-type]
+
+
+@given(st.text() | st.text(alphabet="#0123456789.,/%-+*^=$\\{} \nebxfracoedt½−"), st.text(alphabet="0189.,/-%#e "))
+def test_any_text_is_accepted(text: str, answer: str) -> None:
+    assert reward(text, answer) in (0.0, 1.0)
+    assert reward("#### " + text, answer) in (0.0, 1.0)
+    assert reward("\\boxed{" + text + "}", answer) in (0.0, 1.0)
+
+
+@given(st.integers(-(10**12), 10**12), st.booleans())
+def test_integers_in_any_grouping(number: int, grouped: bool) -> None:
+    assert reward(f"#### {number:,}" if grouped else f"#### {number}", str(number)) == 1.0
+    assert reward(f"#### {number:,}", str(number + 1)) == 0.0
+
+
+@given(st.fractions(min_value=-1000, max_value=1000, max_denominator=999))
+def test_fractions_are_exact(number) -> None:
+    assert (
+        reward(f"#### {number.numerator}/{number.denominator}", f"{number * 2}/2" if number == 0 else str(number))
+        == 1.0
+    )
+    assert reward(f"\\boxed{{{number + 1}}}", str(number)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["9", "1,", "1 ", "1 1", "{", "\\boxed{", "\\frac{", "*a", "**", "x", " ", "$", "1/", "-", "####", "½", "=1", "e9"],
+)
+def test_long_texts_take_linear_time(piece: str) -> None:
+    began = time.process_time()
+    for text in (piece * 50_000, "1" + piece * 50_000):
+        reward("#### " + text, "18")
+        reward("\\boxed{" + text + "}", "18")
+    assert time.process_time() - began < 2.0
+
+
+def test_importing_the_room_is_light() -> None:
+    code = "import sys, arealite.reward.runner; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

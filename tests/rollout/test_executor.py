@@ -1,0 +1,463 @@
+"""The executor with real event loops and workflows that need no server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from testing_workflows import WaitingWorkflow, waiting_trajectory
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import EpisodeError, EpisodeTimeoutError, RewardError, ServerError, TrajectoryError
+from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId, WeightUpdateMeta
+from arealite.rollout.executor import RolloutExecutor
+
+Row = dict[str, Any]
+
+
+class Engine(InferenceEngine):
+    """An engine that has a version and an executor, and samples nothing."""
+
+    def __init__(self, **config: Any) -> None:
+        self.version = 0
+        self.executor = RolloutExecutor(InferenceEngineConfig(**config), self)
+
+    def get_version(self) -> int:
+        return self.version
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+        self.executor.set_version(version)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        raise NotImplementedError
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        raise NotImplementedError
+
+    initialize = destroy = submit = wait = rollout_batch = prepare_batch = evaluate_batch = pause = resume = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    torch.set_num_threads(1)
+    engines: list[Engine] = []
+
+    def start_engine(**config: Any) -> Engine:
+        engines.append(Engine(**config))
+        return engines[-1]
+
+    yield start_engine
+    for engine in engines:
+        engine.executor.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("arealite")]
+
+
+def rows(count: int, first: int = 0, **columns: Any) -> list[Row]:
+    return [{"prompt_id": PromptId(0, index), **columns} for index in range(first, first + count)]
+
+
+def prompts_of(batch: TensorDict) -> list[int]:
+    return batch["input_ids"][:, 0].tolist()  # type: ignore[no-any-return]
+
+
+# Batches
+
+
+@pytest.mark.parametrize("eta", [0, 1, 3])
+def test_staleness_of_every_token_is_bounded_with_stragglers(start: Callable[..., Engine], eta: int) -> None:
+    engine = start(consumer_batch_size=4, max_head_offpolicyness=eta, max_concurrent_rollouts=64)
+    rng = random.Random(eta)
+    loader = ([{"delay_s": 0.08 if rng.random() < 0.3 else 0.0}] * 3 for _ in itertools.count())
+    seen: list[tuple[int, int]] = []
+    for version in range(12):
+        batch = engine.executor.prepare_batch(loader, WaitingWorkflow())
+        versions = batch["versions"][batch["loss_mask"].bool()]
+        assert version - versions.min() <= eta and versions.max() <= version
+        assert batch["group_index"].tolist() == [0, 1, 2, 3]
+        seen += [(version, prompt) for prompt in prompts_of(batch)]
+        engine.set_version(version + 1)
+    assert len(seen) == 48
+
+
+def test_synchronous_batches_are_the_data_in_order(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=3, max_head_offpolicyness=0)
+    data = [rows(2, first) for first in (0, 2, 4)]
+    for version, expected in enumerate([[0, 1, 2], [3, 4, 5], [0, 1, 2]]):
+        batch = engine.executor.prepare_batch(data, WaitingWorkflow())
+        assert prompts_of(batch) == expected
+        assert batch["versions"].max() == version
+        engine.set_version(version + 1)
+
+
+def test_rows_without_a_name_get_pass_and_index(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=3, max_head_offpolicyness=0)
+    workflow, data = WaitingWorkflow(), [[{"a": 1}], [{"a": 2}]]
+    engine.executor.prepare_batch(data, workflow)
+    assert workflow.started == [PromptId(0, 0), PromptId(0, 1), PromptId(1, 0)]
+    assert data == [[{"a": 1}], [{"a": 2}]], "the caller's rows are not changed"
+
+
+def test_rejected_episodes_are_replaced(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=4, max_head_offpolicyness=1)
+    batch = engine.executor.prepare_batch(
+        (rows(5, first) for first in itertools.count(0, 5)),
+        WaitingWorkflow(
+            lambda engine, row: None if row["prompt_id"].index % 2 else waiting_trajectory(row["prompt_id"].index, 0)
+        ),
+        should_accept=lambda one: bool(one["rewards"][0] % 4 == 0),
+    )
+    assert prompts_of(batch) == [0, 4, 8, 12]
+    assert engine.executor.stats.rejected >= 9 and engine.executor.stats.failed == 0
+
+
+def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=2, max_head_offpolicyness=1)
+    loader = [rows(4)]
+    engine.executor.prepare_batch(loader, WaitingWorkflow())
+    engine.executor.prepare_batch(loader, WaitingWorkflow())
+    with pytest.raises(RuntimeError, match="call set_version"):
+        engine.executor.prepare_batch(loader, WaitingWorkflow())
+    engine.set_version(1)
+    engine.executor.prepare_batch(loader, WaitingWorkflow())
+
+
+def test_errors_of_the_dataloader_reach_the_caller(start: Callable[..., Engine]) -> None:
+    engine = start()
+
+    def broken() -> Iterator[list[Row]]:
+        raise OSError("disk on fire")
+        yield []
+
+    with pytest.raises(OSError, match="disk on fire"):
+        engine.executor.prepare_batch(broken(), WaitingWorkflow())
+    with pytest.raises(ValueError, match="must yield rows"):
+        engine.executor.prepare_batch([], WaitingWorkflow())
+
+
+def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)
+    loader = (rows(2, first) for first in itertools.count(0, 2))
+    workflow = WaitingWorkflow()
+    assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == [0, 1]
+    engine.set_version(1)
+    engine.set_version(2)
+    batch = engine.executor.prepare_batch(loader, workflow)
+    assert 2 - batch["versions"][batch["loss_mask"].bool()].min() <= 1
+    assert engine.executor.stats.rejected == 2  # head 0, finished and due at version 1
+
+
+# submit and wait
+
+
+def test_wait_takes_the_oldest_first_and_loses_nothing_on_timeout(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=4, max_head_offpolicyness=9, max_concurrent_rollouts=4)
+    for row in rows(3):
+        engine.executor.submit({**row, "delay_s": 0.4 if row["prompt_id"].index == 1 else 0.0}, WaitingWorkflow())
+    with pytest.raises(TimeoutError, match="got 2 finished, 1 running"):
+        engine.executor.wait(3, timeout=0.1)
+    assert prompts_of(engine.executor.wait(3)) == [0, 1, 2]
+
+
+def test_wait_filters(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=6)
+    for row in rows(6):
+        engine.executor.submit(row, WaitingWorkflow())
+    batch = engine.executor.wait(3, should_accept=lambda one: bool(one["rewards"][0] >= 3))
+    assert prompts_of(batch) == [3, 4, 5]
+    with pytest.raises(RuntimeError, match="none running"):
+        engine.executor.wait(1)
+
+
+def test_the_queue_is_bounded(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=1, queue_size=2)
+    engine.executor.pause()
+    engine.executor.submit({}, WaitingWorkflow())
+    engine.executor.submit({}, WaitingWorkflow())
+    with pytest.raises(RuntimeError, match="queue_size = 2"):
+        engine.executor.submit({}, WaitingWorkflow())
+
+
+def test_pause_stops_new_episodes_only(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=4)
+    workflow = WaitingWorkflow()
+    engine.executor.submit({"delay_s": 0.05}, workflow)
+    engine.executor.pause()
+    engine.executor.submit({}, workflow)
+    with pytest.raises(TimeoutError):
+        engine.executor.wait(2, timeout=0.2)
+    assert len(workflow.started) == 1
+    assert prompts_of(engine.executor.run_all(rows(1), workflow)) == [0]  # the other lane goes on
+    engine.executor.resume()
+    assert len(engine.executor.wait(2)) == 2
+
+
+# Failures
+
+
+def fail_first(error: Exception, attempts: int) -> WaitingWorkflow:
+    """Fail that many attempts at each prompt."""
+    counts: dict[PromptId, int] = {}
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        counts[row["prompt_id"]] = counts.get(row["prompt_id"], 0) + 1
+        if counts[row["prompt_id"]] <= attempts:
+            raise error
+        return waiting_trajectory(row["prompt_id"].index, engine.get_version())
+
+    return WaitingWorkflow(act)
+
+
+def test_a_failure_is_retried_in_a_fresh_attempt(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=2)
+    batch = engine.executor.prepare_batch([rows(2)], fail_first(OSError("flaky"), 1))
+    assert prompts_of(batch) == [0, 1]
+    assert engine.executor.stats.failed == 0
+
+
+def test_a_retry_gets_a_fresh_head_version(start: Callable[..., Engine]) -> None:
+    """An episode that fails at version 1 is not due before 1 + eta."""
+    engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4)
+    loader = (rows(1, first, delay_s=0.2 if first == 1 else 0.0) for first in itertools.count())
+    workflow = fail_first(OSError("flaky"), 1)
+    engine.executor.prepare_batch(loader, workflow)
+    engine.set_version(1)
+    for version in range(1, 5):
+        batch = engine.executor.prepare_batch(loader, workflow)
+        assert version - batch["versions"][batch["loss_mask"].bool()].min() <= 1
+        engine.set_version(version + 1)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RewardError("no"), "reward"),
+        (ServerError("no"), "server"),
+        (ZeroDivisionError("no"), "workflow"),
+        (TimeoutError("the user's own"), "workflow"),
+        (ExceptionGroup("several", [RewardError("no")]), "reward"),
+        (asyncio.CancelledError(), "workflow"),
+    ],
+)
+def test_dropped_episodes_are_counted_by_kind(start: Callable[..., Engine], error: Exception, kind: str) -> None:
+    engine = start(consumer_batch_size=2, episode_retries=1)
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        if row["prompt_id"].index == 0:
+            raise error
+        return waiting_trajectory(row["prompt_id"].index, 0)
+
+    batch = engine.executor.prepare_batch([rows(6)], WaitingWorkflow(act))
+    assert prompts_of(batch) == [1, 2]
+    assert engine.executor.metrics()[f"rollout/failed_{kind}"] == engine.executor.stats.failed == 1
+
+
+@pytest.mark.parametrize("call", ["prepare_batch", "wait", "run_all"])
+def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., Engine], call: str) -> None:
+    engine = start(consumer_batch_size=2, max_failed_episodes=3, episode_retries=0, max_concurrent_rollouts=2)
+    workflow = fail_first(ZeroDivisionError("reward / 0"), 10**9)
+    calls = {
+        "prepare_batch": lambda: engine.executor.prepare_batch([rows(2)], workflow),
+        "wait": lambda: [engine.executor.submit(row, workflow) for row in rows(6)] and engine.executor.wait(2),
+        "run_all": lambda: engine.executor.run_all(rows(6), workflow),
+    }
+    with pytest.raises(
+        EpisodeError, match=r"at most 3 .* got [4-6] \([4-6] workflow\).*ZeroDivisionError: reward / 0"
+    ) as caught:
+        calls[call]()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(EpisodeError):
+        engine.executor.wait(1)
+
+
+def test_an_episode_has_a_deadline(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=1, episode_timeout=0.1, episode_retries=0, max_failed_episodes=0)
+    with pytest.raises(EpisodeError, match=r"\d timeout") as caught:
+        engine.executor.prepare_batch([rows(1, delay_s=60.0)], WaitingWorkflow())
+    assert isinstance(caught.value.__cause__, EpisodeTimeoutError)
+
+
+def changed(**columns: Any) -> Callable[[TensorDict], TensorDict]:
+    def change(trajectory: TensorDict) -> TensorDict:
+        for key, value in columns.items():
+            trajectory[key] = value
+        return trajectory
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: {"input_ids": [1]}, "must return a TensorDict or None: got dict"),
+        (lambda one: one.exclude("logprobs", "rewards"), "got no logprobs, rewards"),
+        (changed(rewards=torch.tensor([float("nan")])), r"\['rewards'\] must be finite: got nan"),
+        (changed(logprobs=torch.tensor([[0.0, float("-inf"), 0.0]])), r"\['logprobs'\] must be finite: got -inf"),
+        (changed(loss_mask=torch.zeros(1, 2)), r"\['loss_mask'\] must have the shape \[1, 3\]: got \[1, 2\]"),
+        (changed(rewards=torch.zeros(1, 1)), r"\['rewards'\] must have the shape \[1\]"),
+        (changed(attention_mask=torch.tensor([[True, True, False]])), r"sampled token in the padding"),
+        (changed(versions=torch.tensor([[-1, 4, -1]])), r"\['versions'\] must be at least 4 .* got -1"),
+        (
+            changed(versions=torch.tensor([[-1, 4, 3]])),
+            r"\['versions'\] must be at least 4 .* got 3. Update every server",
+        ),
+    ],
+)
+def test_malformed_trajectories_name_the_key(
+    start: Callable[..., Engine], change: Callable[[TensorDict], TensorDict], message: str
+) -> None:
+    class Malformed(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
+            return change(waiting_trajectory(0, 4))
+
+    engine = start(episode_retries=0, max_failed_episodes=0)
+    engine.set_version(4)
+    with pytest.raises(EpisodeError, match=r"\d trajectory") as caught:
+        engine.executor.prepare_batch([rows(1)], Malformed())
+    assert isinstance(caught.value.__cause__, TrajectoryError)
+    with pytest.raises(TrajectoryError, match=message):
+        raise caught.value.__cause__
+
+
+def test_a_dead_loop_raises_its_cause(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=1)
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        raise KeyboardInterrupt("from a workflow")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has ended") as caught:
+            engine.executor.prepare_batch([rows(1)], WaitingWorkflow(act))
+        assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+
+
+def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., Engine]) -> None:
+    engine = start(episode_retries=0, max_failed_episodes=0)
+    with pytest.raises(EpisodeError, match="Await agenerate there instead"):
+        engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: engine.executor.wait(1)))
+
+
+# The other lane
+
+
+def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=1, max_concurrent_rollouts=2, episode_retries=0)
+    running, most = 0, 0
+
+    class Counting(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return await super().arun_episode(engine, data)
+            finally:
+                running -= 1
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        if row["prompt_id"].index == 3:
+            raise RewardError("no")
+        return waiting_trajectory(row["prompt_id"].index, 0)
+
+    data = [{"prompt_id": PromptId(0, index), "delay_s": 0.02 * (index % 2)} for index in (5, 3, 1, 4)]
+    batch = engine.executor.run_all(data, Counting(act))
+    assert prompts_of(batch) == [1, 4, 5] and batch["group_index"].tolist() == [0, 1, 2]
+    assert most == 2
+    with pytest.raises(EpisodeError, match="got none"):
+        engine.executor.run_all(rows(1, first=3), Counting(act))
+
+
+def test_close_is_quick_and_cancels(start: Callable[..., Engine]) -> None:
+    engine = start(consumer_batch_size=64)
+    ended: list[str] = []
+
+    class Endless(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.append("cancelled")
+            return None
+
+    for row in rows(64):
+        engine.executor.submit(row, Endless())
+    with pytest.raises(TimeoutError):
+        engine.executor.wait(1, timeout=0.05)
+    began = time.monotonic()
+    engine.executor.close()
+    assert time.monotonic() - began < 5
+    assert len(ended) == 64
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.executor.wait(1)
+
+
+# What is stored
+
+
+class Tokenizer:
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def test_rollouts_are_stored(start: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = start(
+        consumer_batch_size=2,
+        fileroot=str(tmp_path),
+        experiment_name="exp",
+        trial_name="trial",
+        max_head_offpolicyness=0,
+    )
+    workflow = WaitingWorkflow()
+    workflow.tokenizer = Tokenizer()  # type: ignore[attr-defined]
+    engine.executor.prepare_batch([rows(2)], workflow)
+    engine.set_version(1)
+    engine.executor.prepare_batch([rows(2)], WaitingWorkflow())
+    engine.executor.run_all(rows(1, first=7), workflow, is_evaluation=True)
+    engine.executor.close()
+    folder = tmp_path / "exp" / "trial" / "rollouts"
+    assert sorted(path.name for path in folder.iterdir()) == ["eval_step_1.jsonl", "step_0.jsonl", "step_1.jsonl"]
+    lines = [json.loads(line) for line in (folder / "step_0.jsonl").read_text().splitlines()]
+    assert lines[1] == {
+        "prompt_id": "0-1",
+        "sample": 0,
+        "attempt": 0,
+        "prompt": "1",
+        "completion": "1 1",
+        "input_ids": [1, 1, 1],
+        "logprobs": [0.0, -1.0, -1.0],
+        "versions": [-1, 0, 0],
+        "loss_mask": [0, 1, 1],
+        "reward": 1.0,
+        "server": "",
+        "trained_step": 0,
+    }
+    untexted = json.loads((folder / "step_1.jsonl").read_text().splitlines()[0])
+    assert untexted["prompt"] is None and untexted["trained_step"] == 1
+    evaluated = json.loads((folder / "eval_step_1.jsonl").read_text())
+    assert evaluated["prompt_id"] == "0-7" and evaluated["trained_step"] is None
+
+
+def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., Engine], tmp_path: Path) -> None:
+    (tmp_path / "exp").write_text("a file where the folder should be")
+    engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="exp", max_head_offpolicyness=9)
+    engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
+    with pytest.raises(OSError, match="exp"):
+        for _ in range(8):
+            engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
+            time.sleep(0.05)
+    with pytest.raises(OSError, match="exp"):
+        engine.executor.close()
+    engine.executor._store = None

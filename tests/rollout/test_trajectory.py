@@ -1,0 +1,68 @@
+"""Batches and their split over ranks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from testing_workflows import WaitingWorkflow, waiting_trajectory
+
+from arealite.api.io_struct import PromptId
+from arealite.rollout.episode import Episode, sampling_seed
+from arealite.rollout.trajectory import FinishedEpisode, assemble_batch, balance, split_batch
+from arealite.utils.tensors import concat_padded_tensors
+
+
+def group(index: int, num_samples: int, length: int) -> FinishedEpisode:
+    trajectory = concat_padded_tensors([waiting_trajectory(index, 0, length) for _ in range(num_samples)])
+    return FinishedEpisode(Episode(PromptId(0, index), 0, 0, 1), WaitingWorkflow(), trajectory)
+
+
+def test_a_batch_numbers_its_episodes() -> None:
+    batch = assemble_batch([group(7, 2, 3), group(8, 1, 5), group(9, 3, 2)])
+    assert batch["group_index"].tolist() == [0, 0, 1, 2, 2, 2]
+    assert batch["input_ids"][:, 0].tolist() == [7, 7, 8, 9, 9, 9]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 3, 5, 2, 2, 2]
+    assert batch["versions"][0].tolist() == [-1, 0, 0, -1, -1]
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(2, 30)), min_size=1, max_size=12), shares=st.integers(1, 5)
+)
+def test_a_split_keeps_groups_whole_and_loses_nothing(shapes: list[tuple[int, int]], shares: int) -> None:
+    batch = assemble_batch([group(index, *shape) for index, shape in enumerate(shapes)])
+    parts = split_batch(batch, shares)
+    assert len(parts) == shares
+    groups = [set(part["group_index"].tolist()) for part in parts]
+    assert sum(len(one) for one in groups) == len(set().union(*groups)) == len(shapes)
+    assert all(part["group_index"].tolist() == sorted(part["group_index"].tolist()) for part in parts)
+    joined = torch.cat([part["input_ids"] for part in parts])
+    assert sorted(joined.tolist()) == sorted(batch["input_ids"].tolist())
+
+
+@given(sizes=st.lists(st.integers(0, 1000), max_size=50), shares=st.integers(1, 8))
+def test_balance_is_near_the_best(sizes: list[int], shares: int) -> None:
+    loads = [0] * shares
+    for size, owner in zip(sizes, balance(sizes, shares)):
+        loads[owner] += size
+    assert max(loads) <= sum(sizes) / shares + max(sizes, default=0)
+
+
+def test_balance_by_hand() -> None:
+    assert balance([5, 1, 4, 4], 2) == [0, 0, 1, 1]  # 5 | 4, then 4 | 4+4 > 5, so 1 goes to the first
+    assert balance([3, 3], 3) == [0, 1]
+
+
+def test_sampling_seeds_differ_by_what_names_a_completion() -> None:
+    seeds = {
+        sampling_seed(run, PromptId(epoch, index), sample=sample, attempt=attempt)
+        for run in (1, 2)
+        for epoch in (0, 1)
+        for index in (0, 1, 11)
+        for sample in (0, 1)
+        for attempt in (0, 1)
+    }
+    assert len(seeds) == 48 and max(seeds) < 2**48
+    assert sampling_seed(1, PromptId(0, 0), sample=0, attempt=0) == sampling_seed(
+        1, PromptId(0, 0), sample=0, attempt=0
+    )

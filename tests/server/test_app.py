@@ -1,0 +1,440 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from aiohttp import web
+from tiny_models import EOS, VOCAB_SIZE, build, config, save_qwen3, tokenizer
+from transformers import PreTrainedModel
+
+from arealite.generation.engine import GenerationEngine
+from arealite.generation.model_runner import ModelRunner
+from arealite.server.app import Server
+from arealite.utils.weight_transfer import close_group, join_group, send_bucket
+
+Reply = tuple[int, dict[str, Any]]
+
+
+class Client:
+    """A server in this process, on a real port, and a session to it."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, engine: GenerationEngine) -> None:
+        self.url = url
+        self.session = session
+        self.engine = engine
+
+    async def post(self, path: str, body: object = None, *, raw: bytes | None = None) -> Reply:
+        kwargs: dict[str, Any] = {"data": raw} if raw is not None else {"json": {} if body is None else body}
+        async with self.session.post(self.url + path, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> Reply:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def generate(self, input_ids: list[int], **params: object) -> dict[str, Any]:
+        body = {"input_ids": input_ids, "return_logprob": True, "sampling_params": {"ignore_eos": True, **params}}
+        status, reply = await self.post("/generate", body)
+        assert status == 200, reply
+        return reply
+
+    async def wait_for_tokens(self, count: int) -> None:
+        async with asyncio.timeout(20):
+            while (await self.get("/server_info"))[1]["generated_tokens"] < count:
+                await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def client(model_path: str) -> AsyncIterator[Client]:
+    runner = ModelRunner.from_pretrained(model_path, dtype=torch.float32, slots=4, context=256)
+    engine = GenerationEngine(runner, eos_ids=frozenset({EOS}), tokenizer=tokenizer())
+    server = Server(engine, tokenizer(), model_path=model_path)
+    web_runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=1)
+    await web_runner.setup()
+    await web.TCPSite(web_runner, "127.0.0.1", 0).start()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as session:
+        yield Client(f"http://127.0.0.1:{web_runner.addresses[0][1]}", session, engine)
+    await asyncio.to_thread(engine.close)
+    await web_runner.cleanup()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def logprobs_by(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[float]:
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(output)), output].tolist()
+
+
+def server_logprobs(reply: dict[str, Any]) -> list[float]:
+    entries = reply["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in entries] == reply["output_ids"]
+    assert all(entry[2] is None for entry in entries)
+    return [entry[0] for entry in entries]
+
+
+async def test_a_reply_has_sglangs_shape_and_the_models_logprobs(client: Client, reference: PreTrainedModel) -> None:
+    prompt = [5, 6, 7]
+    body = {
+        "input_ids": prompt,
+        "return_logprob": True,
+        "rid": "mine",
+        "sampling_params": {"max_new_tokens": 20, "ignore_eos": True, "sampling_seed": 3},
+    }
+    status, reply = await client.post("/generate", body)
+    assert status == 200
+    assert server_logprobs(reply) == pytest.approx(logprobs_by(reference, prompt, reply["output_ids"]), abs=1e-4)
+    assert reply["text"] == tokenizer().decode(reply["output_ids"], skip_special_tokens=True)
+    meta = reply["meta_info"]
+    assert meta.pop("e2e_latency") > 0
+    meta.pop("output_token_logprobs")
+    assert meta == {
+        "id": "mine",
+        "finish_reason": {"type": "length", "length": 20},
+        "prompt_tokens": 3,
+        "completion_tokens": 20,
+        "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": 20}],
+    }
+
+
+async def test_greedy_equals_hugging_face(client: Client, reference: PreTrainedModel) -> None:
+    prompt = [9, 8, 7]
+    reply = await client.generate(prompt, temperature=0.0, max_new_tokens=24)
+    expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24)
+    assert EOS not in expected[0]  # which min_new_tokens would have banned
+    assert reply["output_ids"] == expected[0, 3:].tolist()
+
+
+async def test_text_prompts_and_stop_strings(client: Client) -> None:
+    params = {"max_new_tokens": 80, "ignore_eos": True, "sampling_seed": 1}
+    status, free = await client.post("/generate", {"text": "the banana", "sampling_params": params})
+    assert status == 200 and free["meta_info"]["prompt_tokens"] == len(tokenizer().encode("the banana"))
+    raw = tokenizer().decode(free["output_ids"], skip_special_tokens=False)
+    stop = raw[30:33]
+    assert "<" not in stop and ">" not in stop
+    replies = []
+    for no_stop_trim in (False, True):
+        body = {"text": "the banana", "sampling_params": {**params, "stop": [stop, "0"], "no_stop_trim": no_stop_trim}}
+        replies.append((await client.post("/generate", body))[1])
+    trimmed, whole = replies
+    assert trimmed["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert stop in whole["text"] and stop not in trimmed["text"]
+    assert whole["text"].startswith(trimmed["text"])
+    assert trimmed["output_ids"] == whole["output_ids"] == free["output_ids"][: len(whole["output_ids"])]
+
+
+async def test_a_stop_token_is_in_the_ids_and_not_in_the_text(client: Client) -> None:
+    free = await client.generate([5], max_new_tokens=30, sampling_seed=8)
+    stop = next(token for token in free["output_ids"][5:] if 2 <= token < 28)
+    reply = await client.generate([5], max_new_tokens=30, sampling_seed=8, stop_token_ids=[stop])
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert reply["output_ids"][-1] == stop
+    assert reply["text"] == tokenizer().decode(reply["output_ids"][:-1], skip_special_tokens=True)
+
+
+async def test_requests_without_a_seed_differ(client: Client) -> None:
+    replies = await asyncio.gather(*(client.generate([5], max_new_tokens=30) for _ in range(4)))
+    assert len({tuple(reply["output_ids"]) for reply in replies}) == 4
+
+
+BAD_REQUESTS: list[tuple[object, str]] = [
+    ({}, "exactly one of input_ids and text"),
+    ({"input_ids": [5], "text": "a"}, "exactly one of input_ids and text"),
+    ({"input_ids": []}, "1 to 255 tokens: got 0"),
+    ({"input_ids": [5] * 256}, "got 256"),
+    ({"input_ids": [VOCAB_SIZE]}, f"got {VOCAB_SIZE}"),
+    ({"input_ids": [-1]}, "got -1"),
+    ({"input_ids": ["5"]}, "input_ids.0"),
+    ({"input_ids": [5.0]}, "input_ids.0"),
+    ({"input_ids": [True]}, "input_ids.0"),
+    ({"input_ids": [[5]]}, "input_ids.0"),
+    ({"input_ids": "5"}, "input_ids"),
+    ({"text": 5}, "text"),
+    ([1, 2], "GenerateBody"),
+    ({"input_ids": [5], "image_data": ["x"]}, "image_data must be left out: unsupported option"),
+    ({"input_ids": [5], "stream": True}, "unsupported option"),
+    ({"input_ids": [5], "sampling_params": {"beam_width": 3}}, "sampling_params.beam_width"),
+    ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
+    ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature"),
+    ({"input_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
+    ({"input_ids": [5], "sampling_params": {"top_p": 1.1}}, "top_p"),
+    ({"input_ids": [5], "sampling_params": {"top_k": 0}}, "top_k"),
+    ({"input_ids": [5], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "min_new_tokens": 4}}, "min_new_tokens"),
+    ({"input_ids": [5], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),
+    ({"input_ids": [5], "sampling_params": {"n": 2}}, "sampling_params.n"),
+    ({"input_ids": [5], "sampling_params": {"stop": [""]}}, "stop"),
+    ({"input_ids": [5], "sampling_params": {"stop_token_ids": [VOCAB_SIZE]}}, f"got {VOCAB_SIZE}"),
+]
+
+
+async def test_bad_requests_are_refused_and_harm_nobody(client: Client) -> None:
+    alone = await client.generate([5, 6], max_new_tokens=200, sampling_seed=2)
+    victim = asyncio.create_task(client.generate([5, 6], max_new_tokens=200, sampling_seed=2))
+    for body, message in BAD_REQUESTS:
+        status, reply = await client.post("/generate", body)
+        assert status == 400, body
+        assert message in reply["error"]["message"], reply
+    for raw in (b"{", b"\xff\xfe", b"null", b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}'):
+        status, reply = await client.post("/generate", raw=raw)
+        assert status == 400 and reply["error"]["message"]
+    assert (await client.get("/generate"))[0] == 405
+    assert (await client.get("/nowhere"))[0] == 404
+    assert (await victim)["output_ids"] == alone["output_ids"]
+
+
+async def test_pause_abort_and_continue(client: Client) -> None:
+    running = [asyncio.create_task(client.generate([5], max_new_tokens=250, sampling_seed=i)) for i in range(6)]
+    await client.wait_for_tokens(40)
+    assert (await client.post("/pause_generation", {"mode": "abort"}))[0] == 200
+    replies = await asyncio.gather(*running)
+    reasons = [reply["meta_info"]["finish_reason"] for reply in replies]
+    assert {reason["type"] for reason in reasons} == {"abort"}
+    unstarted = [reply for reply in replies if not reply["output_ids"]]
+    assert len(unstarted) == 2
+    assert all(one["meta_info"]["finish_reason"]["message"] == "Abort before prefill" for one in unstarted)
+    held = asyncio.create_task(client.generate([5], max_new_tokens=5, sampling_seed=0))
+    async with asyncio.timeout(10):
+        while not (await client.get("/server_info"))[1]["waiting"]:
+            await asyncio.sleep(0)
+    assert (await client.post("/flush_cache"))[0] == 400
+    assert (await client.post("/continue_generation", {"torch_empty_cache": False}))[0] == 200
+    assert (await held)["output_ids"] == replies[0]["output_ids"][:5]
+    assert (await client.post("/flush_cache"))[0] == 200
+    assert (await client.post("/pause_generation", {"mode": "in_place"}))[0] == 400
+
+
+async def test_bodyless_posts_of_older_clients_work(client: Client) -> None:
+    assert (await client.post("/pause_generation", raw=b""))[0] == 200
+    assert (await client.post("/continue_generation", raw=b""))[0] == 200
+
+
+async def test_abort_request(client: Client) -> None:
+    async def start(rid: str) -> Reply:
+        params = {"max_new_tokens": 250, "ignore_eos": True}
+        return await client.post("/generate", {"input_ids": [5], "rid": rid, "sampling_params": params})
+
+    tasks = [asyncio.create_task(start(rid)) for rid in "ab"]
+    await client.wait_for_tokens(20)
+    assert (await client.post("/abort_request", {"rid": "a"}))[1]["message"] == "1 requests aborted"
+    assert (await tasks[0])[1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await client.post("/abort_request", {"abort_all": True}))[0] == 200
+    assert (await tasks[1])[1]["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert (await client.post("/abort_request", {}))[0] == 400
+
+
+async def test_a_client_that_leaves_frees_its_slot(client: Client) -> None:
+    gone = [asyncio.create_task(client.generate([5], max_new_tokens=250)) for _ in range(4)]
+    await client.wait_for_tokens(8)
+    for task in gone:
+        task.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    async with asyncio.timeout(10):
+        while (await client.get("/server_info"))[1]["running"]:
+            await asyncio.sleep(0)
+    assert (await client.get("/server_info"))[1]["generated_tokens"] < 1000
+
+
+async def test_information(client: Client, model_path: str) -> None:
+    assert await client.get("/health") == (200, {"status": "ok"})
+    assert (await client.get("/v1/models"))[1]["data"][0]["id"] == model_path
+    for path in ("/get_model_info", "/model_info"):
+        assert (await client.get(path))[1]["weight_version"] == "0"
+    info = (await client.get("/server_info"))[1]
+    assert (info["running"], info["waiting"], info["slots"], info["cache_capacity_tokens"]) == (0, 0, 4, 1024)
+    assert (await client.post("/update_weight_version", {"new_version": "7"}))[0] == 200
+    assert (await client.get("/model_info"))[1]["weight_version"] == "7"
+
+
+async def test_update_from_disk(client: Client, tmp_path: Path) -> None:
+    new_path = save_qwen3(tmp_path / "new", seed=5)
+    running = asyncio.create_task(client.generate([5, 6], max_new_tokens=250, sampling_seed=0))
+    await client.wait_for_tokens(30)
+    body = {"model_path": new_path, "weight_version": "1"}
+    assert (await client.post("/update_weights_from_disk", body))[0] == 200
+    reply = await running
+    old_span, new_span = reply["meta_info"]["weight_versions"]
+    assert (old_span["version"], new_span["version"], old_span["end"]) == ("0", "1", new_span["start"])
+    expected = logprobs_by(build(config(), seed=5), [5, 6], reply["output_ids"])[new_span["start"] :]
+    assert server_logprobs(reply)[new_span["start"] :] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_checkpoint_that_does_not_fit_keeps_the_old_weights(client: Client, tmp_path: Path) -> None:
+    build(config(intermediate_size=65), seed=5).save_pretrained(tmp_path / "wider")
+    build(config(num_hidden_layers=1), seed=5).save_pretrained(tmp_path / "shallower")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
+    before = await client.generate([5, 6], max_new_tokens=20, sampling_seed=0)
+    reasons = {"wider": "shape of", "shallower": "missing", "torn": "model.safetensors", "absent": "safetensors"}
+    for name, reason in reasons.items():
+        body = {"model_path": str(tmp_path / name), "weight_version": "1"}
+        status, reply = await client.post("/update_weights_from_disk", body)
+        assert status == 400 and reason in reply["error"]["message"], reply
+    assert (await client.generate([5, 6], max_new_tokens=20, sampling_seed=0))["output_ids"] == before["output_ids"]
+    assert (await client.get("/model_info"))[1]["weight_version"] == "0"
+
+
+class Trainer:
+    """The sending half, as a trainer does it: joins and sends in a thread while the server is asked to."""
+
+    def __init__(self, client: Client, name: str, seed: int) -> None:
+        self.client = client
+        self.name = name
+        self.weights = {name: p.detach() for name, p in build(config(), seed=seed).named_parameters()}
+        self.port = free_port()
+
+    async def join(self, timeout_s: float = 20.0) -> None:
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": str(self.port),
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": self.name,
+            "backend": "gloo",
+            "timeout_s": timeout_s,
+        }
+        joining = asyncio.to_thread(join_group, "127.0.0.1", self.port, 0, 2, self.name, timeout_s=timeout_s)
+        self.group, (status, reply) = await asyncio.gather(
+            joining, self.client.post("/init_weights_update_group", body)
+        )
+        assert (status, reply["success"]) == (200, True), reply
+
+    def bucket(self, names: list[str], **changes: object) -> dict[str, object]:
+        return {
+            "names": names,
+            "dtypes": ["float32"] * len(names),
+            "shapes": [list(self.weights[name].shape) for name in names],
+            "group_name": self.name,
+            **changes,
+        }
+
+    async def send(self, names: list[str], **changes: object) -> Reply:
+        sending = asyncio.to_thread(send_bucket, self.group, [self.weights[name] for name in names])
+        asking = self.client.post("/update_weights_from_distributed", self.bucket(names, **changes))
+        _, reply = await asyncio.gather(sending, asking)
+        return reply
+
+
+async def test_update_by_broadcast_again_and_again(client: Client) -> None:
+    for round_number in range(3):
+        trainer = Trainer(client, f"group-{round_number}", seed=10 + round_number)
+        await trainer.join()
+        names = list(trainer.weights)
+        for half in range(2):
+            version = str(2 * round_number + half + 1)
+            assert (await client.post("/begin_weight_update", {}))[0] == 200
+            assert (await trainer.send(names[:9]))[0] == 200
+            assert (await client.get("/model_info"))[1]["weight_version"] != version
+            assert (await trainer.send(names[9:], weight_version=version))[0] == 200
+            assert (await client.post("/end_weight_update"))[0] == 200
+            assert (await client.get("/model_info"))[1]["weight_version"] == version
+        reply = await client.generate([5, 6], max_new_tokens=30)
+        expected = logprobs_by(build(config(), seed=10 + round_number), [5, 6], reply["output_ids"])
+        assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
+        assert (await client.post("/destroy_weights_update_group", {"group_name": trainer.name}))[0] == 200
+        close_group(trainer.group)
+
+
+async def test_an_unfinished_update_changes_nothing(client: Client) -> None:
+    trainer = Trainer(client, "g", seed=5)
+    await trainer.join()
+    before = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    await client.post("/begin_weight_update")
+    await trainer.send(list(trainer.weights)[:9], weight_version="1")
+    during = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    status, reply = await client.post("/end_weight_update")
+    assert status == 400 and "missing" in reply["error"]["message"]
+    after = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    assert before["output_ids"] == during["output_ids"] == after["output_ids"]
+    assert after["meta_info"]["weight_version"] == "0"
+    close_group(trainer.group)
+
+
+@pytest.mark.parametrize("reason", ["no begin", "unknown name", "wrong shape"])
+async def test_a_refused_bucket_ends_the_senders_wait_at_once(client: Client, reason: str) -> None:
+    trainer = Trainer(client, "g", seed=5)
+    await trainer.join(timeout_s=60.0)
+    name = "model.embed_tokens.weight"
+    trainer.weights["big"] = torch.zeros(30_000_000)  # more than the buffers of a socket take
+    body = trainer.bucket([name])
+    if reason != "no begin":
+        await client.post("/begin_weight_update")
+    if reason == "unknown name":
+        body["names"] = ["no.such.weight"]
+    if reason == "wrong shape":
+        body["shapes"] = [[3, 3]]
+    failed = threading.Event()
+
+    def send() -> None:
+        with pytest.raises(ConnectionError, match="broadcast in 'g' must finish"):
+            send_bucket(trainer.group, [trainer.weights["big"]])
+        failed.set()
+
+    sending = asyncio.create_task(asyncio.to_thread(send))
+    status, reply = await client.post("/update_weights_from_distributed", body)
+    assert status == 400, reply
+    await asyncio.wait_for(sending, 10)
+    assert failed.is_set()
+    close_group(trainer.group)
+
+
+async def test_a_sender_that_leaves_is_an_error_and_the_old_weights_stay(client: Client) -> None:
+    trainer = Trainer(client, "g", seed=5)
+    await trainer.join(timeout_s=60.0)
+    before = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    await client.post("/begin_weight_update")
+    receiving = asyncio.create_task(
+        client.post("/update_weights_from_distributed", trainer.bucket(list(trainer.weights)))
+    )
+    await asyncio.sleep(0.1)
+    close_group(trainer.group)
+    status, reply = await asyncio.wait_for(receiving, 10)
+    assert status == 400 and "Connection closed by peer" in reply["error"]["message"]
+    assert (await client.post("/end_weight_update"))[0] == 400
+    after = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    assert after["output_ids"] == before["output_ids"]
+
+
+async def test_joining_nobody_ends_at_the_deadline(client: Client) -> None:
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": free_port(),
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "g",
+        "timeout_s": 1.0,
+    }
+    status, reply = await asyncio.wait_for(client.post("/init_weights_update_group", body), 10)
+    assert status == 400 and "must form within 1 s" in reply["error"]["message"]
+    assert (await client.get("/health"))[0] == 200
+
+
+async def test_a_failed_engine_answers_500_and_is_unhealthy(client: Client) -> None:
+    running = [
+        asyncio.create_task(client.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 250}}))
+        for _ in range(3)
+    ]
+    await client.wait_for_tokens(6)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the chip melted")
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(fail)
+    replies = await asyncio.gather(*running)
+    handle.remove()
+    assert {status for status, _ in replies} == {500}
+    assert all("the chip melted" in reply["error"]["message"] for _, reply in replies)
+    assert (await client.get("/health"))[0] == 503
+    assert (await client.post("/generate", {"input_ids": [5]}))[0] == 500

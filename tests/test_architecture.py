@@ -1,0 +1,99 @@
+"""The rooms of the package and who may import whom; importing the package costs nothing and does nothing."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "arealite"
+
+MAY_IMPORT = {
+    "api": set(),
+    "utils": set(),
+    "generation": {"api", "utils"},
+    "reward": {"api", "utils"},
+    "dataset": {"api", "utils"},
+    "rollout": {"api", "utils"},
+    "launcher": {"api", "utils"},
+    "server": {"api", "utils", "generation"},
+    "workflow": {"api", "utils", "reward"},
+    "engine": {"api", "utils", "rollout", "generation"},
+    "trainer": {"api", "utils", "rollout", "engine", "workflow", "reward", "dataset"},
+    "core": {"api", "utils", "rollout", "engine", "workflow", "reward", "dataset"},
+}
+"""Besides itself and the package's version. `cli` may import anything."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(file: Path, body: ast.AST) -> Iterator[str]:
+    """Name the modules of ours that the code imports, for type checkers too."""
+    package = ["arealite", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(body):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "arealite")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "arealite":
+                yield from (f"arealite.{alias.name}" for alias in node.names)
+            elif module.startswith("arealite."):
+                yield module
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_arrows(file: Path) -> None:
+    room, *rest = file.relative_to(PACKAGE).parts
+    tree = ast.parse(file.read_text())
+    rooms = {name.split(".")[1] for name in imported(file, tree) if "." in name} - {"__version__"}
+    if not rest:
+        assert rooms == set(), "the package itself imports no room"
+    elif room != "cli":
+        assert rooms <= MAY_IMPORT[room] | {room}, f"{room} may import {sorted(MAY_IMPORT[room])}: got {sorted(rooms)}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_our_imports_stand_at_the_top(file: Path) -> None:
+    if file.relative_to(PACKAGE).parts[0] == "cli":
+        return  # each command imports its own machinery, so that --help is quick
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inner = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, functions)]
+    assert [name for function in inner for name in imported(file, function)] == []
+
+
+PROBE = """
+import sys, threading, time
+start = time.perf_counter()
+import {modules}
+print(time.perf_counter() - start)
+print(sorted({{"torch", "transformers", "tensordict"}} & set(sys.modules)))
+print(threading.active_count())
+"""
+
+
+def probe(folder: Path, modules: str) -> tuple[float, str, int]:
+    """Import in a fresh interpreter: seconds, heavy modules that came along, threads."""
+    env = os.environ | {"HOME": str(folder), "PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    code = PROBE.format(modules=modules)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=True)
+    seconds, heavy, threads = done.stdout.splitlines()
+    assert list(folder.iterdir()) == []
+    return float(seconds), heavy, int(threads)
+
+
+def test_importing_the_package_is_quick_and_does_nothing(tmp_path: Path) -> None:
+    seconds, heavy, threads = min(probe(tmp_path, "arealite") for _ in range(3))
+    assert seconds < 0.5
+    assert (heavy, threads) == ("[]", 1)
+
+
+@pytest.mark.parametrize("room", ["api", "reward", "launcher", "cli"])
+def test_light_rooms_import_no_torch(tmp_path: Path, room: str) -> None:
+    modules = [".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in FILES]
+    modules = [name.removesuffix(".__init__") for name in modules if name.startswith(f"arealite.{room}.")]
+    _, heavy, threads = probe(tmp_path, ", ".join(name for name in modules if not name.endswith("__main__")))
+    assert (heavy, threads) == ("[]", 1)

@@ -1,0 +1,242 @@
+"""A small real server in SGLang's dialect whose tokens are a function of (seed, position): exactness can be checked.
+
+It can be slow, fail, hang up, abort and swap versions mid-generation. It runs in a thread of its own; several may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aiohttp import web
+
+from arealite.api.io_struct import ParamSpec
+from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
+
+VOCABULARY = 1000
+EOS = 1
+
+
+def token_at(seed: int, position: int, *, eos_every: int = 0) -> int:
+    """Return the token that any server samples at an absolute position for a sampling seed."""
+    digest = int.from_bytes(hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=4).digest(), "big")
+    if eos_every and digest % eos_every == 0:
+        return EOS
+    return 2 + digest % (VOCABULARY - 2)
+
+
+def logprob_at(token: int, position: int, version: int) -> float:
+    """Return the logprob that a server of that version reports."""
+    return -(token + 1) / VOCABULARY - position / 1e4 - version
+
+
+@dataclass
+class ScriptedServer:
+    """The endpoints, and knobs that tests turn while it runs."""
+
+    token_delay_s: float = 0.0
+    eos_every: int = 0
+    """A token is EOS with this inverse probability; 0 is never."""
+    context: int = 4096
+    version: int = 0
+    tells: Literal["spans", "single", "nothing"] = "spans"
+    has_sessions: bool = True
+    failures: list[int | str] = field(default_factory=list)
+    """What the next calls of /generate answer: a status, or `hang up`."""
+    refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Endpoint -> status and message that it always answers."""
+    is_healthy: bool = True
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    """Payloads of /generate."""
+    calls: list[str] = field(default_factory=list)
+    """Other endpoints, in order."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    is_paused: bool = False
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        self._groups: dict[str, BroadcastGroup] = {}
+        self._staged: dict[str, Any] | None = None
+        self._aborts = 0
+
+    def app(self) -> web.Application:
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        app = web.Application(middlewares=[self._refuse])
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/generate", self._generate)
+        for endpoint, handle in (
+            ("/pause_generation", self._pause),
+            ("/continue_generation", self._continue),
+            ("/update_weights_from_disk", self._from_disk),
+            ("/init_weights_update_group", self._join),
+            ("/destroy_weights_update_group", self._leave),
+            ("/update_weights_from_distributed", self._stage),
+            *((("/begin_weight_update", self._begin), ("/end_weight_update", self._end)) if self.has_sessions else ()),
+        ):
+            app.router.add_post(endpoint, handle)
+        return app
+
+    def abort_all(self) -> None:
+        """Abort what runs, as an operator might."""
+        self._aborts += 1
+
+    @web.middleware
+    async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path not in ("/generate", "/health"):
+            self.calls.append(request.path)
+        if request.path in self.refusals:
+            status, message = self.refusals[request.path]
+            return web.json_response({"success": False, "message": message}, status=status)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({}, status=200 if self.is_healthy else 503)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.failures:
+            failure = self.failures.pop(0)
+            if failure == "hang up":
+                assert request.transport is not None
+                request.transport.close()
+                return web.Response()
+            return web.json_response({"error": {"message": "scripted"}}, status=int(failure))
+        await self._resumed.wait()
+        return web.json_response(await self._sample(body))
+
+    async def _sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt, params = body["input_ids"], body["sampling_params"]
+        seed, aborts = params["sampling_seed"], self._aborts
+        tokens: list[int] = []
+        pairs: list[list[Any]] = []
+        spans: list[dict[str, Any]] = []
+        finish: dict[str, Any] = {"type": "length"}
+        first_version = self.version
+        while len(tokens) < params["max_new_tokens"] and len(prompt) + len(tokens) < self.context:
+            if self.token_delay_s:
+                await asyncio.sleep(self.token_delay_s)
+            if self._aborts != aborts:
+                finish = {"type": "abort", "message": "Aborted"}
+                break
+            position = len(prompt) + len(tokens)
+            token = token_at(seed, position, eos_every=self.eos_every)
+            version = self.version if self.tells == "spans" else first_version
+            pairs.append([logprob_at(token, position, version), token, None])
+            if not spans or spans[-1]["version"] != str(version):
+                spans.append({"version": str(version), "start": len(tokens), "end": len(tokens)})
+            tokens.append(token)
+            spans[-1]["end"] = len(tokens)
+            if token == EOS and len(tokens) > params["min_new_tokens"]:
+                finish = {"type": "stop", "matched": EOS}
+                break
+        meta: dict[str, Any] = {"finish_reason": finish, "output_token_logprobs": pairs}
+        if self.tells != "nothing":
+            meta["weight_version"] = spans[-1]["version"] if spans else str(first_version)
+        if self.tells == "spans":
+            meta["weight_versions"] = spans
+        return {"output_ids": tokens, "text": "", "meta_info": meta}
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self._resumed.clear()
+        self.is_paused = True
+        self.abort_all()
+        return web.Response(text="paused")
+
+    async def _continue(self, _: web.Request) -> web.Response:
+        self._resumed.set()
+        self.is_paused = False
+        return web.Response(text="continued")
+
+    async def _from_disk(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        with open(f"{body['model_path']}/weights") as file:
+            self.weights = {"disk": file.read()}
+        self.version = int(body["weight_version"])
+        return web.json_response({"success": True})
+
+    async def _join(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        args = (
+            body["master_address"],
+            body["master_port"],
+            body["rank_offset"],
+            body["world_size"],
+            body["group_name"],
+        )
+        try:
+            self._groups[body["group_name"]] = await asyncio.to_thread(join_group, *args, timeout_s=10.0)
+        except (ConnectionError, ValueError) as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        return web.json_response({"success": True})
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        close_group(self._groups.pop((await request.json())["group_name"]))
+        return web.json_response({"success": True})
+
+    async def _begin(self, _: web.Request) -> web.Response:
+        self._staged = {}
+        return web.json_response({"success": True})
+
+    async def _stage(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        specs = [ParamSpec(n, tuple(s), d) for n, s, d in zip(body["names"], body["shapes"], body["dtypes"])]
+        group = self._groups[body["group_name"]]
+        try:
+            bucket = await asyncio.to_thread(receive_bucket, group, specs)
+        except ConnectionError as error:
+            close_group(self._groups.pop(body["group_name"]))
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        (self.weights if self._staged is None else self._staged).update(bucket)
+        if body["weight_version"] is not None:
+            self.version = int(body["weight_version"])
+        return web.json_response({"success": True})
+
+    async def _end(self, _: web.Request) -> web.Response:
+        assert self._staged is not None
+        self.weights, self._staged = self.weights | self._staged, None
+        return web.json_response({"success": True})
+
+    async def close(self, _: web.Application) -> None:
+        for group in self._groups.values():
+            close_group(group)
+
+
+@contextlib.contextmanager
+def serve(server: ScriptedServer, port: int = 0) -> Iterator[ScriptedServer]:
+    """Run a server on loopback until the block ends; `port` 0 is any."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> web.AppRunner:
+        app = server.app()
+        app.on_cleanup.append(server.close)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        server.address = f"127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    async def stop(runner: web.AppRunner) -> None:
+        await runner.cleanup()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(runner), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

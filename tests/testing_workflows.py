@@ -1,0 +1,74 @@
+"""Real workflows that need no model: one that samples from a server, one that only waits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.tensors import concat_padded_tensors
+
+
+def trajectory_of(response: ModelResponse, reward: float) -> TensorDict:
+    """Turn one completion into a trajectory of one row."""
+    num_prompt, num_output = response.input_len, response.output_len
+    row = {
+        "input_ids": torch.tensor([response.input_tokens + response.output_tokens]),
+        "attention_mask": torch.ones(1, num_prompt + num_output, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0] * num_prompt + [1] * num_output]),
+        "logprobs": torch.tensor([[0.0] * num_prompt + response.output_logprobs]),
+        "versions": torch.tensor([[-1] * num_prompt + response.output_versions]),
+        "rewards": torch.tensor([reward]),
+        "no_eos": torch.tensor([response.stop_reason == "length"]),
+    }
+    return TensorDict(row, batch_size=[1])
+
+
+class SamplingWorkflow(RolloutWorkflow):
+    """Samples a group for the prompt `row["input_ids"]`; the reward is the first token."""
+
+    def __init__(self, **gconfig: Any) -> None:
+        self.gconfig = GenerationHyperparameters(**gconfig)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+        gconfig = self.gconfig.new(n_samples=1)
+        requests = [
+            ModelRequest(data["input_ids"], gconfig, rid=str(data["prompt_id"])) for _ in range(self.gconfig.n_samples)
+        ]
+        responses = await asyncio.gather(*(engine.agenerate(request) for request in requests))
+        return concat_padded_tensors([trajectory_of(one, float(one.output_tokens[0])) for one in responses])
+
+
+def waiting_trajectory(index: int, version: int, length: int = 3) -> TensorDict:
+    """Return one row that says which prompt it belongs to."""
+    response = ModelResponse(
+        [index], [index] * (length - 1), [-1.0] * (length - 1), [version] * (length - 1), "stop", ""
+    )
+    return trajectory_of(response, float(index))
+
+
+@dataclasses.dataclass
+class WaitingWorkflow(RolloutWorkflow):
+    """Needs no server: waits for as long as `row["delay_s"]` says, then does what `act` says (default: one row)."""
+
+    act: Callable[[InferenceEngine, dict[str, Any]], TensorDict | None] = dataclasses.field(
+        default=lambda engine, row: waiting_trajectory(row["prompt_id"].index, engine.get_version())
+    )
+    started: list[Any] = dataclasses.field(default_factory=list)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+        self.started.append(data["prompt_id"])
+        version = engine.get_version()
+        await asyncio.sleep(data.get("delay_s", 0.0))
+        result = self.act(engine, data)
+        if result is not None:
+            result["versions"] = torch.where(result["loss_mask"].bool(), version, -1)
+        return result

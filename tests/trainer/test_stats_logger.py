@@ -1,0 +1,114 @@
+import json
+import logging
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from arealite.api.cli_args import ClusterSpecConfig, GRPOConfig, SFTConfig, StatsLoggerConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.trainer.stats_logger import StatsLogger
+
+FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
+
+
+def stats_config(folder: Path) -> StatsLoggerConfig:
+    return StatsLoggerConfig(experiment_name="exp", trial_name="t0", fileroot=str(folder))
+
+
+def read(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "exp/t0/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_row_per_step_flushed_when_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    for step in range(3):
+        with stats.timer("rollout"):
+            stats.add({"reward/mean": 0.25 * step, "staleness/max": step})
+        returned = stats.commit(step)
+        assert read(tmp_path)[-1] == {"step": step, **returned}
+    assert [row["reward/mean"] for row in read(tmp_path)] == [0.0, 0.25, 0.5]
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.search(r"step +(\d+)/10 \| reward +([0-9.]+)", line)[2] for line in lines] == ["0", "0.250", "0.500"]
+    stats.close()
+
+
+def test_tokens_per_second_are_those_of_the_step(tmp_path: Path) -> None:
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    stats.add({"perf/trained_tokens": 500.0})
+    row = stats.commit(0)
+    assert row["perf/tokens_per_s"] == pytest.approx(500 / row["time/step_s"])
+    stats.close()
+
+
+def test_not_finite_is_null_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    with caplog.at_level(logging.WARNING, logger="arealite.stats"):
+        for step, norm in enumerate((1.0, math.inf, math.nan, 2.0)):
+            stats.add({"optim/grad_norm": norm})
+            stats.commit(step)
+    assert [row["optim/grad_norm"] for row in read(tmp_path)] == [1.0, None, None, 2.0]
+    assert [record.getMessage() for record in caplog.records] == ["step 1: optim/grad_norm not finite: stored as null"]
+    stats.close()
+
+
+def test_config_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = GRPOConfig(experiment_name="exp", trial_name="t0", cluster=ClusterSpecConfig(fileroot=str(tmp_path)))
+    config.rollout.max_head_offpolicyness = 3
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC, experiment=config)
+    assert "max_head_offpolicyness: 3" in (tmp_path / "exp/t0/config.yaml").read_text()
+    stats.add({"eval/version": 0, "eval/accuracy": 0.25})
+    for step in range(2):
+        stats.add({"optim/grad_norm": 1.0, "perf/trained_tokens": 10, "staleness/mean": 0.5, "staleness/max": step})
+        stats.commit(step)
+    stats.add({"eval/version": 2, "eval/accuracy": 0.75})
+    stats.commit(2)
+    stats.close({"seed": 5})
+    summary = json.loads((tmp_path / "exp/t0/summary.json").read_text())
+    assert summary.pop("wall_s") == pytest.approx(sum(row["time/step_s"] for row in read(tmp_path)))
+    assert summary == {
+        "steps": 2, "trained_tokens": 20, "staleness_max": 1, "staleness_bound": 3,
+        "accuracy_before": 0.25, "accuracy_after": 0.75, "seed": 5,
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert "step  0/10 " in out and "staleness 0.5/3" in out
+
+
+def test_an_sft_run_has_no_staleness(tmp_path: Path) -> None:
+    config = SFTConfig(experiment_name="exp", trial_name="t0", cluster=ClusterSpecConfig(fileroot=str(tmp_path)))
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC, experiment=config)
+    stats.add({"sft/loss": 1.0, "optim/grad_norm": 1.0})
+    stats.commit(0)
+    stats.close()
+    assert json.loads((tmp_path / "exp/t0/summary.json").read_text()).keys() == {"steps", "wall_s"}
+
+
+def test_two_evaluations_are_not_averaged(tmp_path: Path) -> None:
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    stats.add(None)
+    stats.add({"eval/version": 0, "eval/accuracy": 0.2})
+    with pytest.raises(ValueError, match="one evaluation: got versions 0 and 1"):
+        stats.add({"eval/version": 1, "eval/accuracy": 0.4})
+    assert stats.commit(0)["eval/accuracy"] == 0.2
+    stats.add({"eval/version": 1, "eval/accuracy": 0.4})
+    assert stats.commit(1)["eval/accuracy"] == 0.4
+    stats.close()
+
+
+def test_an_earlier_run_in_the_folder_is_replaced(tmp_path: Path) -> None:
+    for reward in (0.1, 0.2):
+        stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+        stats.add({"reward/mean": reward})
+        stats.commit(0)
+        stats.close()
+    assert [row["reward/mean"] for row in read(tmp_path)] == [0.2]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    stats.add({"reward/mean": 1.0})
+    assert stats.commit(0)["reward/mean"] == 1.0
+    stats.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,57 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.trainer.step_line import StepLine, compact
+
+ROW = {
+    "reward/mean": 0.4125, "policy/loss": -0.0031, "policy/approx_kl": 1.2e-3, "policy/mismatch_kl": 4e-5,
+    "staleness/mean": 1.3, "staleness/max": 3.0, "time/rollout_s": 18.21, "time/logprobs_s": 2.2, "time/update_s": 7.2,
+    "perf/tokens_per_s": 21_345.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.413, "0.413"), (-0.003, "-3.0e-3"), (1.234e-4, "1.2e-4"), (1e-12, "1.0e-12"), (12.34, "12.3"),
+     (9.9996, "10.0"), (999.96, "1.0k"), (21_345, "21.3k"), (3.2e6, "3.2M"), (7e12, "7000.0G"), (math.nan, "nan"),
+     (-math.inf, "-inf")],
+)  # fmt: skip
+def test_compact(value: float, text: str) -> None:
+    assert compact(value) == text
+
+
+@given(st.floats(1e-9, 1e12))
+def test_compact_is_the_number_to_a_few_digits(value: float) -> None:
+    text = compact(value)
+    number = float(text.rstrip("kMG")) * {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1)
+    assert number == pytest.approx(value, rel=0.051)
+
+
+def test_the_line_and_its_order() -> None:
+    line = StepLine(total_steps=200, staleness_bound=4)
+    assert line.render(12, ROW | {"eval/accuracy": 0.5}) == (
+        "step  12/200 | reward  0.412 | loss -0.003 | kl 1.2e-3 | mismatch_kl 4.0e-5 | staleness 1.3/4"
+        " | rollout 18.2s train  9.4s | 21.3k tok/s | eval  0.500"
+    )
+
+
+def test_columns_stay_where_they_are() -> None:
+    line = StepLine(total_steps=200, staleness_bound=4)
+    small = {key: value / 1000 for key, value in ROW.items()}
+    without_kl = {key: value for key, value in ROW.items() if "kl" not in key}
+    lines = [line.render(step, row) for step, row in ((0, ROW), (99, small), (150, without_kl))]
+    bars = [[i for i, letter in enumerate(text) if letter == "|"] for text in lines]
+    assert bars[0] == bars[1] == bars[2]
+    assert "kl      - |" in lines[2]
+
+
+def test_what_a_run_never_has_takes_no_room() -> None:
+    line = StepLine(total_steps=5, staleness_bound=None)
+    assert line.render(3, {"sft/loss": 2.5, "time/train_s": 0.25}) == "step 3/5 | loss  2.500 | train  0.2s"
+
+
+def test_a_number_that_is_not_finite_is_shown() -> None:
+    assert "loss    nan" in StepLine(total_steps=5, staleness_bound=None).render(0, {"policy/loss": math.nan})

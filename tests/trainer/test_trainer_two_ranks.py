@@ -1,0 +1,71 @@
+"""What every rank must agree on, with two real processes."""
+
+import json
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from arealite.api.cli_args import SaverConfig, StatsLoggerConfig
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
+from arealite.trainer.saver import Saver
+from arealite.trainer.stats_logger import StatsLogger
+
+FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
+
+
+class RankFileEngine:
+    """Every rank writes a file, rank 1 late."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        time.sleep(0.3 * dist.get_rank())
+        (Path(meta.path) / f"shard_{dist.get_rank()}").touch()
+
+
+def work(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    run = {"experiment_name": "exp", "trial_name": "t0", "fileroot": folder}
+    result: dict[str, object] = {}
+
+    stats = StatsLogger(StatsLoggerConfig(**run), FT_SPEC)
+    for value in [1.0] * (1 + rank):  # a mean weighs values, not ranks
+        stats.add({"a/mean": value + 2 * rank, "a/max": rank, "a/min": rank})
+    stats.add({"a/sum": 1.0 + rank}, reduce="sum")
+    if rank == 0:
+        stats.add({"only/rank_0": 7.0})
+    with stats.timer("update"):
+        time.sleep(0.5 * rank)
+    result["row"] = stats.commit(0)
+    stats.close()
+
+    saver = Saver(SaverConfig(**run, freq_secs=1.0 if rank == 0 else 1e9), FT_SPEC)
+    early = saver.save(RankFileEngine(), 0)
+    time.sleep(1.1)
+    path = saver.save(RankFileEngine(), 1)
+    result["saved"] = [early is None, sorted(file.name for file in path.iterdir()) if path else None]
+
+    if rank == 0:
+        (path.parent / ".step_2.old").touch()
+        (path.parent / "step_2").mkdir()
+    try:
+        saver.save(RankFileEngine(), 2, force=True)
+    except (CheckpointError, RuntimeError) as error:
+        result["error"] = str(error)
+    Path(folder, f"result_{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+    results = [json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2)]
+    row = results[0]["row"]
+    assert row == results[1]["row"]
+    assert json.loads((tmp_path / "exp/t0/metrics.jsonl").read_text()) == {"step": 0} | row
+    assert {key: row[key] for key in row if not key.startswith("time/")} == {
+        "a/mean": (1 + 3 + 3) / 3, "a/max": 1.0, "a/min": 0.0, "a/sum": 3.0, "only/rank_0": 7.0,
+    }  # fmt: skip
+    assert row["time/update_s"] < 0.4  # rank 0's own
+    assert [result["saved"] for result in results] == [[True, ["shard_0", "shard_1"]]] * 2
+    assert all("must be free" in result["error"] for result in results)

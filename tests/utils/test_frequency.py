@@ -1,0 +1,56 @@
+import time
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.utils.frequency import Frequency
+
+
+@dataclass
+class Triggers:
+    freq_epochs: int | None = None
+    freq_steps: int | None = None
+    freq_secs: float | None = None
+
+
+@dataclass
+class Epochs:
+    steps_per_epoch: int = 4
+
+
+@given(st.integers(1, 7), st.integers(0, 40))
+def test_every_nth_step(n: int, num_steps: int) -> None:
+    frequency = Frequency.from_config(Triggers(freq_steps=n), Epochs())
+    due = [step for step in range(1, num_steps + 1) if frequency.check()]
+    assert due == list(range(n, num_steps + 1, n))
+
+
+def test_an_epoch_is_its_steps_and_the_shorter_trigger_wins() -> None:
+    frequency = Frequency.from_config(Triggers(freq_epochs=2, freq_steps=100), Epochs())
+    assert [step for step in range(1, 18) if frequency.check()] == [8, 16]
+
+
+def test_never_without_a_trigger_unless_forced() -> None:
+    frequency = Frequency.from_config(Triggers(), Epochs(), is_first_due=True)
+    assert not any(frequency.check() for _ in range(100))
+    assert frequency.check(force=True)
+
+
+def test_counts_from_the_last_time_also_if_that_was_forced() -> None:
+    frequency = Frequency.from_config(Triggers(freq_steps=3), Epochs())
+    assert [frequency.check(force=step == 2) for step in range(1, 9)] == [
+        False, True, False, False, True, False, False, True,
+    ]  # fmt: skip
+
+
+def test_the_first_call_can_be_due() -> None:
+    frequency = Frequency.from_config(Triggers(freq_steps=2), Epochs(), is_first_due=True)
+    assert [step for step in range(7) if frequency.check()] == [0, 2, 4, 6]
+
+
+def test_seconds() -> None:
+    frequency = Frequency.from_config(Triggers(freq_secs=0.05), Epochs())
+    assert not frequency.check()
+    time.sleep(0.06)
+    assert [frequency.check(), frequency.check()] == [True, False]

@@ -1,0 +1,48 @@
+"""Held ports are given to nobody else, and yet their user can listen."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from arealite.utils.network import free_port, hold_port, host_ip, port_of
+
+
+def test_a_held_port_is_usable_by_its_user_only():
+    with (
+        hold_port() as holder,
+        socket.create_server(("127.0.0.1", port_of(holder))) as server,
+        socket.create_connection(server.getsockname(), timeout=5) as client,
+    ):
+        connection, address = server.accept()
+        assert address == client.getsockname()
+        connection.close()
+    with hold_port() as holder, socket.socket() as stranger:
+        refused = stranger.connect_ex(("127.0.0.1", port_of(holder)))
+        assert refused != 0
+
+
+def test_nobody_is_given_a_held_port():
+    holders = [hold_port() for _ in range(50)]
+    held = {port_of(holder) for holder in holders}
+    assert len(held) == 50
+    try:
+        for _ in range(3000):
+            with hold_port() as other:
+                assert port_of(other) not in held
+            with socket.socket() as other:
+                other.bind(("127.0.0.1", 0))
+                assert other.getsockname()[1] not in held
+    finally:
+        for holder in holders:
+            holder.close()
+
+
+def test_a_free_port_can_be_bound():
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
+
+
+def test_host_ip_is_an_address_of_this_host():
+    with socket.create_server((host_ip(), 0)):
+        assert ipaddress.ip_address(host_ip()).version == 4

@@ -1,0 +1,96 @@
+"""Processes are found and ended with all their descendants."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from arealite.utils.processes import (
+    adopt_orphans,
+    descendants,
+    describe_exit,
+    exit_status,
+    is_alive,
+    kill_tree,
+    send_signal,
+    spawn,
+    stop_tree,
+    wait_gone,
+)
+
+TREE = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else signal.SIG_DFL)
+sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def spawn_tree(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+    process = spawn([sys.executable, "-c", TREE, *arguments], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout as output:
+        return process, int(output.readline())
+
+
+def test_zombies_are_gone():
+    process = spawn([sys.executable, "-c", "pass"])
+    assert wait_gone([process.pid], timeout_s=10) == set()
+    os.kill(process.pid, 0)  # still in the process table
+    assert not is_alive(process.pid)
+    assert process.pid not in descendants(os.getpid())
+    assert process.wait() == 0
+    assert not is_alive(process.pid)
+    send_signal(process.pid, signal.SIGTERM)
+
+
+def test_descendants_cross_sessions():
+    process, grandchild = spawn_tree()
+    assert descendants(process.pid) == [grandchild]
+    assert {process.pid, grandchild} <= set(descendants(os.getpid()))
+    kill_tree(process.pid)
+    assert not is_alive(process.pid) and not is_alive(grandchild)
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_stop_tree(stubborn):
+    process, grandchild = spawn_tree(*["stubborn"] * stubborn)
+    assert stop_tree(process, grace_s=0.5) == (-signal.SIGKILL if stubborn else -signal.SIGTERM)
+    assert not is_alive(grandchild)
+
+
+def test_wait_gone_keeps_its_deadline():
+    process = spawn([sys.executable, "-c", "import time; time.sleep(600)"])
+    started = time.monotonic()
+    assert wait_gone([process.pid], timeout_s=0.2) == {process.pid}
+    assert time.monotonic() - started >= 0.2
+    assert stop_tree(process) == -signal.SIGTERM
+
+
+def test_adopted_orphans_become_children():
+    before = adopt_orphans()
+    try:
+        middle = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid)"
+        process = spawn([sys.executable, "-c", middle], stdout=subprocess.PIPE)
+        orphan = int(process.communicate()[0])
+        assert orphan in descendants(os.getpid())
+        kill_tree(orphan)
+        assert os.waitpid(orphan, 0) == (orphan, signal.SIGKILL)
+    finally:
+        assert adopt_orphans(before)
+
+
+def test_exit_descriptions():
+    assert (exit_status(7), exit_status(-9)) == (7, 137)
+    assert describe_exit(1) == "exit status 1"
+    assert describe_exit(139) == "exit status 139 (SIGSEGV)"
+    assert describe_exit(255) == "exit status 255"

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from arealite.utils.weight_transfer import (
+    BroadcastGroup,
+    broadcast_tensor,
+    close_group,
+    join_group,
+    receive_bucket,
+    send_bucket,
+)
+
+T = TypeVar("T")
+BIG = 30_000_000
+"""Elements of a tensor that no socket buffer takes."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def join_all(
+    pool: ThreadPoolExecutor, world_size: int, name: str = "g", port: int | None = None, timeout_s: float = 20.0
+) -> list[BroadcastGroup]:
+    """Join with one thread per rank."""
+    port = port or free_port()
+    futures = [
+        pool.submit(join_group, "127.0.0.1", port, rank, world_size, name, timeout_s=timeout_s)
+        for rank in range(world_size)
+    ]
+    return [future.result(30) for future in futures]
+
+
+def timed(function: Callable[[], T]) -> tuple[float, T | Exception]:
+    start = time.monotonic()
+    try:
+        return 0.0, function()
+    except Exception as error:
+        return time.monotonic() - start, error
+
+
+def test_buckets_arrive_exactly_in_every_dtype_at_every_receiver(pool: ThreadPoolExecutor) -> None:
+    tensors = {
+        "float32": torch.randn(3, 5),
+        "bfloat16": torch.randn(7).bfloat16(),
+        "float16": torch.randn(2, 2, 2).half(),
+        "float64": torch.randn(4, dtype=torch.float64),
+    }
+    column = torch.arange(12.0).view(3, 4).t()  # not contiguous
+    scalar = torch.tensor(2.5, requires_grad=True)
+    specs = [Spec(name, tuple(tensor.shape), name) for name, tensor in tensors.items()]
+    specs += [Spec("column", (4, 3), "float32"), Spec("scalar", (), "float32")]
+    sender, *receivers = join_all(pool, 3)
+    for repetition in range(3):
+        received = [pool.submit(receive_bucket, receiver, specs) for receiver in receivers]
+        send_bucket(sender, [*(tensor * (repetition + 1) for tensor in tensors.values()), column, scalar])
+        for future in received:
+            bucket = future.result(20)
+            assert list(bucket) == [spec.name for spec in specs]
+            for name, tensor in tensors.items():
+                assert torch.equal(bucket[name], tensor * (repetition + 1))
+            assert torch.equal(bucket["column"], column) and bucket["scalar"].item() == 2.5
+    for group in (sender, *receivers):
+        close_group(group)
+        close_group(group)
+
+
+def test_a_single_tensor_is_received_in_place(pool: ThreadPoolExecutor) -> None:
+    first, second = join_all(pool, 2)
+    target = torch.zeros(4)
+    received = pool.submit(broadcast_tensor, first, target, 1)
+    broadcast_tensor(second, torch.arange(4.0), 1)
+    received.result(20)
+    assert target.tolist() == [0, 1, 2, 3]
+    close_group(first)
+    close_group(second)
+
+
+def test_groups_are_rebuilt_under_new_names_also_at_the_same_port(pool: ThreadPoolExecutor) -> None:
+    port = free_port()
+    for epoch in range(4):
+        sender, receiver = join_all(pool, 2, name=f"g-{epoch}", port=port)
+        received = pool.submit(receive_bucket, receiver, [Spec("a", (2,), "float32")])
+        send_bucket(sender, [torch.full((2,), float(epoch))])
+        assert received.result(20)["a"].tolist() == [epoch, epoch]
+        close_group(receiver)
+        close_group(sender)
+
+
+@pytest.mark.parametrize("closes", ["receiver", "sender"])
+def test_closing_fails_the_other_side_at_once(pool: ThreadPoolExecutor, closes: str) -> None:
+    sender, receiver = join_all(pool, 2, timeout_s=60.0)
+    waiting: Future[tuple[float, object]]
+    if closes == "receiver":
+        waiting = pool.submit(timed, lambda: send_bucket(sender, [torch.zeros(BIG)]))
+    else:
+        waiting = pool.submit(timed, lambda: receive_bucket(receiver, [Spec("a", (BIG,), "float32")]))
+    time.sleep(0.2)
+    close_group(receiver if closes == "receiver" else sender)
+    elapsed, error = waiting.result(30)
+    assert isinstance(error, ConnectionError) and "Close the group and join a new one" in str(error)
+    assert elapsed < 10
+    close_group(sender)
+    close_group(receiver)
+
+
+def test_a_silent_peer_costs_no_more_than_the_deadline(pool: ThreadPoolExecutor) -> None:
+    sender, receiver = join_all(pool, 2, timeout_s=60.0)
+    elapsed, error = timed(lambda: send_bucket(sender, [torch.zeros(BIG)], timeout_s=1.0))
+    assert isinstance(error, ConnectionError) and "within 1 s" in str(error)
+    assert 0.9 < elapsed < 10
+    close_group(sender)
+    close_group(receiver)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_peer_costs_no_more_than_the_deadline(rank: int) -> None:
+    elapsed, error = timed(lambda: join_group("127.0.0.1", free_port(), rank, 2, "g", timeout_s=1.0))
+    assert isinstance(error, ConnectionError) and f"rank {rank} of 2" in str(error)
+    assert elapsed < 10
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(ConnectionError, match="must form"):
+            join_group("127.0.0.1", listener.getsockname()[1], 0, 2, "g", timeout_s=2.0)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (2, 2), (-1, 2)])
+def test_ranks_are_checked(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"got rank {rank} of {world_size}"):
+        join_group("127.0.0.1", free_port(), rank, world_size, "g")
+
+
+def test_a_closed_group_is_an_error(pool: ThreadPoolExecutor) -> None:
+    sender, receiver = join_all(pool, 2)
+    close_group(sender)
+    with pytest.raises(ConnectionError, match="must be open"):
+        send_bucket(sender, [torch.zeros(1)])
+    close_group(receiver)
+
+
+RECEIVER = """
+import sys
+from types import SimpleNamespace
+from arealite.utils.weight_transfer import join_group, receive_bucket
+group = join_group("127.0.0.1", int(sys.argv[1]), 1, 2, "g", timeout_s=60)
+print("joined", flush=True)
+print(receive_bucket(group, [SimpleNamespace(name="a", shape=(int(sys.argv[2]),), dtype="float32")])["a"].sum().item())
+"""
+
+
+@pytest.fixture
+def start_receiver() -> Iterator[Callable[[int, int], subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(port: int, size: int) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-c", RECEIVER, str(port), str(size)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        processes.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_receiver_in_another_process_that_is_killed_fails_the_sender(
+    start_receiver: Callable[[int, int], subprocess.Popen[str]],
+) -> None:
+    port = free_port()
+    receiver = start_receiver(port, BIG)
+    group = join_group("127.0.0.1", port, 0, 2, "g", timeout_s=60.0)
+    assert receiver.stdout is not None and receiver.stdout.readline() == "joined\n"
+    receiver.send_signal(signal.SIGSTOP)  # so that it is in the middle of the transfer
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(timed, lambda: send_bucket(group, [torch.zeros(BIG)]))
+        time.sleep(0.3)
+        assert not sending.done()
+        receiver.kill()
+        elapsed, error = sending.result(30)
+    assert isinstance(error, ConnectionError) and elapsed < 10
+    close_group(group)
+
+
+def test_a_sender_inside_a_default_process_group_reaches_a_receiver_outside_of_any(
+    start_receiver: Callable[[int, int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as under torchrun
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        port = free_port()
+        receiver = start_receiver(port, 4)
+        group = join_group("127.0.0.1", port, 0, 2, "g", timeout_s=60.0)
+        send_bucket(group, [torch.arange(4.0)])
+        assert receiver.communicate(timeout=30)[0] == "joined\n6.0\n"
+        assert receiver.returncode == 0
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 1
+        close_group(group)
+    finally:
+        dist.destroy_process_group()
