@@ -91,7 +91,11 @@ def test_importing_the_package_is_quick_and_does_nothing(tmp_path: Path) -> None
     assert (heavy, threads) == ("[]", 1)
 
 
-@pytest.mark.parametrize("room", ["api", "reward", "launcher", "cli"])
+def test_the_front_door_imports_no_torch(tmp_path: Path) -> None:
+    assert probe(tmp_path, "arealite.cli.main")[1:] == ("[]", 1)
+
+
+@pytest.mark.parametrize("room", ["api", "reward", "launcher"])
 def test_light_rooms_import_no_torch(tmp_path: Path, room: str) -> None:
     modules = [".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in FILES]
     modules = [name.removesuffix(".__init__") for name in modules if name.startswith(f"arealite.{room}.")]

@@ -172,7 +172,7 @@ class ScriptedServer:
             body["group_name"],
         )
         try:
-            self._groups[body["group_name"]] = await asyncio.to_thread(join_group, *args, timeout_s=10.0)
+            self._groups[body["group_name"]] = await asyncio.to_thread(join_group, *args, timeout_s=3.0)
         except (ConnectionError, ValueError) as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True})

@@ -427,6 +427,8 @@ class StatsLoggerConfig(Block):
     """Filled in from the top level."""
     fileroot: Folder = ""
     """Filled in from `cluster.fileroot`."""
+    line_freq_steps: PositiveInt = 1
+    """Steps per line on the console, for very short steps; `metrics.jsonl` has every step."""
     wandb: WandBConfig = field(default_factory=WandBConfig)
     """Weights & Biases."""
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)

@@ -6,6 +6,7 @@ only a view of it. A loader that resumes from a saved cursor yields exactly what
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -86,6 +87,23 @@ class PromptLoader:
         if self.shuffle:
             random.Random(f"prompts-{self.seed}-{epoch}").shuffle(order)
         return order
+
+
+def sft_batches(
+    loader: PromptLoader, pad_token_id: int, rank: int | None = None, world_size: int | None = None
+) -> Iterator[TensorDict]:
+    """Yield this rank's share of each global batch of demonstrations: a batch is the same on any number of ranks.
+
+    `rank` and `world_size` are torchrun's unless given.
+    """
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    if loader.batch_size < world_size:
+        raise ValueError(
+            f"batch_size must be at least the number of ranks: got {loader.batch_size} and {world_size}. Raise it."
+        )
+    for rows in loader:
+        yield sft_collate(rows[rank::world_size], pad_token_id)
 
 
 def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0) -> TensorDict:

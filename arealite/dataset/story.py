@@ -23,9 +23,9 @@ MAX_ROWS = 200_000
 NAMES = (("Mia", "She"), ("Tom", "He"), ("Ana", "She"), ("Ben", "He"), ("Lily", "She"), ("Sam", "He"))
 FRIENDS = ("Ella", "Max", "Nina", "Paul")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "toys")
-# Every sentence has as many tokens, and so has about every step of an answer: a tiny model finds the n-th number at
-# nearly the same distance each time, and reads the sign off the verb before it.
-OPENING = "{name} has {n} {things}."
+# Sentences are equally long, so a tiny model finds the n-th number at nearly the same distance each time; it reads the
+# sign off the verb before it. Freer wording needs a longer fine-tuning.
+OPENINGS = ("{name} has {n} {things}.", "{name} owns {n} {things}.", "{name} counts {n} {things}.")
 GAINS = (
     "{he} finds {n} more.",
     "{he} buys {n} more.",
@@ -137,7 +137,7 @@ def _changes(draw: random.Random, num_steps: int) -> tuple[list[int], list[int]]
 def _tell(draw: random.Random, changes: list[int]) -> str:
     name, he = draw.choice(NAMES)
     words = {"name": name, "he": he, "things": draw.choice(THINGS)}
-    sentences = [OPENING.format(n=changes[0], **words)]
+    sentences = [draw.choice(OPENINGS).format(n=changes[0], **words)]
     for change in changes[1:]:
         event = draw.choice(GAINS if change > 0 else LOSSES)
         sentences.append(event.format(n=abs(change), friend=draw.choice(FRIENDS), **words))

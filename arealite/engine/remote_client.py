@@ -92,8 +92,10 @@ class RemoteInferenceEngine(InferenceEngine):
         """Stop the runtime; servers are left running."""
         if self._executor is None:
             return
-        executor, self._executor = self._executor, None
-        executor.close()
+        try:
+            self._executor.close()
+        finally:
+            self._executor = None
 
     async def _connect(self, addresses: list[str]) -> None:
         self._http = ServerHttp()

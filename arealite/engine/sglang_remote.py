@@ -68,13 +68,13 @@ def _parse(address: str, reply: Json, max_tokens: int) -> Segment:
             raise bad_reply(address, _GENERATE, rule, reply)
 
     tokens, meta_info = reply["output_ids"], reply["meta_info"]
-    require(isinstance(tokens, list) and all(type(token) is int for token in tokens), "have a list of ints output_ids")
+    require(type(tokens) is list and set(map(type, tokens)) <= {int}, "have a list of ints output_ids")
     require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
     pairs = meta_info.get("output_token_logprobs") or []
     require(len(pairs) == len(tokens), f"have {len(tokens)} output_token_logprobs, one per token")
-    require(all(pair[1] == token for pair, token in zip(pairs, tokens)), "have the logprobs of its own tokens")
+    require([pair[1] for pair in pairs] == tokens, "have the logprobs of its own tokens")
     logprobs = [pair[0] for pair in pairs]
-    require(all(isinstance(one, float | int) and math.isfinite(one) for one in logprobs), "have finite logprobs")
+    require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
     finish = meta_info["finish_reason"]["type"]
     require(finish in ("stop", "length", "abort"), "have a finish_reason of type stop, length or abort")
     return Segment(tokens, logprobs, _versions(address, reply, meta_info, len(tokens)), cast("Finish", finish))

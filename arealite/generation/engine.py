@@ -221,12 +221,12 @@ class GenerationEngine:
             self._inbox.get_nowait()()
         cause = "closing" if error is None else f"{type(error).__name__}: {error}"
         failure = GenerationError(f"the engine must run: got {cause}. Restart the server.")
-        for sequence in self._scheduler.drop(lambda _: True):
-            self._resolve(sequence, failure)
         if error is None:
             self.stopped.set_result(None)
         else:
             self.stopped.set_exception(failure)
+        for sequence in self._scheduler.drop(lambda _: True):
+            self._resolve(sequence, failure)
 
     def _has_work(self) -> bool:
         return not self._is_paused and bool(self._scheduler.running or self._scheduler.waiting)

@@ -105,7 +105,7 @@ def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | No
 async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | None, args: argparse.Namespace) -> int:
     """Serve until a signal or until the engine fails; return the exit status."""
     server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed)
-    web_runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
+    web_runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await web_runner.setup()
     site = web.TCPSite(web_runner, args.host, args.port)
     signalled = asyncio.Event()

@@ -47,9 +47,10 @@ class LiveProgress:
         finally:
             self._progress.update(self._task, phase="")
 
-    def advance(self, line: str, *, steps_done: int) -> None:
-        """Print the line of a step above the bar and move the bar."""
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def advance(self, line: str | None, *, steps_done: int) -> None:
+        """Print the line of a step (if it has one) above the bar and move the bar."""
+        if line is not None:
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._progress.update(self._task, completed=min(steps_done, self._total_steps))
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ def _render(folder: Path) -> str:
     config = yaml.safe_load(config_text) or {}
     rows = read_rows(folder)
     bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
-    summary = summarize(rows, staleness_bound=bound) | json.loads(_read(folder / "summary.json") or "{}")
+    summary = summarize(rows, max_head_offpolicyness=bound) | json.loads(_read(folder / "summary.json") or "{}")
     num_steps = len(stored_steps(folder, "step_"))
     data = {
         "charts": charts(rows, staleness_bound=bound),
@@ -93,15 +93,15 @@ def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[st
         values = [row[key] for row in rows if row.get(key) is not None]
         if values:
             cards.append((label, f"{values[0]:.3g} → {values[-1]:.3g}", "first and last step"))
+    steps_s = sum(row.get("time/step_s") or 0.0 for row in rows)
     if summary["steps"]:
-        per_step = summary["wall_s"] / summary["steps"]
-        cards.append(("Steps", f"{summary['steps']:,}", f"{_duration(per_step)} each"))
-        cards.append(("Wall time", _duration(summary["wall_s"]), "first step to last"))
+        cards.append(("Steps", f"{summary['steps']:,}", f"{_duration(steps_s / summary['steps'])} each"))
+        cards.append(("Wall time", _duration(steps_s), "first step to last"))
     if summary.get("trained_tokens"):
-        rate = summary["trained_tokens"] / summary["wall_s"]
+        rate = summary["trained_tokens"] / steps_s
         cards.append(("Trained tokens", f"{summary['trained_tokens']:,}", f"{rate:,.0f} per second"))
     if "staleness_max" in summary:
-        bound = summary["staleness_bound"]
+        bound = summary["max_head_offpolicyness"]
         note = "weight versions" if bound is None else f"versions, at most {bound}"
         cards.append(("Largest staleness", str(summary["staleness_max"]), note))
     return cards

@@ -46,19 +46,21 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def summarize(rows: list[dict[str, Any]], *, staleness_bound: int | None) -> dict[str, Any]:
+def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
     """Return a run in a few numbers; what its rows do not tell is left out."""
-    accuracies = _values(rows, "eval/accuracy")
     summary: dict[str, Any] = {
         "steps": sum("optim/grad_norm" in row for row in rows),
         "wall_s": sum(_values(rows, "time/step_s")),
     }
-    if tokens := _values(rows, "perf/trained_tokens"):
-        summary["trained_tokens"] = int(sum(tokens))
+    if trained := _values(rows, "perf/trained_tokens"):
+        summary["trained_tokens"] = int(sum(trained))
+    if generated := _values(rows, "rollout/generated_tokens"):
+        summary["generated_tokens"] = int(generated[-1])
     if staleness := _values(rows, "staleness/max"):
-        summary |= {"staleness_max": int(max(staleness)), "staleness_bound": staleness_bound}
-    if accuracies:
-        summary |= {"accuracy_before": accuracies[0], "accuracy_after": accuracies[-1]}
+        summary |= {"staleness_max": int(max(staleness)), "max_head_offpolicyness": max_head_offpolicyness}
+    for name in ("accuracy", "answer_tokens"):
+        if values := _values(rows, f"eval/{name}"):
+            summary |= {f"{name}_before": values[0], f"{name}_after": values[-1]}
     return summary
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, StatsLoggerConfig, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.progress import LiveProgress
+from arealite.trainer.report import write_report
 from arealite.trainer.run_folder import read_rows, run_folder, summarize, write_text
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
@@ -81,7 +82,7 @@ class StatsLogger:
         return metrics
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Write `summary.json`, the run in a few numbers plus `summary`, and end all outputs."""
+        """Write `summary.json` (the run in a few numbers, plus `summary`) and `report.html`, and end all outputs."""
         if self._writer is not None:
             self._writer.close(summary or {})
 
@@ -104,6 +105,7 @@ class _Writer:
         self._sinks = open_sinks(config, folder=self._folder, resolved=resolved)
         self._rows = (self._folder / "metrics.jsonl").open("w", encoding="utf-8")
         self._null_keys: set[str] = set()
+        self._line_freq_steps = config.line_freq_steps
         self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=bound)
         self.progress = LiveProgress(total_steps=ft_spec.total_train_steps) if sys.stdout.isatty() else None
 
@@ -114,23 +116,25 @@ class _Writer:
         row = {"step": step} | {key: finite.get(key) for key in metrics}
         self._rows.write(json.dumps(row, allow_nan=False) + "\n")
         self._rows.flush()
-        line = self._line.render(step, metrics)
-        if self.progress is None:
-            print(line, flush=True)
-        else:
+        is_shown = step % self._line_freq_steps == 0 or "eval/version" in metrics or "eval/loss" in metrics
+        line = self._line.render(step, metrics) if is_shown else None
+        if self.progress is not None:
             self.progress.advance(line, steps_done=step + 1)
+        elif line is not None:
+            print(line, flush=True)
         for sink in self._sinks:
             sink.write(step, finite)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary and end all outputs."""
+        """Write summary and report, and end all outputs."""
         self._rows.close()
         if self.progress is not None:
             self.progress.close()
         for sink in self._sinks:
             sink.close()
-        whole = summarize(read_rows(self._folder), staleness_bound=self._bound) | dict(summary)
+        whole = summarize(read_rows(self._folder), max_head_offpolicyness=self._bound) | dict(summary)
         write_text(self._folder / "summary.json", json.dumps(whole, indent=2) + "\n")
+        write_report(self._folder)
 
     def _warn_of_nulls(self, step: int, keys: set[str]) -> None:
         """Warn once per metric, or a diverged run would drown its own log."""

@@ -7,6 +7,8 @@ someone else created is used and left alone. Numbers and flags travel over gloo,
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -14,8 +16,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _lock = threading.Lock()
+_generations = itertools.count()
 _members = 0
 _is_ours = False
 
@@ -48,11 +53,17 @@ def _create_default_group(timeout: timedelta) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
+    store, rank, world_size = _meet(timeout)
+    own_keys = PrefixStore(f"arealite-{next(_generations)}", store)
+    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=world_size, timeout=timeout)
+
+
+@functools.cache
+def _meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return store, rank and world size. Once per process: a new store would find the addresses of the last group."""
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = torch._C._distributed_c10d.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return next(iter(rendezvous("env://", timeout=timeout)))
+    return HashStore(), 0, 1
 
 
 def current_device() -> torch.device:

@@ -16,6 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, END = "<|pad|>", "<|end|>"
+INITIALIZER_RANGE = 0.06
+"""Standard deviation of the random weights. At this width it learns several times faster than with the usual 0.02."""
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -59,6 +61,7 @@ def make_tiny_model(
         intermediate_size=mlp,
         tie_word_embeddings=tie,
         max_position_embeddings=max_position,
+        initializer_range=INITIALIZER_RANGE,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -4,9 +4,9 @@ Rank 0 of the group is the trainer and hosts its store; ranks 1.. are servers. T
 process group of torch.distributed, so it does not matter whether either side has one. The store's prefixes match those
 of torch.distributed's own groups, so an SGLang or vLLM server can be a receiver.
 
-Invariant: nothing here waits past its deadline. A peer that dies or closes the group fails the other side's transfer
-at once, a silent one when the deadline passes. After a failure the group is useless and must be closed, which is what
-tells the other side. The next group needs a new name or a new port.
+Invariant: nothing here waits past its deadline. A failed transfer closes the group, which fails the other side's
+transfer at once, as does a peer that dies; only what gloo is in the middle of writing to a dead or silent peer takes
+the whole deadline to fail. The next group needs a new name or a new port.
 """
 
 from __future__ import annotations
@@ -135,9 +135,10 @@ def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], src: int, tim
         for work in works:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError as error:
+        close_group(group)
         raise ConnectionError(
             f"broadcast in {group.name!r} must finish within {options.timeout.total_seconds():g} s, all peers alive: "
-            f"rank {group.rank} of {group.world_size} got {_first_line(error)}. Close the group and join a new one."
+            f"rank {group.rank} of {group.world_size} got {_first_line(error)}. Join a new group."
         ) from error
 
 

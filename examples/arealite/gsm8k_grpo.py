@@ -31,12 +31,17 @@ def main(argv: list[str]) -> None:
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
     # Questions to practise on, and held-out ones that are only ever evaluated.
-    train_dataset = get_custom_dataset(config.train_dataset, "train", tokenizer=tokenizer, seed=config.seed)
-    valid_dataset = get_custom_dataset(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
-    train_dataloader = PromptLoader(train_dataset, config.train_dataset, seed=config.seed)
-    ft_spec = FinetuneSpec(
-        config.total_train_epochs, len(train_dataset), config.train_dataset.batch_size, config.total_train_steps
+    data, valid = config.train_dataset, config.valid_dataset
+    train_dataset = get_custom_dataset(
+        data.path, type="rl", split="train", tokenizer=tokenizer, max_length=data.max_length, seed=config.seed
     )
+    valid_dataset = None
+    if valid is not None:
+        valid_dataset = get_custom_dataset(
+            valid.path, type="rl", split="test", tokenizer=tokenizer, max_length=valid.max_length, seed=config.seed
+        )
+    train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+    ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
 
     # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
     actor = FSDPPPOActor(config.actor)
@@ -49,9 +54,7 @@ def main(argv: list[str]) -> None:
     rollout.initialize(None, ft_spec)
 
     # How an episode runs: sample a group of answers, then score each.
-    workflow = RLVRWorkflow(
-        gsm8k_reward_fn, config.gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout
-    )
+    workflow = RLVRWorkflow(gsm8k_reward_fn, config.gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout)
     eval_workflow = RLVRWorkflow(
         gsm8k_reward_fn, config.eval_gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout
     )

@@ -9,7 +9,7 @@ import sys
 from arealite.api.cli_args import SFTConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import get_custom_dataset
-from arealite.dataset.loader import PromptLoader, sft_batches, sft_collate
+from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
@@ -21,15 +21,47 @@ def main(argv: list[str]) -> None:
     config, _ = load_expr_config(argv, SFTConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
-    data = config.train_dataset
+    # Demonstrations to learn from, and held-out ones whose loss is only ever measured.
+    data, valid = config.train_dataset, config.valid_dataset
     train_dataset = get_custom_dataset(
-        data.path, type="sft", split="train", tokenizer=tokenizer, max_length=data.max_length, seed=config.seed
+        data.path, split="train", tokenizer=tokenizer, max_length=data.max_length, seed=config.seed
     )
-    dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
-    train_batches = sft_batches(dataloader, tokenizer.pad_token_id)
+    loader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+    train_batches = sft_batches(loader, tokenizer.pad_token_id)
+    valid_batch = None
+    if valid is not None:
+        valid_dataset = get_custom_dataset(
+            valid.path, split="test", tokenizer=tokenizer, max_length=valid.max_length, seed=config.seed
+        )
+        loader = PromptLoader(valid_dataset, min(valid.batch_size, len(valid_dataset)), shuffle=False)
+        valid_batch = next(sft_batches(loader, tokenizer.pad_token_id))
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
 
     model = FSDPLMEngine(config.model)
     model.initialize(None, ft_spec)
+    evaluation = Frequency.from_config(config.evaluator, ft_spec, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config)
+
+    for step in range(ft_spec.total_train_steps):
+        if valid_batch is not None and evaluation.check():
+            with stats.timer("eval"):
+                stats.add({"eval/loss": model.evaluate_lm(valid_batch)})
+        with stats.timer("data"):
+            batch = next(train_batches)
+        with stats.timer("update"):
+            stats.add(model.train_lm(batch))
+        saver.save(model, step, tokenizer=tokenizer)
+        stats.commit(step)
+
+    # The final model, its held-out loss and the report.
+    if valid_batch is not None:
+        stats.add({"eval/loss": model.evaluate_lm(valid_batch)})
+        stats.commit(ft_spec.total_train_steps)
+    saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
+    stats.close()
+    model.destroy()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

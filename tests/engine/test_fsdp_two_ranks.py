@@ -19,6 +19,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 
 SPEC = FinetuneSpec(1, 100, 10)
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("two_ranks")
 
 
 @pytest.fixture(scope="module")

@@ -177,11 +177,11 @@ def test_reward_rises(make: Make, model_path: str) -> None:
         optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, warmup_steps_proportion=0.0),
     )
     generator, rewards = torch.Generator().manual_seed(0), []
-    for _ in range(12):
+    for _ in range(20):
         batch = sample(actor, generator)
         actor.compute_advantages(batch)
         rewards.append(actor.ppo_update(batch)["reward/mean"])
-    assert sum(rewards[:2]) / 2 < 0.3 and sum(rewards[-2:]) / 2 > 0.7
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.3, rewards
 
 
 def sample(actor: FSDPPPOActor, generator: torch.Generator) -> TensorDict:

@@ -213,7 +213,7 @@ def test_success_false_is_a_failure(stack: contextlib.ExitStack, tmp_path: Path)
     engine = connect(stack, server)
     meta = WeightUpdateMeta(type="disk", path=str(tmp_path), timeout_s=5.0)
     meta.uploaded.set_result(None)
-    with pytest.raises(WeightUpdateError, match="must report success.*wrong shapes"):
+    with pytest.raises(WeightUpdateError, match=r"must report success.*wrong shapes"):
         engine.update_weights(meta).result(5)
     assert tmp_path.exists() and not server.is_paused
 
@@ -243,7 +243,7 @@ def test_a_sender_that_never_comes_ends_at_the_deadline(stack: contextlib.ExitSt
     engine = connect(stack, server)
     meta = WeightUpdateMeta(type=type_, path="/nowhere", nccl_param_specs=BUCKETS, timeout_s=0.5)
     began = time.monotonic()
-    with pytest.raises(WeightUpdateError, match="within 0.5 s"):
+    with pytest.raises(WeightUpdateError, match=r"within 0\.5 s"):
         engine.update_weights(meta).result(10)
     assert time.monotonic() - began < 5
     assert not server.is_paused

@@ -32,6 +32,19 @@ def test_one_pass_is_bounded_but_a_longer_prompt_still_runs() -> None:
     assert [[len(p.tokens) for p in scheduler.admit()] for _ in range(3)] == [[9], [2, 3], [1]]
 
 
+def test_a_long_queue_waits_until_an_eighth_of_the_slots_is_free_and_a_short_one_does_not() -> None:
+    scheduler = Scheduler(slots=16, max_prefill_tokens=100, move=lambda *_: None)
+    scheduler.waiting.extend(sequence((i,)) for i in range(20))
+    assert len(scheduler.admit()) == 16
+    scheduler.release([3])
+    assert scheduler.admit() == []
+    scheduler.release([3])
+    assert len(scheduler.admit()) == 2
+    scheduler.drop(lambda one: one.request.input_ids[0] == 19)
+    scheduler.release([0])
+    assert len(scheduler.admit()) == 1 and not scheduler.waiting
+
+
 def test_spans_and_ends() -> None:
     one = sequence((7, 7), max_new_tokens=4, stop_ids=frozenset({9}))
     assert one.append(5, -0.1, "0") is None

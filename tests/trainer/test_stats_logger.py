@@ -68,11 +68,24 @@ def test_config_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     summary = json.loads((tmp_path / "exp/t0/summary.json").read_text())
     assert summary.pop("wall_s") == pytest.approx(sum(row["time/step_s"] for row in read(tmp_path)))
     assert summary == {
-        "steps": 2, "trained_tokens": 20, "staleness_max": 1, "staleness_bound": 3,
+        "steps": 2, "trained_tokens": 20, "staleness_max": 1, "max_head_offpolicyness": 3,
         "accuracy_before": 0.25, "accuracy_after": 0.75, "seed": 5,
     }  # fmt: skip
     out = capsys.readouterr().out
     assert "step  0/10 " in out and "staleness 0.5/3" in out
+
+
+def test_every_nth_step_and_every_evaluation_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = stats_config(tmp_path)
+    config.line_freq_steps = 3
+    stats = StatsLogger(config, FT_SPEC)
+    for step in range(6):
+        stats.add({"sft/loss": 1.0} | ({"eval/loss": 2.0} if step == 4 else {}))
+        stats.commit(step)
+    stats.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0].split()[-1] for line in lines] == ["0", "3", "4"]
+    assert [row["step"] for row in read(tmp_path)] == list(range(6))
 
 
 def test_an_sft_run_has_no_staleness(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_closing_fails_the_other_side_at_once(pool: ThreadPoolExecutor, closes: 
     time.sleep(0.2)
     close_group(receiver if closes == "receiver" else sender)
     elapsed, error = waiting.result(30)
-    assert isinstance(error, ConnectionError) and "Close the group and join a new one" in str(error)
+    assert isinstance(error, ConnectionError) and "Join a new group" in str(error)
     assert elapsed < 10
     close_group(sender)
     close_group(receiver)
@@ -203,11 +203,11 @@ def test_a_receiver_in_another_process_that_is_killed_fails_the_sender(
 ) -> None:
     port = free_port()
     receiver = start_receiver(port, BIG)
-    group = join_group("127.0.0.1", port, 0, 2, "g", timeout_s=60.0)
+    group = join_group("127.0.0.1", port, 0, 2, "g", timeout_s=20.0)
     assert receiver.stdout is not None and receiver.stdout.readline() == "joined\n"
     receiver.send_signal(signal.SIGSTOP)  # so that it is in the middle of the transfer
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(timed, lambda: send_bucket(group, [torch.zeros(BIG)]))
+        sending = pool.submit(timed, lambda: send_bucket(group, [torch.zeros(BIG)], timeout_s=2.0))
         time.sleep(0.3)
         assert not sending.done()
         receiver.kill()

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.server.__main__ import main
+
+Start = Callable[..., subprocess.Popen[str]]
+
+FAILING_MAIN = """
+import itertools, sys, torch
+from arealite.server.__main__ import main
+calls = itertools.count()
+def fail_later(module, args):
+    if "ForCausalLM" in type(module).__name__ and next(calls) == 10:
+        raise RuntimeError("the chip melted")
+torch.nn.modules.module.register_module_forward_pre_hook(fail_later)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, program: tuple[str, ...] = ("-m", "arealite.server")) -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, *program, *arguments]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def read_address(process: subprocess.Popen[str]) -> str:
+    """Return the address that the server logs once it is ready."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"serving .* at (http://\S+)", line):
+            return found[1]
+    raise AssertionError(f"the server ended with {process.wait()}")
+
+
+def post(url: str, body: object) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_serving_until_sigterm_answers_what_is_in_flight(start: Start, model_path: str) -> None:
+    process = start(
+        "--model-path", model_path, "--port", "0", "--weight-version", "3", "--context", "512", "--deterministic"
+    )
+    url = read_address(process)
+    with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
+        assert response.status == 200
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 8, "sampling_seed": 1, "ignore_eos": True}}
+    status, reply = post(f"{url}/generate", body)
+    assert status == 200 and len(reply["output_ids"]) == 8
+    assert reply["meta_info"]["weight_versions"] == [{"version": "3", "start": 0, "end": 8}]
+
+    answers: list[tuple[int, dict[str, Any]]] = []
+    params = {"max_new_tokens": 500, "ignore_eos": True}
+
+    def ask(seed: int) -> None:
+        one = {"input_ids": [5], "sampling_params": {**params, "sampling_seed": seed}}
+        answers.append(post(f"{url}/generate", one))
+
+    clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for client in clients:
+        client.start()
+    deadline = time.monotonic() + 20
+    while json.load(urllib.request.urlopen(f"{url}/server_info", timeout=10))["running"] < 4:
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGTERM)
+    for client in clients:
+        client.join(20)
+    assert process.wait(20) == 0
+    assert [status for status, _ in answers] == [200] * 4
+    assert {reply["meta_info"]["finish_reason"]["type"] for _, reply in answers} <= {"abort", "length"}
+
+
+def test_sigterm_does_not_wait_for_a_trainer_that_never_comes(start: Start, model_path: str) -> None:
+    process = start("--model-path", model_path, "--port", "0")
+    url = read_address(process)
+    with socket.socket() as unanswered:
+        unanswered.bind(("127.0.0.1", 0))
+        unanswered.listen()
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": unanswered.getsockname()[1],
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": "g",
+        }
+
+        def join() -> None:
+            with pytest.raises((ConnectionError, urllib.error.URLError)):
+                post(f"{url}/init_weights_update_group", body)
+
+        client = threading.Thread(target=join)
+        client.start()
+        unanswered.accept()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        client.join(20)
+
+
+def test_a_failed_engine_ends_the_process_with_an_error(start: Start, model_path: str) -> None:
+    process = start("--model-path", model_path, "--port", "0", program=("-c", FAILING_MAIN))
+    url = read_address(process)
+    status, reply = post(f"{url}/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 100}})
+    assert status == 500 and "the chip melted" in reply["error"]["message"]
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(f"{url}/health", timeout=10)
+    assert process.wait(20) == 1
+
+
+def test_what_cannot_be_served_is_said_at_once(
+    model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["--model-path", model_path, "--port", str(taken.getsockname()[1])]) == 2
+    assert "can't listen on 127.0.0.1" in caplog.text
+    assert main(["--model-path", str(tmp_path), "--port", "0"]) == 2
+    assert f"can't serve {tmp_path}" in caplog.text
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model-path", model_path, "--port", "0", "--slots", "0"])
+    assert "--slots must be at least 1: got 0" in capsys.readouterr().err
