@@ -178,8 +178,10 @@ class ScriptedServer:
         return web.json_response({"success": True})
 
     async def _leave(self, request: web.Request) -> web.Response:
-        close_group(self._groups.pop((await request.json())["group_name"]))
-        return web.json_response({"success": True})
+        group = self._groups.pop((await request.json())["group_name"], None)
+        if group is not None:
+            close_group(group)
+        return web.json_response({"success": group is not None})
 
     async def _begin(self, _: web.Request) -> web.Response:
         self._staged = {}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
+RewardFunction: TypeAlias = Callable[..., "float | Awaitable[float]"]
+"""Scores one completion: `f(prompt, completions, prompt_ids, completion_ids, **columns) -> float`.
 
-class RewardFunction(Protocol):
-    """Scores one completion. May be a coroutine function. The other columns of the data set arrive as keywords.
-
-    A plain function must be importable (defined at module level): it runs in another process.
-    """
-
-    def __call__(
-        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **kwargs: Any
-    ) -> float | Awaitable[float]: ...
+`completions` is the text of one completion; the other columns of the data set arrive as keywords. A coroutine function
+is awaited; a plain function must be importable (defined at module level), because it runs in another process.
+"""

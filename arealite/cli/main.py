@@ -20,7 +20,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="arealite", description="Asynchronous reinforcement learning of language models.")
+    parser = argparse.ArgumentParser(
+        prog="arealite", description="Asynchronous reinforcement learning of language models."
+    )
     parser.add_argument("--version", action="version", version=f"arealite {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -34,13 +36,15 @@ def _parser() -> argparse.ArgumentParser:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="any key of the GRPO config, e.g. seed=2 actor.optimizer.lr=1e-4; fileroot= is short for cluster.fileroot=",
+        help="any key of the GRPO config, e.g. seed=2 gconfig.n_samples=16; fileroot= is short for cluster.fileroot=",
     )
     quickstart.set_defaults(run=_quickstart)
 
     tiny_model = commands.add_parser("tiny-model", help="make a tiny model and tokenizer for tests and smoke runs")
     tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")
-    tiny_model.add_argument("--corpus", help="text or jsonl file to train the tokenizer on; default: built-in story problems")
+    tiny_model.add_argument(
+        "--corpus", help="text or jsonl file to train the tokenizer on; default: built-in story problems"
+    )
     tiny_model.add_argument("--seed", type=int, default=1, help="seed of the random weights (default 1)")
     tiny_model.set_defaults(run=_tiny_model)
 

@@ -110,5 +110,3 @@ def _show(console: Console, summary: dict[str, float]) -> None:
         f"staleness at most {summary['staleness_max']:.0f} of {summary['max_head_offpolicyness']:.0f} allowed; "
         f"{summary['generated_tokens']:,.0f} tokens generated, {summary['trained_tokens']:,.0f} trained on"
     )
-
-

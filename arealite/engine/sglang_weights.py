@@ -27,6 +27,8 @@ logger = logging.getLogger("arealite.client")
 
 _CONTINUE_S = 30.0
 """Deadline for letting servers go on after a publication, whatever became of it."""
+_LEAVE_S = 5.0
+"""Deadline for servers to leave a group that is no longer used."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,15 @@ class WeightReceiver:
                 await publication.load_from_disk()
             else:
                 await publication.unless_sender_fails(self._broadcast(publication, plan))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             self._plan = self._joined = None
             self._servers.renew()
             if self._is_atomic or not publication.is_torn:
                 await self._go_on(publication, may_generate, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if plan is not None:
+                await publication.leave(plan)  # a sender that waits for these peers fails now
             raise WeightUpdateError(
                 f"weights of version {meta.version} must reach every server within {meta.timeout_s:g} s: got "
                 f"{type(error).__name__}: {error}"
@@ -105,7 +111,9 @@ class WeightReceiver:
             self._joined = plan
         await publication.receive_buckets(plan)
 
-    async def _go_on(self, publication: _Publication, may_generate: asyncio.Event, failure: Exception | None) -> None:
+    async def _go_on(
+        self, publication: _Publication, may_generate: asyncio.Event, failure: BaseException | None
+    ) -> None:
         """Let the servers generate again; after a failure, another one is only logged."""
         try:
             await publication.continue_all()
@@ -158,11 +166,12 @@ class _Publication:
         await self._on_all(join_one)
 
     async def leave(self, plan: BroadcastPlan) -> None:
-        """Let the servers leave a group of an earlier membership; one that is gone or refuses does not matter."""
+        """Let the members of a group leave it; one that is gone or refuses does not matter."""
+        payload = {"group_name": plan.name}
         outcomes = await asyncio.gather(
             *(
-                self._post(one.address, "/destroy_weights_update_group", {"group_name": plan.name})
-                for one in self._servers
+                self._http.post(one.address, "/destroy_weights_update_group", payload, timeout_s=_LEAVE_S)
+                for one in plan.servers
             ),
             return_exceptions=True,
         )
@@ -175,7 +184,7 @@ class _Publication:
         has_sessions: dict[str, bool] = {}
 
         async def begin(_: int, address: str) -> None:
-            has_sessions[address] = await self._post_if_known(address, "/begin_weight_update", {"selector": "all"})
+            has_sessions[address] = await self._post_if_known(address, "/begin_weight_update", {})
 
         async def end(_: int, address: str) -> None:
             if has_sessions[address]:

@@ -208,6 +208,20 @@ def _try_send(sender: Sender, meta: WeightUpdateMeta) -> None:
         sender.send(meta, 1.0)
 
 
+def test_a_failure_of_one_server_frees_the_sender_at_once(stack: contextlib.ExitStack) -> None:
+    """The good server leaves the group, so the broadcast that waits for it ends long before its deadline."""
+    good, bad = ScriptedServer(), ScriptedServer(refusals={"/begin_weight_update": (400, "not today")})
+    engine = connect(stack, good, bad)
+    meta = by_broadcast(timeout_s=30.0)
+    future = engine.update_weights(meta)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError):
+        Sender().send(meta, 1.0)
+    with pytest.raises(WeightUpdateError):
+        future.result(10)
+    assert time.monotonic() - began < 10
+
+
 def test_success_false_is_a_failure(stack: contextlib.ExitStack, tmp_path: Path) -> None:
     server = ScriptedServer(refusals={"/update_weights_from_disk": (200, "wrong shapes")})
     engine = connect(stack, server)
