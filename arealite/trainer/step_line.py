@@ -71,7 +71,10 @@ COLUMNS = (
 
 
 class StepLine:
-    """Renders steps; a column appears with its first value, then keeps its place and shows `-` where there is none."""
+    """Renders steps; a column appears with its first value, then keeps its place and shows `-` where there is none.
+
+    A row that trained nothing (a last evaluation) shows what it has.
+    """
 
     def __init__(self, *, total_steps: int, staleness_bound: int | None) -> None:
         self._total_steps = total_steps
@@ -82,11 +85,12 @@ class StepLine:
         """Return the line of one step."""
         cells = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"]
         group = ""
+        has_trained = any(key.startswith("optim/") for key in metrics)
         for column in COLUMNS:
             value = column.value(metrics)
             if value is not None:
                 self._seen.add(column.label)
-            elif column.label == "eval" or column.label not in self._seen:
+            elif column.label == "eval" or column.label not in self._seen or not has_trained:
                 continue
             text = self._cell(column, value)
             if group and column.group == group:
