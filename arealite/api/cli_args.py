@@ -311,12 +311,12 @@ class DatasetConfig(Block):
     """Rows per step over all ranks."""
     shuffle: Bool = True
     """A new order in every epoch."""
-    num_workers: NonNegativeInt = 0
-    """Loader processes; 0 loads in the trainer's own process."""
     drop_last: Bool = True
     """Leave out the last rows of an epoch that do not fill a batch."""
     max_length: PositiveInt | None = None
     """Rows with more tokens are left out; None keeps all."""
+    max_rows: PositiveInt | None = None
+    """Only the first so many rows are used; None is all."""
 
 
 @dataclass

@@ -68,6 +68,7 @@ RETIRED = {
     "*.optimizer.hysteresis": _OPTIMIZER,
     "*gconfig.frequency_penalty": Retired("the trainer could not reproduce such logprobs", (0, None)),
     "*_dataset.pin_memory": Retired("engines move batches to their device themselves"),
+    "*_dataset.num_workers": Retired("data sets are read whole into memory"),
     "*_dataset.reward_fn": Retired("the script passes the reward function to the workflow"),
     "stats_logger.swanlab.api_key": Retired("secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)),
 }

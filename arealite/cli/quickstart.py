@@ -23,7 +23,7 @@ from arealite.launcher.local import launch
 from arealite.trainer.report import write_report
 from arealite.trainer.run_folder import run_folder, write_text
 
-SFT_STEPS = 800
+SFT_STEPS = 1000
 
 
 def quickstart(overrides: Sequence[str]) -> int:

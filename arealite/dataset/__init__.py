@@ -10,13 +10,14 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from arealite.api.cli_args import DatasetConfig
 from arealite.dataset.gsm8k import read_hub, read_hub_file, read_path
 from arealite.dataset.story import StoryOptions, story_rows
 
 logger = logging.getLogger(__name__)
 
 ACCEPTED = (
-    "'gsm8k', 'story' or 'story?train=20000&test=512&steps=5-6&with_steps=0.4', a .jsonl, .json or .parquet file with "
+    "'gsm8k', 'story' or 'story?train=20000&test=512&steps=4-5&with_steps=0.35', a .jsonl, .json or .parquet file with "
     "the columns question and answer, a folder of such files, or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
 )
 _HUB_SCHEME = "hf-dataset://"
@@ -30,24 +31,39 @@ def get_custom_dataset(
     split: str | None = None,
     tokenizer: Any = None,
     max_length: int | None = None,
+    max_rows: int | None = None,
     seed: int = 1,
 ) -> list[dict[str, Any]]:
     """Load a data set.
 
     `rl` rows are `{"messages", "question", "answer", ...}`, never sharded. `sft` rows are this rank's share of
     `{"input_ids", "loss_mask"}`; up to `world_size - 1` rows at the end are left out so that all shares are equal.
-    `max_length` drops longer rows (for `rl`: longer prompts) and logs how many. `seed` is for generated data.
+    `max_length` drops longer rows (for `rl`: longer prompts) and logs how many. `max_rows` keeps the first so many rows of the source.
+    `seed` is for generated data.
     """
     if type not in ("sft", "rl"):
         raise ValueError(f"dataset type must be 'sft' or 'rl': got {type!r}. Set train_dataset.type.")
     if tokenizer is None and (type == "sft" or max_length is not None):
         raise ValueError("tokenizer must be given for type='sft' or max_length: got None. Pass load_hf_tokenizer(...).")
-    rows = [_as_prompt(row) for row in _read(path, split or "train", seed)]
+    rows = [_as_prompt(row) for row in _read(path, split or "train", seed)[:max_rows]]
     if type == "rl":
         return rows if max_length is None else _shorter_prompts(rows, tokenizer, max_length)
     demonstrations = _tokenize(rows, tokenizer, max_length)
     share = len(demonstrations) // world_size
     return demonstrations[rank : share * world_size : world_size]
+
+
+def load_split(config: DatasetConfig, split: str, *, tokenizer: Any, seed: int) -> list[dict[str, Any]]:
+    """Load the split that a config block describes, whole."""
+    return get_custom_dataset(
+        config.path,
+        type=config.type,
+        split=split,
+        tokenizer=tokenizer,
+        max_length=config.max_length,
+        max_rows=config.max_rows,
+        seed=seed,
+    )
 
 
 def _read(path: str, split: str, seed: int) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 A row is a pure function of the options and its position. A question is held out when the CRC-32 of its text is 0
 modulo 8, so training and test questions never meet, whatever the seeds. Every total stays in 0..18 and every change
-in 1..9: each written step is easy, while adding five or six of them at once is not. `with_steps` of the answers write
-the steps before `#### N`; the others jump to it. A model fitted to such a mixture can do the steps but seldom does,
+in 2..9: each written step is easy, while adding up four or five of them at once is not. `with_steps` of the answers
+write the steps, day by day, before `#### N`; the others jump to it. A model fitted to such a mixture can do the steps but seldom does,
 and reinforcement learning discovers that writing them pays.
 """
 
@@ -16,46 +16,46 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
-MAX_CHANGE, MAX_TOTAL = 9, 18
+MIN_CHANGE, MAX_CHANGE, MAX_TOTAL = 2, 9, 18
 TEST_SHARE = 8
 MAX_ROWS = 200_000
 
-NAMES = (("Mia", "She"), ("Tom", "He"), ("Ana", "She"), ("Ben", "He"), ("Lily", "She"), ("Sam", "He"))
+NAMES = (("Mia", "she"), ("Tom", "he"), ("Ana", "she"), ("Ben", "he"), ("Lily", "she"), ("Sam", "he"))
 FRIENDS = ("Ella", "Max", "Nina", "Paul")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "toys")
-# Sentences are equally long, so a tiny model finds the n-th number at nearly the same distance each time; it reads the
-# sign off the verb before it. Freer wording needs a longer fine-tuning.
+# Every event has a day and its step names it, so that a tiny model finds the number to add by looking the day up.
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 OPENINGS = ("{name} has {n} {things}.", "{name} owns {n} {things}.", "{name} counts {n} {things}.")
 GAINS = (
-    "{he} finds {n} more.",
-    "{he} buys {n} more.",
-    "{he} gets {n} more.",
-    "{he} wins {n} {things}.",
-    "{friend} brings {n} more.",
-    "{friend} adds {n} {things}.",
+    "On {day} {he} finds {n} more.",
+    "On {day} {he} buys {n} more.",
+    "On {day} {he} gets {n} more.",
+    "On {day} {he} wins {n} {things}.",
+    "On {day} {friend} brings {n} more.",
+    "On {day} {friend} adds {n} {things}.",
 )
 LOSSES = (
-    "{he} loses {n} {things}.",
-    "{he} gives {n} away.",
-    "{he} sells {n} {things}.",
-    "{he} drops {n} {things}.",
-    "{friend} takes {n} away.",
-    "{friend} borrows {n} {things}.",
+    "On {day} {he} loses {n} {things}.",
+    "On {day} {he} gives {n} away.",
+    "On {day} {he} sells {n} {things}.",
+    "On {day} {he} drops {n} {things}.",
+    "On {day} {friend} takes {n} away.",
+    "On {day} {friend} borrows {n} {things}.",
 )
 QUESTIONS = ("How many {things} are left?", "How many {things} remain now?")
 
 
 @dataclass(frozen=True)
 class StoryOptions:
-    """What `story?train=20000&steps=5-6` selects."""
+    """What `story?train=20000&steps=4-5` selects."""
 
     train: int = 20000
     """Rows of the training split."""
     test: int = 512
     """Rows of the test split."""
-    steps: str = "5-6"
+    steps: str = "4-5"
     """How many events a story has: a number or a range."""
-    with_steps: float = 0.4
+    with_steps: float = 0.35
     """Share of the answers that write the steps."""
 
     @classmethod
@@ -76,11 +76,11 @@ class StoryOptions:
 
     def __post_init__(self) -> None:
         least, most = self.steps_range
-        if not 1 <= least <= most < MAX_CHANGE:
-            raise ValueError(f"story option steps must lie in 1..{MAX_CHANGE - 1}: got {self.steps!r}. Use steps=5-6.")
+        if not 1 <= least <= most <= len(DAYS):
+            raise ValueError(f"story option steps must lie in 1..{len(DAYS)}: got {self.steps!r}. Use steps=4-5.")
         if not 0 <= self.with_steps <= 1:
             raise ValueError(
-                f"story option with_steps must be a share of 0 to 1: got {self.with_steps}. Write e.g. 0.4."
+                f"story option with_steps must be a share of 0 to 1: got {self.with_steps}. Write e.g. 0.35."
             )
         if not (1 <= self.train <= MAX_ROWS and 1 <= self.test <= MAX_ROWS):
             raise ValueError(
@@ -92,7 +92,7 @@ class StoryOptions:
         """Fewest and most events."""
         least, _, most = self.steps.partition("-")
         if not least.isdecimal() or not (most or least).isdecimal():
-            raise ValueError(f"story option steps must be N or N-M: got {self.steps!r}. Write e.g. steps=5-6.")
+            raise ValueError(f"story option steps must be N or N-M: got {self.steps!r}. Write e.g. steps=4-5.")
         return int(least), int(most or least)
 
 
@@ -125,7 +125,7 @@ def _problems(options: StoryOptions, draw: random.Random) -> Iterator[tuple[str,
 
 def _changes(draw: random.Random, num_steps: int) -> tuple[list[int], list[int]]:
     """Draw the opening number followed by signed changes, no size twice, and the running totals."""
-    sizes = draw.sample(range(1, MAX_CHANGE + 1), num_steps + 1)
+    sizes = draw.sample(range(MIN_CHANGE, MAX_CHANGE + 1), num_steps + 1)
     changes, totals = [sizes[0]], [sizes[0]]
     for size in sizes[1:]:
         fitting = [change for change in (size, -size) if 0 <= totals[-1] + change <= MAX_TOTAL]
@@ -138,15 +138,15 @@ def _tell(draw: random.Random, changes: list[int]) -> str:
     name, he = draw.choice(NAMES)
     words = {"name": name, "he": he, "things": draw.choice(THINGS)}
     sentences = [draw.choice(OPENINGS).format(n=changes[0], **words)]
-    for change in changes[1:]:
+    for day, change in zip(DAYS, changes[1:]):
         event = draw.choice(GAINS if change > 0 else LOSSES)
-        sentences.append(event.format(n=abs(change), friend=draw.choice(FRIENDS), **words))
+        sentences.append(event.format(day=day, n=abs(change), friend=draw.choice(FRIENDS), **words))
     return " ".join([*sentences, draw.choice(QUESTIONS).format(**words)])
 
 
 def _answer(totals: list[int], changes: list[int], *, is_written_out: bool) -> str:
     steps = [
-        f"{before}{change:+d}={after}"
-        for before, change, after in zip(totals[:-1], changes[1:], totals[1:], strict=True)
+        f"{day}: {before}{change:+d}={after}"
+        for day, before, change, after in zip(DAYS, totals[:-1], changes[1:], totals[1:])
     ]
     return "\n".join([*(steps if is_written_out else []), f"#### {totals[-1]}"])

@@ -67,6 +67,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._executor: RolloutExecutor | None = None
         self._exchange = RankZeroExchange()
         self._num_loose_requests = 0
+        self._num_generated_tokens = 0
         self._probes: set[asyncio.Task[None]] = set()
 
     # Life cycle
@@ -153,6 +154,7 @@ class RemoteInferenceEngine(InferenceEngine):
             server, segment = await self._sample(req, tokens, seed)
             tokens += segment.tokens
             logprobs += segment.logprobs
+            self._num_generated_tokens += len(segment.tokens)
             versions += segment.versions or []
             if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
                 break
@@ -312,8 +314,10 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._require_executor().stats
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts of episodes by metric name; empty on ranks other than 0."""
-        return {} if self._executor is None else self._executor.metrics()
+        """Return the counts of episodes and sampled tokens by metric name; empty on ranks other than 0."""
+        if self._executor is None:
+            return {}
+        return self._executor.metrics() | {"rollout/generated_tokens": float(self._num_generated_tokens)}
 
     def _require_executor(self) -> RolloutExecutor:
         if self._executor is None:

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -42,7 +43,7 @@ class StatsLogger:
     ) -> None:
         """`experiment`, the whole config, is stored with the run and tells the staleness bound.
 
-        Rows of an earlier run in the same folder are replaced.
+        Metrics and rollouts of an earlier run in the same folder are replaced.
         """
         self._tracker = StatsTracker()
         self._evaluated_version: float | None = None
@@ -95,6 +96,7 @@ class _Writer:
     ) -> None:
         self._folder = run_folder(config)
         self._folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._folder / "rollouts", ignore_errors=True)
         resolved: dict[str, Any] = {}
         bound = None
         if experiment is not None:

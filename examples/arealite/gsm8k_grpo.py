@@ -13,7 +13,7 @@ import sys
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
-from arealite.dataset import get_custom_dataset
+from arealite.dataset import load_split
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
@@ -31,15 +31,11 @@ def main(argv: list[str]) -> None:
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
     # Questions to practise on, and held-out ones that are only ever evaluated.
-    data, valid = config.train_dataset, config.valid_dataset
-    train_dataset = get_custom_dataset(
-        data.path, type="rl", split="train", tokenizer=tokenizer, max_length=data.max_length, seed=config.seed
-    )
+    data = config.train_dataset
+    train_dataset = load_split(data, "train", tokenizer=tokenizer, seed=config.seed)
     valid_dataset = None
-    if valid is not None:
-        valid_dataset = get_custom_dataset(
-            valid.path, type="rl", split="test", tokenizer=tokenizer, max_length=valid.max_length, seed=config.seed
-        )
+    if config.valid_dataset is not None:
+        valid_dataset = load_split(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
 

@@ -8,7 +8,7 @@ import sys
 
 from arealite.api.cli_args import SFTConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
-from arealite.dataset import get_custom_dataset
+from arealite.dataset import load_split
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.saver import Saver
@@ -22,18 +22,14 @@ def main(argv: list[str]) -> None:
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
     # Demonstrations to learn from, and held-out ones whose loss is only ever measured.
-    data, valid = config.train_dataset, config.valid_dataset
-    train_dataset = get_custom_dataset(
-        data.path, split="train", tokenizer=tokenizer, max_length=data.max_length, seed=config.seed
-    )
+    data = config.train_dataset
+    train_dataset = load_split(data, "train", tokenizer=tokenizer, seed=config.seed)
     loader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     train_batches = sft_batches(loader, tokenizer.pad_token_id)
     valid_batch = None
-    if valid is not None:
-        valid_dataset = get_custom_dataset(
-            valid.path, split="test", tokenizer=tokenizer, max_length=valid.max_length, seed=config.seed
-        )
-        loader = PromptLoader(valid_dataset, min(valid.batch_size, len(valid_dataset)), shuffle=False)
+    if config.valid_dataset is not None:
+        valid_dataset = load_split(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
+        loader = PromptLoader(valid_dataset, len(valid_dataset), shuffle=False)
         valid_batch = next(sft_batches(loader, tokenizer.pad_token_id))
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
 

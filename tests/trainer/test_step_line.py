@@ -9,7 +9,7 @@ from arealite.trainer.step_line import StepLine, compact
 ROW = {
     "reward/mean": 0.4125, "policy/loss": -0.0031, "policy/approx_kl": 1.2e-3, "policy/mismatch_kl": 4e-5,
     "staleness/mean": 1.3, "staleness/max": 3.0, "time/rollout_s": 18.21, "time/logprobs_s": 2.2, "time/update_s": 7.2,
-    "perf/tokens_per_s": 21_345.0,
+    "perf/tokens_per_s": 21_345.0, "optim/lr": 1e-5,
 }  # fmt: skip
 
 
@@ -36,6 +36,12 @@ def test_the_line_and_its_order() -> None:
         "step  12/200 | reward  0.412 | loss -0.003 | kl 1.2e-3 | mismatch_kl 4.0e-5 | staleness 1.3/4"
         " | rollout 18.2s train  9.4s | 21.3k tok/s | eval  0.500"
     )
+
+
+def test_a_last_evaluation_shows_only_what_it_has() -> None:
+    line = StepLine(total_steps=200, staleness_bound=4)
+    line.render(199, ROW)
+    assert line.render(200, {"eval/accuracy": 0.5, "time/step_s": 1.0}) == "step 200/200 | eval  0.500"
 
 
 def test_columns_stay_where_they_are() -> None:
