@@ -174,7 +174,7 @@ class TrainEngineConfig(Block):
     trial_name: Name = ""
     """Filled in from the top level."""
     path: str = MISSING
-    """Hugging Face folder or hub id of the model."""
+    """Hugging Face folder or hub id of the model; filled in from `tokenizer_path` if only that is given."""
     init_from_scratch: Bool = False
     """Start from random weights (only the architecture is read from `path`)."""
     attn_impl: str | None = None
@@ -566,6 +566,7 @@ class SFTConfig(BaseExperimentConfig):
         **BaseExperimentConfig.FILLED_FROM,
         **_named("model", seed="seed"),
         "tokenizer_path": "model.path",
+        "model.path": "tokenizer_path",
     }
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
@@ -594,6 +595,7 @@ class GRPOConfig(BaseExperimentConfig):
         **_same("eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "temperature"),
         **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),
         "tokenizer_path": "actor.path",
+        "actor.path": "tokenizer_path",
     }
 
     async_training: Bool = True

@@ -167,8 +167,10 @@ def _resolve(config_cls: type[Experiment], given: DictConfig, keys: dict[str, Co
     raw_merged = cast(Tree, OmegaConf.to_container(merged))
     for name, source in config_cls.FILLED_FROM.items():
         is_block_absent = raw_merged[name.partition(".")[0]] is None
-        if not _has(raw_given, name) and not is_block_absent:
-            OmegaConf.update(merged, name, f"${{{source}}}", merge=False)
+        is_mandatory = _lookup(defaults, name) == MISSING
+        if _has(raw_given, name) or is_block_absent or (is_mandatory and not _has(raw_given, source)):
+            continue
+        OmegaConf.update(merged, name, f"${{{source}}}", merge=False)
     _refuse_missing(cast(Tree, OmegaConf.to_container(merged)), "", keys, config_file)
     try:
         return cast(Tree, OmegaConf.to_container(merged, resolve=True))

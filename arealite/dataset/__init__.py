@@ -38,8 +38,8 @@ def get_custom_dataset(
 
     `rl` rows are `{"messages", "question", "answer", ...}`, never sharded. `sft` rows are this rank's share of
     `{"input_ids", "loss_mask"}`; up to `world_size - 1` rows at the end are left out so that all shares are equal.
-    `max_length` drops longer rows (for `rl`: longer prompts) and logs how many. `max_rows` keeps the first so many rows of the source.
-    `seed` is for generated data.
+    `max_rows` keeps the first so many rows of the source; `max_length` drops longer rows (for `rl`: longer prompts)
+    and logs how many. `seed` is for generated data.
     """
     if type not in ("sft", "rl"):
         raise ValueError(f"dataset type must be 'sft' or 'rl': got {type!r}. Set train_dataset.type.")

@@ -3,8 +3,8 @@
 A row is a pure function of the options and its position. A question is held out when the CRC-32 of its text is 0
 modulo 8, so training and test questions never meet, whatever the seeds. Every total stays in 0..18 and every change
 in 2..9: each written step is easy, while adding up four or five of them at once is not. `with_steps` of the answers
-write the steps, day by day, before `#### N`; the others jump to it. A model fitted to such a mixture can do the steps but seldom does,
-and reinforcement learning discovers that writing them pays.
+write the steps, day by day, before `#### N`; the others jump to it. A model fitted to such a mixture can do the steps
+but seldom does, and reinforcement learning discovers that writing them pays.
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ actor.optimizer.offload checkpointer cluster.cluster_name cluster.name_resolve
 launcher.inference_server_cpus_per_gpu launcher.inference_server_mem_per_gpu launcher.slurm
 launcher.trainer_cpus_per_gpu launcher.trainer_mem_per_gpu recover.freq_secs recover.retries ref.backend
 rollout.enable_rollout_tracing rollout.schedule_policy server_only stats_logger.swanlab.api_key
-total_train_n_seqs train_dataset.pin_memory valid_dataset.pin_memory valid_dataset.reward_fn
+total_train_n_seqs train_dataset.num_workers train_dataset.pin_memory valid_dataset.num_workers valid_dataset.pin_memory
+valid_dataset.reward_fn
 """
 
 
@@ -311,9 +312,10 @@ def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog
 
 def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     overrides = ("experiment_name=my_experiment", "trial_name=my_trial")
-    assert "actor.path must be given" in refusal(tmp_path, DOCUMENTED, *overrides)
+    assert load(tmp_path, DOCUMENTED, *overrides).actor.path == "Qwen/Qwen3-1.7B"
     caplog.clear()
     config = load(tmp_path, DOCUMENTED, *overrides, "actor.path=m", "actor.lr=3e-5")
+    assert config.actor.path == "m"
     assert config.actor.optimizer.lr == 3e-5
     assert config.rollout.server_addrs == ["localhost:30000"] and config.rollout.request_timeout == 60
     assert config.tokenizer_path == "Qwen/Qwen3-1.7B"
