@@ -30,7 +30,8 @@ def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> 
     state: dict[str, torch.Tensor] = {}
     for name, tensor in iter_full_params(model, dtype):
         if dist.get_rank() == 0:
-            state[name] = tensor.cpu()
+            # A gathered tensor may be a view of padded storage, which safetensors refuses: copy it out.
+            state[name] = tensor.to("cpu", copy=True)
     _on_rank0(lambda: write_checkpoint(model, state, path, dtype))
 
 

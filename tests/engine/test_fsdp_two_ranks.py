@@ -78,7 +78,8 @@ def two(one: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def assert_params_equal(params: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(params) == set(expected)
     for name in expected:
-        torch.testing.assert_close(params[name], expected[name], atol=1e-5, rtol=0)
+        # Three steps move a parameter by up to 3e-2, and AdamW magnifies the rounding of tiny gradients.
+        torch.testing.assert_close(params[name], expected[name], atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("share", ["unequal", "empty"])

@@ -9,7 +9,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, TrainEngineConfig
 
-VOCABULARY = 48
+VOCABULARY = 49
+"""Odd, so that two ranks hold unequal shards."""
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps_proportion": 0.0, "gradient_clipping": 1e9}
 
 

@@ -1,0 +1,125 @@
+"""Whole runs through the launcher: servers, ranks, the example scripts, and what they leave in the run folder."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from arealite.cli.tiny_model import write_tiny_model
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIGS = REPOSITORY / "examples" / "arealite" / "configs"
+pytestmark = pytest.mark.xdist_group("launcher")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
+
+
+def run(*command: str) -> str:
+    """Run a program from an unrelated folder and return what it printed."""
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
+    finished = subprocess.run(
+        [sys.executable, *command], cwd="/", env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    return finished.stdout
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_grpo(model: Path, fileroot: Path, *overrides: str) -> Path:
+    """Run three small steps of GRPO and return the run folder."""
+    run(
+        *("-m", "arealite.launcher.local", str(REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py")),
+        *("--config", str(CONFIGS / "gsm8k_grpo_cpu.yaml"), f"actor.path={model}", f"cluster.fileroot={fileroot}"),
+        *("experiment_name=e2e", "trial_name=t", "total_train_steps=3", "train_dataset.batch_size=6"),
+        *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", "train_dataset.path=story?train=200&test=10"),
+        *("evaluator.freq_steps=2", *overrides),
+    )
+    return fileroot / "e2e" / "t"
+
+
+def check_run(folder: Path, *, bound: int, num_servers: int) -> None:
+    """Hold the files of a run to the invariants."""
+    rows = rows_of(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    trained, prompts, used_servers = rows[:3], [], set()
+    for step, row in enumerate(trained):
+        samples = rows_of(folder / "rollouts" / f"step_{step}.jsonl")
+        assert len(samples) == 24
+        oldest = []
+        for sample in samples:
+            prompts.append((step, sample["prompt_id"]))
+            used_servers.add(sample["server"])
+            sampled = [version for version, is_sampled in zip(sample["versions"], sample["loss_mask"]) if is_sampled]
+            oldest.append(step - min(sampled))
+            assert step - bound <= min(sampled) and max(sampled) <= step and sample["trained_step"] == step
+            assert all(math.isfinite(value) and value <= 0 for value in sample["logprobs"])
+            lengths = {len(sample[key]) for key in ("input_ids", "logprobs", "versions", "loss_mask")}
+            assert len(lengths) == 1
+        assert row["staleness/max"] == max(oldest) <= bound
+        assert row["staleness/mean"] == pytest.approx(sum(oldest) / len(oldest), abs=1e-6)
+        assert row["reward/mean"] == pytest.approx(sum(sample["reward"] for sample in samples) / 24, abs=1e-6)
+        if max(oldest) == 0:
+            assert row["policy/mismatch_kl"] < 1e-8, "the servers' logprobs are the trainer's"
+    assert len({prompt for _, prompt in prompts}) == 18, "no prompt is trained on twice"
+    assert len(used_servers) == num_servers
+    assert [row["eval/version"] for row in rows if "eval/version" in row] == [0, 2, 3]
+    for version in (0, 2, 3):
+        samples = rows_of(folder / "rollouts" / f"eval_step_{version}.jsonl")
+        assert sorted(sample["prompt_id"] for sample in samples) == sorted(f"{version}-{i}" for i in range(10))
+        assert {v for s in samples for v, m in zip(s["versions"], s["loss_mask"]) if m} == {version}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["max_head_offpolicyness"] == bound >= summary["staleness_max"]
+    assert summary["trained_tokens"] > 0 and summary["generated_tokens"] > 0
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert (folder / "checkpoints" / "step_2" / "model.safetensors").exists()
+    assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["max_head_offpolicyness"] == bound
+
+
+def test_asynchronous_two_servers_two_ranks_broadcast(model: Path, tmp_path: Path) -> None:
+    folder = run_grpo(model, tmp_path, "allocation_mode=lite.d2p1t1+d2p1t1", "rollout.max_concurrent_rollouts=12")
+    check_run(folder, bound=2, num_servers=2)
+    assert {log.name for log in (folder / "logs").iterdir()} >= {
+        "server-0.log",
+        "server-1.log",
+        "trainer-0.log",
+        "trainer-1.log",
+    }
+
+
+def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
+    folder = run_grpo(
+        model,
+        tmp_path,
+        *("async_training=false", "rollout.weight_update=disk", "ref.path=${actor.path}", "actor.kl_ctl=0.01"),
+        *("actor.ppo_n_minibatches=2", "tokenizer_path=${actor.path}"),
+    )
+    check_run(folder, bound=0, num_servers=1)
+
+
+def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:
+    out = run(
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *(str(REPOSITORY / "examples" / "arealite" / "gsm8k_sft.py"), "--config", str(CONFIGS / "gsm8k_sft_cpu.yaml")),
+        *(f"model.path={model}", f"cluster.fileroot={tmp_path}", "trial_name=t", "total_train_steps=20"),
+        *(
+            "train_dataset.path=story?train=400&test=40",
+            "stats_logger.line_freq_steps=1",
+            "train_dataset.batch_size=15",
+        ),
+    )
+    assert out.count("step ") == 21
+    rows = rows_of(tmp_path / "gsm8k-sft-cpu" / "t" / "metrics.jsonl")
+    assert rows[20]["eval/loss"] < 0.7 * rows[0]["eval/loss"]
+    assert rows[0]["sft/loss"] == pytest.approx(rows[0]["eval/loss"], rel=0.1)
