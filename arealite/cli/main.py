@@ -36,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="any key of the GRPO config, e.g. seed=2 gconfig.n_samples=16; fileroot= is short for cluster.fileroot=",
+        help="any key of the GRPO config, e.g. seed=2 gconfig.n_samples=16; "
+        "fileroot= is short for cluster.fileroot=, and sft_steps= is the length of the fine-tuning",
     )
     quickstart.set_defaults(run=_quickstart)
 

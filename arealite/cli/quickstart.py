@@ -24,6 +24,7 @@ from arealite.trainer.report import write_report
 from arealite.trainer.run_folder import run_folder, write_text
 
 SFT_STEPS = 1000
+"""Enough for the written steps to be right, on three seeds of three."""
 
 
 def quickstart(overrides: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     began = time.monotonic()
     console = Console()
     examples = _examples_folder()
-    argv = _grpo_argv(examples, overrides)
+    sft_steps, argv = _split(examples, overrides)
     config, _ = load_expr_config([*argv, "actor.path=to-be-made"], GRPOConfig)
     run = run_folder(config.stats_logger)
     if (run / "metrics.jsonl").exists():
@@ -51,13 +52,13 @@ def quickstart(overrides: Sequence[str]) -> int:
             *(f"experiment_name={config.experiment_name}", f"trial_name={sft_trial}"),
             *(f"cluster.fileroot={config.cluster.fileroot}", f"seed={config.seed}"),
             *(f"model.path={model}", f"train_dataset.path={config.train_dataset.path}"),
-            f"total_train_steps={SFT_STEPS}",
+            f"total_train_steps={sft_steps}",
         ],
     )
     if status != 0:
         return status
     sft_s = time.monotonic() - sft_began
-    fine_tuned = run.with_name(sft_trial) / "checkpoints" / f"step_{SFT_STEPS - 1}"
+    fine_tuned = run.with_name(sft_trial) / "checkpoints" / f"step_{sft_steps - 1}"
 
     console.rule("[bold]3/3[/bold] asynchronous GRPO: it finds out that writing the steps pays")
     rl_began = time.monotonic()
@@ -76,15 +77,29 @@ def quickstart(overrides: Sequence[str]) -> int:
     return 0
 
 
-def _grpo_argv(examples: Path, overrides: Sequence[str]) -> list[str]:
+def _split(examples: Path, overrides: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the number of fine-tuning steps and the arguments of the GRPO script."""
     for override in overrides:
         if override.startswith("actor.path="):
             raise ConfigError(
                 f"quickstart makes its own model: got {override}. Remove it, or run examples/arealite/gsm8k_grpo.py."
             )
-    renamed = [f"cluster.{item}" if item.startswith("fileroot=") else item for item in overrides]
-    defaults = ["experiment_name=quickstart", f"trial_name={time.strftime('%Y%m%d-%H%M%S')}"]
-    return ["--config", str(examples / "configs" / "gsm8k_grpo_cpu.yaml"), *defaults, *renamed]
+    sft_steps = SFT_STEPS
+    argv = ["--config", str(examples / "configs" / "gsm8k_grpo_cpu.yaml"), "experiment_name=quickstart"]
+    argv.append(f"trial_name={time.strftime('%Y%m%d-%H%M%S')}")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "sft_steps":
+            sft_steps = _positive(override, value)
+        else:
+            argv.append(f"cluster.{override}" if key == "fileroot" else override)
+    return sft_steps, argv
+
+
+def _positive(override: str, value: str) -> int:
+    if not value.isdecimal() or int(value) == 0:
+        raise ConfigError(f"sft_steps must be a positive integer: got {override}. Write e.g. sft_steps={SFT_STEPS}.")
+    return int(value)
 
 
 def _examples_folder() -> Path:

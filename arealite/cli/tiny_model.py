@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from arealite.api.errors import ConfigError
 from arealite.dataset import get_custom_dataset
 from arealite.utils.tiny_model import make_tiny_model
@@ -15,6 +17,7 @@ _NUM_STORIES = 3000
 
 def write_tiny_model(*, out: str | Path, corpus: str | Path | None, seed: int, max_position: int = 2048) -> Path:
     """Write the model to `out`; without a corpus its tokenizer is fitted to the built-in story problems."""
+    disable_progress_bar()
     texts = _stories(seed) if corpus is None else _texts(Path(corpus))
     return make_tiny_model(out, texts, seed=seed, max_position=max_position)
 
