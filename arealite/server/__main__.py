@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
+from arealite.utils.hf import local_folder
 from arealite.utils.weight_transfer import DTYPES
 
 logger = logging.getLogger("arealite.server")
@@ -37,20 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     torch.set_num_threads(args.threads)
     try:
+        folder = local_folder(args.model_path)
         runner = ModelRunner.from_pretrained(
-            args.model_path,
+            folder,
             dtype=DTYPES[args.dtype],
             slots=args.slots,
             context=args.context,
             deterministic=args.deterministic,
         )
-        tokenizer = load_tokenizer(args.model_path)
+        tokenizer = load_tokenizer(folder)
     except (ValueError, OSError) as error:
         logger.error("can't serve %s: %s", args.model_path, error)
         return 2
     engine = GenerationEngine(
         runner,
-        eos_ids=end_of_sequence_ids(args.model_path, tokenizer),
+        eos_ids=end_of_sequence_ids(folder, tokenizer),
         tokenizer=tokenizer,
         version=args.weight_version,
         threads=args.threads,
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m arealite.server", description=__doc__)
-    parser.add_argument("--model-path", required=True, help="Hugging Face folder with safetensors")
+    parser.add_argument("--model-path", required=True, help="Hugging Face folder with safetensors, or hub id")
     parser.add_argument("--port", type=int, required=True, help="0 picks a free one, which the log names")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--threads", type=int, default=1, help="of torch")

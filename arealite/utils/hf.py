@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer
+
+_WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def local_folder(path: str) -> str:
+    """Return the folder of a model: the path itself, or where a hub id's files lie after they were downloaded."""
+    if Path(path).is_dir():
+        return path
+    return snapshot_download(path, allow_patterns=_WEIGHTS_AND_TOKENIZER)
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:

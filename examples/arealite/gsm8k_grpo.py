@@ -49,6 +49,9 @@ def main(argv: list[str]) -> None:
     rollout = RemoteSGLangEngine(config.rollout)
     rollout.initialize(None, ft_spec)
 
+    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    publish_weights(actor, rollout, version=0)
+
     # How an episode runs: sample a group of answers, then score each.
     workflow = RLVRWorkflow(gsm8k_reward_fn, config.gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout)
     eval_workflow = RLVRWorkflow(

@@ -146,6 +146,8 @@ def test_what_cannot_be_served_is_said_at_once(
     assert "can't listen on 127.0.0.1" in caplog.text
     assert main(["--model-path", str(tmp_path), "--port", "0"]) == 2
     assert f"can't serve {tmp_path}" in caplog.text
+    assert main(["--model-path", str(tmp_path / "missing"), "--port", "0"]) == 2
+    assert f"can't serve {tmp_path}/missing" in caplog.text
     with pytest.raises(SystemExit, match="2"):
         main(["--model-path", model_path, "--port", "0", "--slots", "0"])
     assert "--slots must be at least 1: got 0" in capsys.readouterr().err
