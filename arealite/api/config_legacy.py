@@ -7,6 +7,7 @@ value that means what we do anyway is accepted.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from arealite.api.errors import ConfigError
 
 logger = logging.getLogger("arealite.config")
+# All ranks of a run read the same config: one of them says what is wrong with it.
+logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")
 
 
 @dataclass(frozen=True)
