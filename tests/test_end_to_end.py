@@ -81,7 +81,10 @@ def check_run(folder: Path, *, bound: int, num_servers: int) -> None:
         assert {v for s in samples for v, m in zip(s["versions"], s["loss_mask"]) if m} == {version}
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["max_head_offpolicyness"] == bound >= summary["staleness_max"]
-    assert summary["trained_tokens"] > 0 and summary["generated_tokens"] > 0
+    trained_tokens = sum(
+        sum(sample["loss_mask"]) for step in range(3) for sample in rows_of(folder / "rollouts" / f"step_{step}.jsonl")
+    )
+    assert summary["trained_tokens"] == trained_tokens < summary["generated_tokens"]
     assert (folder / "report.html").stat().st_size > 10_000
     assert (folder / "checkpoints" / "step_2" / "model.safetensors").exists()
     assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["max_head_offpolicyness"] == bound

@@ -98,8 +98,9 @@ def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[st
         cards.append(("Steps", f"{summary['steps']:,}", f"{_duration(steps_s / summary['steps'])} each"))
         cards.append(("Wall time", _duration(steps_s), "first step to last"))
     if summary.get("trained_tokens"):
-        rate = summary["trained_tokens"] / steps_s
-        cards.append(("Trained tokens", f"{summary['trained_tokens']:,}", f"{rate:,.0f} per second"))
+        processed = sum(row.get("perf/processed_tokens") or 0.0 for row in rows)
+        note = f"{processed / steps_s:,.0f} processed per second"
+        cards.append(("Trained tokens", f"{summary['trained_tokens']:,}", note))
     if "staleness_max" in summary:
         bound = summary["max_head_offpolicyness"]
         note = "weight versions" if bound is None else f"versions, at most {bound}"

@@ -31,7 +31,7 @@ from arealite.utils.stats import Reduction, StatsTracker
 
 logger = logging.getLogger("arealite.stats")
 
-TRAINED_TOKENS = "perf/trained_tokens"
+PROCESSED_TOKENS = "perf/processed_tokens"
 """The metric whose rate becomes `perf/tokens_per_s`."""
 
 
@@ -76,8 +76,8 @@ class StatsLogger:
         """End step `step`: reduce over ranks, write, and return the row, equal on all ranks (collective)."""
         metrics = self._tracker.collect()
         self._evaluated_version = None
-        if TRAINED_TOKENS in metrics and metrics["time/step_s"] > 0:
-            metrics["perf/tokens_per_s"] = metrics[TRAINED_TOKENS] / metrics["time/step_s"]
+        if PROCESSED_TOKENS in metrics and metrics["time/step_s"] > 0:
+            metrics["perf/tokens_per_s"] = metrics[PROCESSED_TOKENS] / metrics["time/step_s"]
         if self._writer is not None:
             self._writer.write(step, metrics)
         return metrics

@@ -37,7 +37,8 @@ def test_the_loss_falls_on_a_tiny_corpus(engine: FSDPLMEngine) -> None:
     assert metrics[0]["sft/loss"] == pytest.approx(before, abs=1e-5)
     assert before > 3.0 and engine.evaluate_lm(batch) < 0.05
     assert [m["optim/lr"] for m in metrics[:3]] == pytest.approx([1e-2, 0.975e-2, 0.95e-2])
-    assert metrics[0]["perf/trained_tokens"] == 48.0 and metrics[0]["optim/skipped_steps"] == 0.0
+    assert metrics[0]["perf/processed_tokens"] == 48.0 and metrics[0]["perf/trained_tokens"] == 40.0
+    assert metrics[0]["optim/skipped_steps"] == 0.0
     assert metrics[0]["sft/ppl"] == pytest.approx(torch.tensor(before).exp().item(), rel=1e-4)
 
 

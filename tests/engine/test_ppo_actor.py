@@ -140,7 +140,8 @@ def test_metrics_of_an_on_policy_batch(make: Make) -> None:
     assert metrics["rollout/prompt_tokens"] == 2.0
     assert metrics["rollout/completion_tokens"] == pytest.approx(sum(LENGTHS) / 8 - 2)
     assert metrics["rollout/no_eos_ratio"] == 0.25
-    assert metrics["perf/trained_tokens"] == sum(LENGTHS)
+    assert metrics["perf/processed_tokens"] == sum(LENGTHS)
+    assert metrics["perf/trained_tokens"] == sum(LENGTHS) - 2 * len(LENGTHS)
     assert 0 < metrics["policy/entropy"] < 4
 
 

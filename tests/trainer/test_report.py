@@ -34,7 +34,8 @@ def write_jsonl(path: Path, lines: list[dict[str, Any]]) -> None:
 def make_run(folder: Path) -> Path:
     rows = [
         {"step": step, "reward/mean": 0.1 * step, "staleness/mean": 0.5, "staleness/max": 1.0, "optim/grad_norm": 1.0,
-         "time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 3.5, "perf/trained_tokens": 100.0}
+         "time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 3.5, "perf/trained_tokens": 100.0,
+         "perf/processed_tokens": 150.0}
         for step in range(4)
     ]  # fmt: skip
     rows[0] |= {"eval/version": 0.0, "eval/accuracy": 0.25}

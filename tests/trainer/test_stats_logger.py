@@ -36,7 +36,7 @@ def test_a_row_per_step_flushed_when_it_ends(tmp_path: Path, capsys: pytest.Capt
 
 def test_tokens_per_second_are_those_of_the_step(tmp_path: Path) -> None:
     stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
-    stats.add({"perf/trained_tokens": 500.0})
+    stats.add({"perf/processed_tokens": 500.0})
     row = stats.commit(0)
     assert row["perf/tokens_per_s"] == pytest.approx(500 / row["time/step_s"])
     stats.close()

@@ -159,9 +159,14 @@ class PPOActor:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
             means.add(mask_BT, **{"policy/mismatch_kl": k3_divergence(log_ratio_BT)})
         group = self.engine.parallelism_group
-        (num_tokens,) = all_reduce_numbers([lengths_B.sum().item()], group=group)
+        num_tokens, num_trained = all_reduce_numbers([lengths_B.sum().item(), mask_BT.sum().item()], group=group)
         (oldest,) = all_reduce_numbers([max(staleness_B.tolist(), default=0)], dist.ReduceOp.MAX, group)
-        return {**means.reduce(group), "staleness/max": oldest, "perf/trained_tokens": num_tokens}
+        return {
+            **means.reduce(group),
+            "staleness/max": oldest,
+            "perf/processed_tokens": num_tokens,
+            "perf/trained_tokens": num_trained,
+        }
 
     def _groups(self, batch: TensorDict) -> tuple[torch.Tensor, int]:
         """Return each row's group in the global batch and the number of groups.

@@ -27,16 +27,19 @@ class LMEngine:
     def train_lm(self, batch: TensorDict) -> dict[str, float]:
         """Take one optimizer step and one of the schedule; return metrics, equal on all ranks."""
         self.engine.train()
-        result = self.engine.train_batch(_columns(batch), sft_loss_fn, count_loss_tokens)
+        columns = _columns(batch)
+        result = self.engine.train_batch(columns, sft_loss_fn, count_loss_tokens)
         self.engine.step_lr_scheduler()
-        (num_tokens,) = all_reduce_numbers([batch["attention_mask"].sum().item()], group=self.engine.parallelism_group)
+        counts = [columns["attention_mask"].sum().item(), columns["loss_mask"].sum().item()]
+        num_tokens, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
         return {
             "sft/loss": result["loss"],
             "sft/ppl": math.exp(min(result["loss"], 100.0)),
             "optim/grad_norm": result["grad_norm"],
             "optim/lr": result["lr"],
             "optim/skipped_steps": 1.0 - result["update_successful"],
-            "perf/trained_tokens": num_tokens,
+            "perf/processed_tokens": num_tokens,
+            "perf/trained_tokens": num_trained,
         }
 
     def evaluate_lm(self, batch: TensorDict) -> float:
