@@ -173,7 +173,7 @@ actor.optimizer.offload checkpointer cluster.cluster_name cluster.name_resolve
 launcher.inference_server_cpus_per_gpu launcher.inference_server_mem_per_gpu launcher.slurm
 launcher.trainer_cpus_per_gpu launcher.trainer_mem_per_gpu recover.freq_secs recover.retries ref.backend
 rollout.enable_rollout_tracing rollout.schedule_policy server_only stats_logger.swanlab.api_key
-total_train_n_seqs train_dataset.num_workers train_dataset.pin_memory valid_dataset.num_workers valid_dataset.pin_memory
+total_train_n_seqs train_dataset.num_workers train_dataset.pin_memory valid_dataset.pin_memory
 valid_dataset.reward_fn
 """
 
