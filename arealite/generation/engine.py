@@ -29,7 +29,7 @@ from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import FinishReason, GenerationError, GenerationRequest, GenerationResult
 from arealite.generation.sampler import SamplingRows, sample
 from arealite.generation.scheduler import Scheduler, Sequence
-from arealite.generation.stop_strings import stop_string_matcher
+from arealite.generation.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -299,7 +299,7 @@ class GenerationEngine:
             request=request,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             max_length=min(prompt_length + params.max_new_tokens, self.context),
-            stop_text=stop_string_matcher(self._tokenizer, params.stop) if params.stop and self._tokenizer else None,
+            stops=StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None,
             length=prompt_length,
         )
 
@@ -316,6 +316,7 @@ class GenerationEngine:
         self._rows = None
         for sequence in aborted:
             message = "Aborted" if sequence.output_ids else "Abort before prefill"
+            sequence.give_back_unsettled()
             self._resolve(sequence, FinishReason("abort", message=message))
         return len(aborted)
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from arealite.generation.request import FinishReason, GenerationRequest, GenerationResult, VersionSpan
+from arealite.generation.stop_strings import StopStrings
 
 
 @dataclass(eq=False, slots=True)
@@ -22,8 +23,7 @@ class Sequence:
     stop_ids: frozenset[int]
     max_length: int
     """Prompt and output together; reaching it ends the sequence."""
-    stop_text: Callable[[list[int]], str | None] | None
-    """Finds a stop string at the end of the output."""
+    stops: StopStrings | None
     future: Future[GenerationResult] = field(default_factory=Future)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -45,11 +45,24 @@ class Sequence:
         self.length += 1
         if token in self.stop_ids:
             return FinishReason("stop", token)
-        if self.stop_text is not None and len(self.output_ids) >= self.request.params.min_new_tokens:
-            matched = self.stop_text(self.output_ids)
+        if self.stops is not None and len(self.output_ids) >= self.request.params.min_new_tokens:
+            matched = self.stops.matched(self.output_ids)
             if matched is not None:
                 return FinishReason("stop", matched)
         return FinishReason("length") if self.length >= self.max_length else None
+
+    def give_back_unsettled(self) -> None:
+        """Shorten an interrupted output so that its continuation sees every stop string whole."""
+        if self.stops is None:
+            return
+        num_settled = self.stops.num_settled(self.output_ids)
+        self.length -= len(self.output_ids) - num_settled
+        del self.output_ids[num_settled:], self.logprobs[num_settled:]
+        self.spans = [
+            VersionSpan(span.version, span.start, min(span.end, num_settled))
+            for span in self.spans
+            if span.start < num_settled
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,47 @@
-"""Finds stop strings at the end of a growing output, also when they span tokens.
+"""Finds stop strings at the end of a growing output, also when they span tokens or an interruption.
 
 The match is on decoded text with special tokens spelled out. There every token adds at least one byte, so a stop
 string that ends with the newest token lies within as many tokens as it has bytes, and only those are decoded.
+An interrupted output gives back the tokens that may have begun a stop string, so whoever continues it, and looks at
+the new output only, finds every stop string whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 
-def stop_string_matcher(
-    tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]
-) -> Callable[[Sequence[int]], str | None]:
-    """Return a function from output tokens to the stop string that the last token completed."""
-    window = max(len(stop.encode()) for stop in stops) + 1  # one more: a decoder may strip the first token's space
+class StopStrings:
+    """The stop strings of one request."""
 
-    def matched_stop(output_ids: Sequence[int]) -> str | None:
-        text = tokenizer.decode(output_ids[-window:], skip_special_tokens=False)
-        return min((stop for stop in stops if stop in text), key=text.find, default=None)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        # One more: a decoder may strip the first token's space.
+        self._window = max(len(stop.encode()) for stop in stops) + 1
 
-    return matched_stop
+    def matched(self, output_ids: Sequence[int]) -> str | None:
+        """Return the stop string that the last token completed."""
+        text = self._text(output_ids)
+        return min((stop for stop in self._stops if stop in text), key=text.find, default=None)
+
+    def num_settled(self, output_ids: Sequence[int]) -> int:
+        """Return how many tokens remain when those at the end that may begin a stop string are given back."""
+        num_tokens = len(output_ids)
+        while num_tokens and self._is_open(self._text(output_ids[:num_tokens])):
+            num_tokens -= 1
+        return num_tokens
+
+    def _is_open(self, text: str) -> bool:
+        """Tell whether the text ends with the beginning of a stop string, or in the middle of a character."""
+        beginnings = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
+        return text.endswith("\N{REPLACEMENT CHARACTER}") or any(text.endswith(beginning) for beginning in beginnings)
+
+    def _text(self, output_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(output_ids[-self._window :], skip_special_tokens=False)
+        return text
 
 
 def trim_stop_string(text: str, stop: str) -> str:
