@@ -133,6 +133,8 @@ class WeightUpdateMeta:
     nccl_group_name: str = "update_weight_group"
     nccl_world_size: int = 0
     """Sender plus receivers; the receiving engine fills it in from the live servers."""
+    nccl_backend: Literal["nccl", "gloo"] = "gloo"
+    """Transport of the group; the receiving engine fills it in."""
     timeout_s: float = 120.0
     uploaded: Future[None] = field(default_factory=Future, repr=False)
 

@@ -83,7 +83,7 @@ def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGr
         rank=0,
         world_size=meta.nccl_world_size,
         name=meta.nccl_group_name,
-        backend="nccl" if torch.cuda.is_available() else "gloo",
+        backend=meta.nccl_backend,
         timeout_s=meta.timeout_s,
     )
 

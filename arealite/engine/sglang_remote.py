@@ -28,7 +28,7 @@ class RemoteSGLangEngine(RemoteInferenceEngine):
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         super().__init__(config)
-        self._receiver = WeightReceiver(self.servers, is_atomic=config.backend == "lite")
+        self._receiver = WeightReceiver(self.servers, is_lite=config.backend == "lite")
 
     def _generate_call(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[str, Json]:
         gconfig = req.gconfig

@@ -13,7 +13,7 @@ import logging
 import shutil
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -39,6 +39,7 @@ class BroadcastPlan:
     name: str
     address: str
     port: int
+    backend: Literal["nccl", "gloo"]
     servers: tuple[Server, ...]
 
     def write_to(self, meta: WeightUpdateMeta) -> None:
@@ -47,15 +48,16 @@ class BroadcastPlan:
         meta.nccl_master_address = self.address
         meta.nccl_master_port = self.port
         meta.nccl_world_size = 1 + len(self.servers)
+        meta.nccl_backend = self.backend
 
 
 class WeightReceiver:
     """Brings published weights to the members of a server set."""
 
-    def __init__(self, servers: ServerSet, *, is_atomic: bool) -> None:
+    def __init__(self, servers: ServerSet, *, is_lite: bool) -> None:
         self._servers = servers
-        self._is_atomic = is_atomic
-        """Whether servers keep the old weights until all new ones have come."""
+        self._is_lite = is_lite
+        """Embedded servers are on the CPU, and keep the old weights until all new ones have come."""
         self._plan: BroadcastPlan | None = None
         self._joined: BroadcastPlan | None = None
 
@@ -66,7 +68,8 @@ class WeightReceiver:
             servers = tuple(self._servers.servers)
             address = LOOPBACK if all(_is_local(server.address) for server in servers) else host_ip()
             name = f"{meta.nccl_group_name}-{epoch}"
-            self._plan = BroadcastPlan(epoch, name, address, free_port(address), servers)
+            backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() and not self._is_lite else "gloo"
+            self._plan = BroadcastPlan(epoch, name, address, free_port(address), backend, servers)
         self._plan.write_to(meta)
         return self._plan
 
@@ -88,7 +91,7 @@ class WeightReceiver:
         except (Exception, asyncio.CancelledError) as error:
             self._plan = self._joined = None
             self._servers.renew()
-            if self._is_atomic or not publication.is_torn:
+            if self._is_lite or not publication.is_torn:
                 await self._go_on(publication, may_generate, error)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -159,7 +162,7 @@ class _Publication:
                 "rank_offset": 1 + index,
                 "world_size": 1 + len(plan.servers),
                 "group_name": plan.name,
-                "backend": "nccl" if torch.cuda.is_available() else "gloo",
+                "backend": plan.backend,
             }
             return self._post(address, "/init_weights_update_group", payload)
 
