@@ -9,7 +9,7 @@ ARGS        ?=
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test lint format clean
+.PHONY: help install quickstart test benchmark lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 22
@@ -35,6 +35,9 @@ quickstart: install            ## train a tiny model by asynchronous GRPO, in mi
 
 test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
+
+benchmark: $(VENV)/.installed            ## measure the embedded engine against transformers (a few minutes)
+	$(VENV)/bin/python benchmarks/generation.py $(ARGS)
 
 lint: $(VENV)/.installed-dev            ## ruff and mypy
 	$(VENV)/bin/ruff check .
