@@ -9,10 +9,10 @@ ARGS        ?=
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test benchmark lint format clean
+.PHONY: help install quickstart test test-quickstart benchmark lint format clean
 
 help:            ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 22
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
 	@echo "  ARGS=... is passed on, e.g. make quickstart ARGS='seed=2'"
 
 install: $(VENV)/.installed            ## create .venv and install AReaLite (CPU build of torch)
@@ -35,6 +35,9 @@ quickstart: install            ## train a tiny model by asynchronous GRPO, in mi
 
 test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
+
+test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
+	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
 benchmark: $(VENV)/.installed            ## measure the embedded engine against transformers (a few minutes)
 	$(VENV)/bin/python benchmarks/generation.py $(ARGS)

@@ -67,6 +67,9 @@ __all__ = [
 
 logger = logging.getLogger("arealite.config")
 
+ALL_TOKENS = 100_000_000
+"""The `top_k` that cuts nothing off."""
+
 
 @dataclass
 class Block:
@@ -99,7 +102,7 @@ class GenerationHyperparameters(Block):
     """Always take the likeliest token."""
     top_p: PositiveFraction = 1.0
     """Sample from the likeliest tokens that hold this much probability; 1 is all."""
-    top_k: PositiveInt = 100_000_000
+    top_k: PositiveInt = ALL_TOKENS
     """Sample from this many likeliest tokens; the default is all."""
     temperature: Positive = 1.0
     """Divides the logits. For temperature 0 set `greedy: true`."""
@@ -655,6 +658,14 @@ class GRPOConfig(BaseExperimentConfig):
                 f"gconfig.greedy must be false if gconfig.n_samples > 1: got true and {self.gconfig.n_samples}, so "
                 "that all samples of a group would be equal. Set gconfig.greedy=false."
             )
+        gconfig = self.gconfig
+        if gconfig.top_p < 1 or gconfig.top_k < ALL_TOKENS or gconfig.min_new_tokens > 0:
+            logger.warning(
+                "gconfig.top_p, top_k and min_new_tokens narrow the distribution that servers sample from, and their "
+                "logprobs are of the narrowed one, while the trainer's are of the whole: importance weights are off. "
+                "Set top_p to 1, top_k to %d and min_new_tokens to 0 unless you mean it.",
+                ALL_TOKENS,
+            )
         is_embedded = self.rollout.backend == "lite" and not self.rollout.server_addrs
         longest = max(self.gconfig.max_new_tokens, self.eval_gconfig.max_new_tokens)
         if is_embedded and longest >= self.lite.context:
@@ -696,6 +707,8 @@ class GRPOConfig(BaseExperimentConfig):
                     "Add e.g. `ref: {path: ${actor.path}}` or set actor.kl_ctl=0."
                 )
             return
+        if self.actor.kl_ctl == 0:
+            logger.warning("ref has no effect: actor.kl_ctl is 0. Set actor.kl_ctl above 0 or remove the ref block.")
         _check_equal("ref.temperature", self.ref.temperature, "gconfig.temperature", self.gconfig.temperature)
         if self.ref.optimizer is not None:
             raise ConfigError("ref.optimizer must be null: got an optimizer. A reference is never trained; remove it.")

@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
 
 if TYPE_CHECKING:
-    from arealite.api.alloc_mode import AllocationMode
     from arealite.api.engine_api import TrainEngine
 
 StopReason = Literal["stop", "length"]
@@ -25,8 +25,8 @@ StopReason = Literal["stop", "length"]
 class ModelRequest:
     """One completion to sample from a server. Requests with the same `rid` stay on one server."""
 
-    input_ids: list[int]
-    gconfig: GenerationHyperparameters
+    input_ids: list[int] = field(default_factory=list)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: dict[str, Any] = field(default_factory=dict)
 

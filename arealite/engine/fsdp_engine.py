@@ -62,6 +62,7 @@ class FSDPEngine(TrainEngine):
         self.config = config
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._version = 0
+        self._has_trained = False
         self._transfer: BroadcastGroup | None = None
 
     # Life
@@ -176,6 +177,7 @@ class FSDPEngine(TrainEngine):
         """
         assert self.config.optimizer is not None, "train_batch needs config.optimizer"
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
+        self._has_trained = True
         self.optimizer.zero_grad()
         loss_sum = 0.0
         for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
@@ -211,19 +213,24 @@ class FSDPEngine(TrainEngine):
     def forward(
         self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
     ) -> torch.Tensor:
-        """Apply `post_hook(logits, micro_batch) -> [N]` without gradient; return it padded as `[B, S]` on the CPU."""
+        """Apply `post_hook(logits, micro_batch) -> [N]` without gradient; return it padded as `[B, S]`."""
         micro_batches = self._split(input_)
         values = []
         for micro_batch in micro_batches:
             logits_NV, packed = self._logits(micro_batch)
             if micro_batch.num_tokens:
-                values.append(post_hook(logits_NV, packed).cpu())
+                values.append(post_hook(logits_NV, packed).to(micro_batch.packed["input_ids"].device))
         self._fsdp_root.reshard()
         return unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
 
     def step_lr_scheduler(self) -> None:
-        """Advance the learning-rate schedule by one step."""
-        self.lr_schedule.move_to(self.lr_schedule.num_steps + 1)
+        """Advance the learning-rate schedule by one step if something was trained since the last one.
+
+        So a script may call it after `ppo_update` or `train_lm`, which do it themselves.
+        """
+        if self._has_trained:
+            self.lr_schedule.move_to(self.lr_schedule.num_steps + 1)
+        self._has_trained = False
 
     @property
     def _fsdp_root(self) -> FSDPModule:

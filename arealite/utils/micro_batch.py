@@ -76,7 +76,7 @@ def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
     }
     packed["cu_seqlens"] = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     packed["position_ids"] = (mask_BS.cumsum(dim=1) - 1)[mask_BS]
-    packed["segment_ids"] = torch.repeat_interleave(torch.arange(len(indices)), lengths_B)
+    packed["segment_ids"] = torch.repeat_interleave(torch.arange(len(indices), device=mask_BS.device), lengths_B)
     return MicroBatch(indices, TensorDict(packed, batch_size=[]))
 
 
@@ -88,7 +88,8 @@ def is_per_token(tensor: torch.Tensor, padded_length: int) -> bool:
 def unpack_rows(values: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], batch: TensorDict) -> torch.Tensor:
     """Put one `[N]` tensor per micro-batch back into `[B, S]`, with 0 where there was padding."""
     mask_BS = batch["attention_mask"].bool()
-    padded_BS = torch.zeros(mask_BS.shape, dtype=values[0].dtype if values else torch.float32)
+    dtype = values[0].dtype if values else torch.float32
+    padded_BS = torch.zeros(mask_BS.shape, dtype=dtype, device=mask_BS.device)
     for value_N, micro_batch in zip(values, micro_batches, strict=True):
         rows_BS = torch.zeros_like(padded_BS[micro_batch.row_indices])
         rows_BS[mask_BS[micro_batch.row_indices]] = value_N.to(padded_BS)

@@ -300,7 +300,7 @@ def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING, logger="arealite.config"):
         config = load(tmp_path, ORIGINAL)
     warned = [record.getMessage().split(" ")[0] for record in caplog.records]
-    assert sorted(warned) == sorted(OLD_KEYS.split())
+    assert sorted(warned) == sorted([*OLD_KEYS.split(), "ref"]), "its reference has no effect: kl_ctl is 0"
     assert config.sglang == {
         "model_path": "Qwen/Qwen2-1.5B-Instruct",
         "random_seed": 1,
@@ -308,6 +308,18 @@ def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog
         "schedule_policy": "lpm",
     }
     assert config.actor.optimizer.eps == 1e-8 and config.ref.mb_spec.max_tokens_per_mb == 1060
+
+
+@pytest.mark.parametrize("override", ["gconfig.top_p=0.9", "gconfig.top_k=5", "gconfig.min_new_tokens=2"])
+def test_sampling_that_the_trainer_can_not_reproduce_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, override: str
+) -> None:
+    overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=story")
+    overrides += ("train_dataset.batch_size=8",)
+    load(tmp_path, "", *overrides)
+    assert not caplog.records
+    load(tmp_path, "", *overrides, override)
+    assert "importance weights are off" in caplog.text
 
 
 def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

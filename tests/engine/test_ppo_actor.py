@@ -79,6 +79,44 @@ def test_the_kl_penalty_needs_a_reference_and_lowers_returns(make: Make) -> None
     torch.testing.assert_close(batch["advantages"], expected * batch["loss_mask"])
 
 
+def test_the_kl_penalty_is_that_of_the_sampling_policy(make: Make) -> None:
+    """With decoupled loss the proximal policy plays no part in it."""
+    actor = make(kl_ctl=0.5, use_decoupled_loss=True, adv_norm=False, group_reward_norm=False)
+    batch = trajectory_batch(LENGTHS, 2)
+    batch["rewards"] = torch.zeros_like(batch["rewards"])
+    batch["ref_logprobs"] = batch["logprobs"] - 0.25 * batch["loss_mask"]
+    advantages = []
+    for shift in (0.0, 1.0):
+        batch["proximal_logprobs"] = batch["logprobs"] - shift
+        actor.compute_advantages(batch)
+        advantages.append(batch["advantages"].clone())
+    assert torch.equal(*advantages)
+    first = batch["loss_mask"].argmax(1)
+    assert (advantages[0].gather(1, first[:, None]) < -0.1).all()
+
+
+def test_keys_of_the_original_are_refused_rather_than_ignored(make: Make) -> None:
+    batch = trajectory_batch(LENGTHS, 2)
+    batch["prox_logp"] = batch["logprobs"].clone()
+    actor = make()
+    actor.compute_advantages(batch)
+    with pytest.raises(ValueError, match="'prox_logp' of a batch must be called 'proximal_logprobs'"):
+        actor.ppo_update(batch)
+
+
+def test_stepping_the_schedule_after_an_update_changes_nothing(make: Make) -> None:
+    optimizer = OptimizerConfig(lr=0.1, lr_scheduler_type="linear", warmup_steps_proportion=0.0)
+    actor = make(optimizer=optimizer, ppo_n_minibatches=1)
+    seen = []
+    for explicit in (True, False, True):
+        batch = trajectory_batch(LENGTHS, 2)
+        actor.compute_advantages(batch)
+        seen.append(actor.ppo_update(batch)["optim/lr"])
+        if explicit:
+            actor.step_lr_scheduler()
+    assert seen == pytest.approx([0.1, 0.09, 0.08])
+
+
 @pytest.mark.parametrize("by_group", [True, False])
 def test_advantages_are_standardised_over_tokens(make: Make, by_group: bool) -> None:
     batch = trajectory_batch(LENGTHS, 4)

@@ -21,6 +21,9 @@ from arealite.engine.ppo.advantages import gae, shape_rewards, standardize, toke
 from arealite.engine.ppo.losses import k3_divergence, ppo_actor_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 
+RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
+"""What scripts of the original call these; a key that nobody reads would change the objective silently."""
+
 
 class PPOActor:
     """Runs the algorithm on an engine. Every method is collective."""
@@ -130,6 +133,9 @@ class PPOActor:
         Decoupled: the recomputed ones and the server's. Otherwise both are the recomputed ones if there are any (then
         the numerical gap to the server plays no part), else the server's.
         """
+        for old, new in RENAMED_KEYS.items():
+            if old in batch:
+                raise ValueError(f"the key {old!r} of a batch must be called {new!r}: got {old!r}. Rename it.")
         if self.config.use_decoupled_loss:
             _require(batch, "proximal_logprobs", "use_decoupled_loss", "Set it to actor.compute_logprobs(batch)")
             return batch["proximal_logprobs"], batch["logprobs"]
@@ -181,7 +187,8 @@ class PPOActor:
             rank = dist.get_rank(group)
             counts[rank] = -(-batch.batch_size[0] // self.config.group_size)
             first = int(all_reduce(counts, group=group)[:rank].sum())
-            groups_B = first + torch.arange(batch.batch_size[0]) // self.config.group_size
+            rows_B = torch.arange(batch.batch_size[0], device=batch["attention_mask"].device)
+            groups_B = first + rows_B // self.config.group_size
         largest = groups_B.max().item() + 1 if len(groups_B) else 0
         return groups_B, int(all_reduce_numbers([largest], dist.ReduceOp.MAX, group)[0])
 

@@ -1,0 +1,33 @@
+"""What `make quickstart` promises, on several seeds: it learns, and nothing happens without a learning rate."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launcher")]
+
+
+def quickstart(fileroot: Path, *overrides: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "arealite.cli.main", "quickstart", f"fileroot={fileroot}", "trial_name=t"]
+    finished = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=600, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "report.html" in finished.stdout
+    return json.loads((fileroot / "quickstart" / "t" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_accuracy_rises_within_the_staleness_bound(tmp_path: Path, seed: int) -> None:
+    summary = quickstart(tmp_path, f"seed={seed}")
+    print({key: summary[key] for key in ("accuracy_before", "accuracy_after", "wall_s")})
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.3
+    assert summary["answer_tokens_after"] > 2 * summary["answer_tokens_before"]
+    assert 0 < summary["staleness_max"] <= summary["max_head_offpolicyness"]
+
+
+def test_nothing_is_learned_without_a_learning_rate(tmp_path: Path) -> None:
+    summary = quickstart(tmp_path, "seed=1", "actor.optimizer.lr=0")
+    assert abs(summary["accuracy_after"] - summary["accuracy_before"]) < 0.1
