@@ -1,19 +1,21 @@
-"""Real workflows that need no model: one that samples from a server, one that only waits."""
+"""Real workflows that need no model: one that samples from a server, one that only waits; an engine for the latter."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.rollout.executor import RolloutExecutor
 from arealite.utils.tensors import concat_padded_tensors
 
 
@@ -72,3 +74,26 @@ class WaitingWorkflow(RolloutWorkflow):
         if result is not None:
             result["versions"] = torch.where(result["loss_mask"].bool(), version, -1)
         return result
+
+
+class IdleEngine(InferenceEngine):
+    """An engine that has a version and an executor, and samples nothing."""
+
+    def __init__(self, config: InferenceEngineConfig, executor_type: type[RolloutExecutor] = RolloutExecutor) -> None:
+        self.version = 0
+        self.executor = executor_type(config, self)
+
+    def get_version(self) -> int:
+        return self.version
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+        self.executor.set_version(version)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        raise NotImplementedError
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        raise NotImplementedError
+
+    initialize = destroy = submit = wait = rollout_batch = prepare_batch = evaluate_batch = pause = resume = None  # type: ignore[assignment]

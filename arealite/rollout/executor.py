@@ -232,8 +232,10 @@ class RolloutExecutor:
         """Run one episode of the account until it is accepted, rejected or failed."""
         for attempt in range(self.config.episode_retries + 1):
             if attempt:
+                # No await since the withdrawal: nobody else may take the place.
                 head_version = self._account.version
                 self._account.start(head_version)
+                self._advance()
             try:
                 finished = await self._attempt(submission, attempt, head_version, head_version)
             except Exception as error:

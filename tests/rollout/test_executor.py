@@ -9,54 +9,31 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from testing_workflows import WaitingWorkflow, waiting_trajectory
+from testing_workflows import IdleEngine, WaitingWorkflow, waiting_trajectory
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError, RewardError, ServerError, TrajectoryError
-from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId, WeightUpdateMeta
-from arealite.rollout.executor import RolloutExecutor
+from arealite.api.io_struct import PromptId
+from arealite.rollout import executor as executor_module
+from arealite.rollout.episode import current_episode, sampling_seed
 
 Row = dict[str, Any]
 
 
-class Engine(InferenceEngine):
-    """An engine that has a version and an executor, and samples nothing."""
-
-    def __init__(self, **config: Any) -> None:
-        self.version = 0
-        self.executor = RolloutExecutor(InferenceEngineConfig(**config), self)
-
-    def get_version(self) -> int:
-        return self.version
-
-    def set_version(self, version: int) -> None:
-        self.version = version
-        self.executor.set_version(version)
-
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        raise NotImplementedError
-
-    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        raise NotImplementedError
-
-    initialize = destroy = submit = wait = rollout_batch = prepare_batch = evaluate_batch = pause = resume = None  # type: ignore[assignment]
-
-
 @pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
+def start() -> Iterator[Callable[..., IdleEngine]]:
     torch.set_num_threads(1)
-    engines: list[Engine] = []
+    engines: list[IdleEngine] = []
 
-    def start_engine(**config: Any) -> Engine:
-        engines.append(Engine(**config))
+    def start_engine(**config: Any) -> IdleEngine:
+        engines.append(IdleEngine(InferenceEngineConfig(**config)))
         return engines[-1]
 
     yield start_engine
@@ -77,7 +54,7 @@ def prompts_of(batch: TensorDict) -> list[int]:
 
 
 @pytest.mark.parametrize("eta", [0, 1, 3])
-def test_staleness_of_every_token_is_bounded_with_stragglers(start: Callable[..., Engine], eta: int) -> None:
+def test_staleness_of_every_token_is_bounded_with_stragglers(start: Callable[..., IdleEngine], eta: int) -> None:
     engine = start(consumer_batch_size=4, max_head_offpolicyness=eta, max_concurrent_rollouts=64)
     rng = random.Random(eta)
     loader = ([{"delay_s": 0.08 if rng.random() < 0.3 else 0.0}] * 3 for _ in itertools.count())
@@ -92,7 +69,7 @@ def test_staleness_of_every_token_is_bounded_with_stragglers(start: Callable[...
     assert len(seen) == 48
 
 
-def test_synchronous_batches_are_the_data_in_order(start: Callable[..., Engine]) -> None:
+def test_synchronous_batches_are_the_data_in_order(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=3, max_head_offpolicyness=0)
     data = [rows(2, first) for first in (0, 2, 4)]
     for version, expected in enumerate([[0, 1, 2], [3, 4, 5], [0, 1, 2]]):
@@ -102,7 +79,7 @@ def test_synchronous_batches_are_the_data_in_order(start: Callable[..., Engine])
         engine.set_version(version + 1)
 
 
-def test_rows_without_a_name_get_pass_and_index(start: Callable[..., Engine]) -> None:
+def test_rows_without_a_name_get_pass_and_index(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=3, max_head_offpolicyness=0)
     workflow, data = WaitingWorkflow(), [[{"a": 1}], [{"a": 2}]]
     engine.executor.prepare_batch(data, workflow)
@@ -110,7 +87,7 @@ def test_rows_without_a_name_get_pass_and_index(start: Callable[..., Engine]) ->
     assert data == [[{"a": 1}], [{"a": 2}]], "the caller's rows are not changed"
 
 
-def test_rejected_episodes_are_replaced(start: Callable[..., Engine]) -> None:
+def test_rejected_episodes_are_replaced(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=4, max_head_offpolicyness=1)
     batch = engine.executor.prepare_batch(
         (rows(5, first) for first in itertools.count(0, 5)),
@@ -123,7 +100,7 @@ def test_rejected_episodes_are_replaced(start: Callable[..., Engine]) -> None:
     assert engine.executor.stats.rejected >= 9 and engine.executor.stats.failed == 0
 
 
-def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Callable[..., Engine]) -> None:
+def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=2, max_head_offpolicyness=1)
     loader = [rows(4)]
     engine.executor.prepare_batch(loader, WaitingWorkflow())
@@ -134,7 +111,7 @@ def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Callable[
     engine.executor.prepare_batch(loader, WaitingWorkflow())
 
 
-def test_errors_of_the_dataloader_reach_the_caller(start: Callable[..., Engine]) -> None:
+def test_errors_of_the_dataloader_reach_the_caller(start: Callable[..., IdleEngine]) -> None:
     engine = start()
 
     def broken() -> Iterator[list[Row]]:
@@ -147,7 +124,7 @@ def test_errors_of_the_dataloader_reach_the_caller(start: Callable[..., Engine])
         engine.executor.prepare_batch([], WaitingWorkflow())
 
 
-def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable[..., Engine]) -> None:
+def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)
     loader = (rows(2, first) for first in itertools.count(0, 2))
     workflow = WaitingWorkflow()
@@ -162,7 +139,7 @@ def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable
 # submit and wait
 
 
-def test_wait_takes_the_oldest_first_and_loses_nothing_on_timeout(start: Callable[..., Engine]) -> None:
+def test_wait_takes_the_oldest_first_and_loses_nothing_on_timeout(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=4, max_head_offpolicyness=9, max_concurrent_rollouts=4)
     for row in rows(3):
         engine.executor.submit({**row, "delay_s": 0.4 if row["prompt_id"].index == 1 else 0.0}, WaitingWorkflow())
@@ -171,7 +148,7 @@ def test_wait_takes_the_oldest_first_and_loses_nothing_on_timeout(start: Callabl
     assert prompts_of(engine.executor.wait(3)) == [0, 1, 2]
 
 
-def test_wait_filters(start: Callable[..., Engine]) -> None:
+def test_wait_filters(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=6)
     for row in rows(6):
         engine.executor.submit(row, WaitingWorkflow())
@@ -181,7 +158,7 @@ def test_wait_filters(start: Callable[..., Engine]) -> None:
         engine.executor.wait(1)
 
 
-def test_the_queue_is_bounded(start: Callable[..., Engine]) -> None:
+def test_the_queue_is_bounded(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=1, queue_size=2)
     engine.executor.pause()
     engine.executor.submit({}, WaitingWorkflow())
@@ -190,7 +167,7 @@ def test_the_queue_is_bounded(start: Callable[..., Engine]) -> None:
         engine.executor.submit({}, WaitingWorkflow())
 
 
-def test_pause_stops_new_episodes_only(start: Callable[..., Engine]) -> None:
+def test_pause_stops_new_episodes_only(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=4)
     workflow = WaitingWorkflow()
     engine.executor.submit({"delay_s": 0.05}, workflow)
@@ -220,14 +197,14 @@ def fail_first(error: Exception, attempts: int) -> WaitingWorkflow:
     return WaitingWorkflow(act)
 
 
-def test_a_failure_is_retried_in_a_fresh_attempt(start: Callable[..., Engine]) -> None:
+def test_a_failure_is_retried_in_a_fresh_attempt(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=2)
     batch = engine.executor.prepare_batch([rows(2)], fail_first(OSError("flaky"), 1))
     assert prompts_of(batch) == [0, 1]
     assert engine.executor.stats.failed == 0
 
 
-def test_a_retry_gets_a_fresh_head_version(start: Callable[..., Engine]) -> None:
+def test_a_retry_gets_a_fresh_head_version(start: Callable[..., IdleEngine]) -> None:
     """An episode that fails at version 1 is not due before 1 + eta."""
     engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4)
     loader = (rows(1, first, delay_s=0.2 if first == 1 else 0.0) for first in itertools.count())
@@ -241,6 +218,74 @@ def test_a_retry_gets_a_fresh_head_version(start: Callable[..., Engine]) -> None
         time.sleep(0.05)
 
 
+class SecondPromptFails(WaitingWorkflow):
+    """Prompt 1 fails after a while, and its next attempt does not end in time."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+        episode = current_episode.get()
+        assert episode is not None
+        if episode.prompt_id.index == 1:
+            await asyncio.sleep(0.1 if episode.attempt == 0 else 60.0)
+            raise OSError("flaky")
+        return await super().arun_episode(engine, data)
+
+
+def test_a_batch_that_a_retry_allows_is_taken_at_once(start: Callable[..., IdleEngine]) -> None:
+    """Prompt 1 is due at version 1 until it fails; then its retry is due at 2."""
+    engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4, episode_timeout=2.0)
+    loader = (rows(1, first) for first in itertools.count())
+    assert prompts_of(engine.executor.prepare_batch(loader, SecondPromptFails())) == [0]
+    engine.set_version(1)
+    assert prompts_of(engine.executor.prepare_batch(loader, SecondPromptFails())) == [2]
+    assert engine.executor.stats.failed == 0, "the retry still runs"
+
+
+def test_a_retry_is_a_sign_of_life(start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two attempts that time out last longer than one may stall."""
+    monkeypatch.setattr(executor_module, "_GRACE_S", 0.4)
+    engine = start(consumer_batch_size=1, episode_timeout=0.6, episode_retries=2)
+
+    class ThirdTimeLucky(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            delay_s = 60.0 if len(self.started) < 2 else 0.0
+            return await super().arun_episode(engine, {**data, "delay_s": delay_s})
+
+    assert prompts_of(engine.executor.prepare_batch([rows(1, first=5)], ThirdTimeLucky())) == [5]
+
+
+def test_a_wait_without_any_sign_of_life_gives_up(
+    start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "_GRACE_S", 0.1)
+    engine = start(consumer_batch_size=1, episode_timeout=0.1)
+    engine.executor.pause()
+    with pytest.raises(EpisodeTimeoutError, match=r"every 0.2 s: got none, with 0 running, 1 waiting to start, paused"):
+        engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
+
+
+def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngine]) -> None:
+    """Else a retry would draw the tokens that failed once more."""
+    engine = start(consumer_batch_size=1, seed=3)
+    seeds: list[int] = []
+
+    class Sampling(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            episode = current_episode.get()
+            assert episode is not None
+            seeds.extend(episode.next_sampling_seed() for _ in range(2))
+            if episode.attempt == 0:
+                raise OSError("flaky")
+            return await super().arun_episode(engine, data)
+
+    for prepare in (engine.executor.prepare_batch, lambda data, workflow: engine.executor.run_all(data[0], workflow)):
+        seeds.clear()
+        prepare([rows(1)], Sampling())
+        assert seeds == [
+            sampling_seed(3, PromptId(0, 0), sample=sample, attempt=attempt) for attempt in (0, 1) for sample in (0, 1)
+        ]
+        assert len(set(seeds)) == 4
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -252,7 +297,7 @@ def test_a_retry_gets_a_fresh_head_version(start: Callable[..., Engine]) -> None
         (asyncio.CancelledError(), "workflow"),
     ],
 )
-def test_dropped_episodes_are_counted_by_kind(start: Callable[..., Engine], error: Exception, kind: str) -> None:
+def test_dropped_episodes_are_counted_by_kind(start: Callable[..., IdleEngine], error: Exception, kind: str) -> None:
     engine = start(consumer_batch_size=2, episode_retries=1)
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
@@ -266,7 +311,7 @@ def test_dropped_episodes_are_counted_by_kind(start: Callable[..., Engine], erro
 
 
 @pytest.mark.parametrize("call", ["prepare_batch", "wait", "run_all"])
-def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., Engine], call: str) -> None:
+def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., IdleEngine], call: str) -> None:
     engine = start(consumer_batch_size=2, max_failed_episodes=3, episode_retries=0, max_concurrent_rollouts=2)
     workflow = fail_first(ZeroDivisionError("reward / 0"), 10**9)
     calls = {
@@ -283,7 +328,7 @@ def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., En
         engine.executor.wait(1)
 
 
-def test_an_episode_has_a_deadline(start: Callable[..., Engine]) -> None:
+def test_an_episode_has_a_deadline(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=1, episode_timeout=0.1, episode_retries=0, max_failed_episodes=0)
     with pytest.raises(EpisodeError, match=r"\d timeout") as caught:
         engine.executor.prepare_batch([rows(1, delay_s=60.0)], WaitingWorkflow())
@@ -317,7 +362,7 @@ def changed(**columns: Any) -> Callable[[TensorDict], TensorDict]:
     ],
 )
 def test_malformed_trajectories_name_the_key(
-    start: Callable[..., Engine], change: Callable[[TensorDict], TensorDict], message: str
+    start: Callable[..., IdleEngine], change: Callable[[TensorDict], TensorDict], message: str
 ) -> None:
     class Malformed(WaitingWorkflow):
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
@@ -332,7 +377,7 @@ def test_malformed_trajectories_name_the_key(
         raise caught.value.__cause__
 
 
-def test_a_dead_loop_raises_its_cause(start: Callable[..., Engine]) -> None:
+def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=1)
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
@@ -344,7 +389,7 @@ def test_a_dead_loop_raises_its_cause(start: Callable[..., Engine]) -> None:
         assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
 
-def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., Engine]) -> None:
+def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEngine]) -> None:
     engine = start(episode_retries=0, max_failed_episodes=0)
     with pytest.raises(EpisodeError, match="Await agenerate there instead"):
         engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: engine.executor.wait(1)))
@@ -353,7 +398,7 @@ def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., Engine]
 # The other lane
 
 
-def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., Engine]) -> None:
+def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=1, max_concurrent_rollouts=2, episode_retries=0)
     running, most = 0, 0
 
@@ -380,7 +425,22 @@ def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., Engi
         engine.executor.run_all(rows(1, first=3), Counting(act))
 
 
-def test_close_is_quick_and_cancels(start: Callable[..., Engine]) -> None:
+def test_run_all_takes_old_tokens_only_for_evaluations(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1, episode_retries=0)
+    engine.set_version(2)
+
+    class OneVersionBehind(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
+            return waiting_trajectory(data["prompt_id"].index, engine.get_version() - data["behind"])
+
+    assert engine.executor.run_all(rows(1, behind=0), OneVersionBehind())["versions"].max() == 2
+    evaluated = engine.executor.run_all(rows(2, behind=1), OneVersionBehind(), is_evaluation=True)
+    assert prompts_of(evaluated) == [0, 1] and evaluated["versions"].max() == 1
+    with pytest.raises(EpisodeError, match=r"got none .*'trajectory': 2"):
+        engine.executor.run_all(rows(2, behind=1), OneVersionBehind())
+
+
+def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=64)
     ended: list[str] = []
 
@@ -412,7 +472,7 @@ class Tokenizer:
         return " ".join(map(str, tokens))
 
 
-def test_rollouts_are_stored(start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
     engine = start(
         consumer_batch_size=2,
         fileroot=str(tmp_path),
@@ -450,7 +510,7 @@ def test_rollouts_are_stored(start: Callable[..., Engine], tmp_path: Path) -> No
     assert evaluated["prompt_id"] == "0-7" and evaluated["trained_step"] is None
 
 
-def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
     (tmp_path / "exp").write_text("a file where the folder should be")
     engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="exp", max_head_offpolicyness=9)
     engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
