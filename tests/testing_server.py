@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,6 +54,10 @@ class ScriptedServer:
     is_healthy: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     """Payloads of /generate."""
+    tp_size: int = 1
+    """Ranks that it has in a broadcast group."""
+    joins: list[dict[str, Any]] = field(default_factory=list)
+    """Payloads of /init_weights_update_group."""
     calls: list[str] = field(default_factory=list)
     """Other endpoints, in order."""
     weights: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +65,7 @@ class ScriptedServer:
     address: str = ""
 
     def __post_init__(self) -> None:
-        self._groups: dict[str, BroadcastGroup] = {}
+        self._groups: dict[str, list[BroadcastGroup]] = {}
         self._staged: dict[str, Any] | None = None
         self._aborts = 0
 
@@ -164,24 +169,25 @@ class ScriptedServer:
 
     async def _join(self, request: web.Request) -> web.Response:
         body = await request.json()
-        args = (
-            body["master_address"],
-            body["master_port"],
-            body["rank_offset"],
-            body["world_size"],
-            body["group_name"],
-        )
+        self.joins.append(body)
+        name, world_size = body["group_name"], body["world_size"]
+
+        def join(rank: int) -> BroadcastGroup:
+            address, port = body["master_address"], body["master_port"]
+            return join_group(address, port, rank, world_size, name, timeout_s=min(3.0, body.get("timeout_s", 3.0)))
+
+        ranks = range(body["rank_offset"], body["rank_offset"] + self.tp_size)
         try:
-            self._groups[body["group_name"]] = await asyncio.to_thread(join_group, *args, timeout_s=3.0)
+            self._groups[name] = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in ranks))
         except (ConnectionError, ValueError) as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True})
 
     async def _leave(self, request: web.Request) -> web.Response:
-        group = self._groups.pop((await request.json())["group_name"], None)
-        if group is not None:
+        groups = self._groups.pop((await request.json())["group_name"], [])
+        for group in groups:
             close_group(group)
-        return web.json_response({"success": group is not None})
+        return web.json_response({"success": bool(groups)})
 
     async def _begin(self, _: web.Request) -> web.Response:
         self._staged = {}
@@ -190,11 +196,12 @@ class ScriptedServer:
     async def _stage(self, request: web.Request) -> web.Response:
         body = await request.json()
         specs = [ParamSpec(n, tuple(s), d) for n, s, d in zip(body["names"], body["shapes"], body["dtypes"])]
-        group = self._groups[body["group_name"]]
+        groups = self._groups[body["group_name"]]
         try:
-            bucket = await asyncio.to_thread(receive_bucket, group, specs)
+            bucket, *_ = await asyncio.gather(*(asyncio.to_thread(receive_bucket, group, specs) for group in groups))
         except ConnectionError as error:
-            close_group(self._groups.pop(body["group_name"]))
+            for group in self._groups.pop(body["group_name"]):
+                close_group(group)
             return web.json_response({"success": False, "message": str(error)}, status=400)
         (self.weights if self._staged is None else self._staged).update(bucket)
         if body["weight_version"] is not None:
@@ -207,7 +214,7 @@ class ScriptedServer:
         return web.json_response({"success": True})
 
     async def close(self, _: web.Application) -> None:
-        for group in self._groups.values():
+        for group in itertools.chain(*self._groups.values()):
             close_group(group)
 
 

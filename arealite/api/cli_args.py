@@ -258,6 +258,8 @@ class InferenceEngineConfig(Block):
     """Protocol of the servers; filled in from `allocation_mode`."""
     server_addrs: Addresses = field(default_factory=list)
     """host:port of servers that someone else started and stops; empty is those of the launcher."""
+    server_tp_size: PositiveInt = 1
+    """GPUs of one server; filled in from `allocation_mode`."""
     consumer_batch_size: PositiveInt = 1
     """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
     max_concurrent_rollouts: PositiveInt | None = None
@@ -643,6 +645,7 @@ class GRPOConfig(BaseExperimentConfig):
                 f"{self.allocation_mode}. Remove rollout.backend."
             )
         self.rollout.backend = cast(Literal["lite", "sglang"], mode.gen_backend)
+        self.rollout.server_tp_size = mode.gen_tp_size
         if self.rollout.weight_update == "broadcast" and mode.gen_pp_size > 1:
             raise ConfigError(
                 f"rollout.weight_update must be disk if servers have p > 1: got broadcast and {self.allocation_mode}. "

@@ -116,7 +116,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Start the receiving half of a publication (rank 0 only) and return at once."""
+        """Start the receiving half of a publication (rank 0 only) and return when `meta` is complete for the sender."""
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:

@@ -116,15 +116,18 @@ class SaveLoadMeta:
 
 @dataclass
 class WeightUpdateMeta:
-    """One publication of weights, shared by the sending and the receiving half on rank 0.
+    """How weights are published, any number of times; shared by the sending and the receiving half on rank 0.
 
     `uploaded` connects the halves: the sender resolves it (disk: the checkpoint lies at `path`; broadcast: the last
-    tensor was sent) or fails it with its exception, and the receiver never waits for a sender that has failed.
+    tensor was sent) or fails it with its exception, and the receiver never waits for a sender that has failed. Every
+    `update_weights` makes a new one, and a pickled copy, for other ranks, has one of its own.
     """
 
     type: Literal["disk", "nccl"]
     version: int | None = None
-    """Version that the servers will report; None is one more than the rollout engine's."""
+    """Version that the servers will report; None, or still that of the last time, is one more than the rollout's."""
+    last_version: int | None = None
+    """What `version` was the last time this was published; the receiving engine fills it in."""
     path: str | None = None
     nccl_master_address: str = "127.0.0.1"
     nccl_master_port: int = 0
@@ -132,11 +135,17 @@ class WeightUpdateMeta:
     """Buckets in send order."""
     nccl_group_name: str = "update_weight_group"
     nccl_world_size: int = 0
-    """Sender plus receivers; the receiving engine fills it in from the live servers."""
+    """Sender plus the GPUs of all receivers; the receiving engine fills it in from the live servers."""
     nccl_backend: Literal["nccl", "gloo"] = "gloo"
     """Transport of the group; the receiving engine fills it in."""
     timeout_s: float = 120.0
-    uploaded: Future[None] = field(default_factory=Future, repr=False)
+    uploaded: Future[None] = field(default_factory=Future, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "uploaded"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, uploaded=Future())
 
     @classmethod
     def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:

@@ -112,7 +112,8 @@ class RemoteInferenceEngine(InferenceEngine):
                 f"from {', '.join(silent)}. Look at its log, or raise rollout.setup_timeout."
             )
         for address in addresses:
-            self.servers.add(address, version=self._version)
+            self.servers.add(address)
+        self.servers.note_publication(self.servers.servers, self._version)
 
     async def _is_healthy_by(self, address: str, deadline: float) -> bool:
         """Ask for /health with growing pauses until it answers or the deadline passes."""
@@ -236,17 +237,22 @@ class RemoteInferenceEngine(InferenceEngine):
         """Check a reply and return what it adds; ServerError if it breaks the protocol."""
 
     @abc.abstractmethod
-    def _receive_weights(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
-        """Fill in what the sender must know, and return the coroutine that brings the weights to every server."""
+    async def _meet_sender(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
+        """Fill in what the sender must know, and return the coroutine that brings the weights to every live server."""
 
     # Weights and versions
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Start the receiving half of a publication and return at once; `meta` is complete for the sender then."""
+        """Start the receiving half of a publication; `meta` is complete for the sender on return.
+
+        The same `meta` may be used every time. Raises WeightUpdateError if the servers can't even be told.
+        """
         loop = self._require_executor().loop
-        if meta.version is None:
+        if meta.version in (None, meta.last_version):
             meta.version = self.get_version() + 1
-        return loop.submit(self._receive_weights(meta))
+        meta.last_version = meta.version
+        meta.uploaded = Future()
+        return loop.submit(loop.run(self._meet_sender(meta)))
 
     def set_version(self, version: int) -> None:
         """Set the version that capacity and staleness are computed from."""
@@ -290,11 +296,15 @@ class RemoteInferenceEngine(InferenceEngine):
         )
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
-        """Run one episode per item of rank 0's `data` now and return means over all samples."""
+        """Run one episode per item of rank 0's `data` now and return means over all samples.
+
+        `num_failed` counts the items that are in no mean, because their episode failed or was rejected.
+        """
 
         def evaluate(world_size: int) -> list[dict[str, float]]:
             batch = self._require_executor().run_all(data, workflow, is_evaluation=True)
-            return [_means(batch)] * world_size
+            num_failed = len(data) - batch["group_index"].unique().numel()
+            return [_means(batch) | {"num_failed": float(num_failed)}] * world_size
 
         return self._exchange.scatter(evaluate)
 

@@ -1,8 +1,9 @@
 """Which inference servers there are and which one serves a request.
 
-Servers come and go at any time; every change of membership starts a new *epoch*, by which groups built from the
-members are named. Invariant: a request goes to a reachable member while there is one, and requests with the same `rid`
-go to one server (which has their prefix cached) as long as it is reachable.
+Servers come and go at any time. Invariant: a request goes only to a member that holds the newest published weights, to
+a reachable one while there is one, and requests with the same `rid` go to one server (which has their prefix cached)
+as long as that may be. A member with other weights, because it joined later or could not be reached, idles until it
+takes part in a publication.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Server:
 
     address: str
     version: int
-    """Of the weights that were last published to it, for servers that do not tell."""
+    """Of the weights that were last published to it."""
     outstanding_tokens: int = 0
     """Tokens of the requests in flight, prompts and largest completions."""
     num_requests: int = 0
@@ -34,7 +35,8 @@ class ServerSet:
     """A mutable set of servers, for use from any thread."""
 
     def __init__(self, addresses: Iterable[str] = ()) -> None:
-        self.epoch = 0
+        self._version = 0
+        """Of the newest published weights."""
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
@@ -46,18 +48,18 @@ class ServerSet:
         with self._lock:
             if address not in self._servers:
                 self._servers[address] = Server(address, version)
-                self.epoch += 1
 
     def remove(self, address: str) -> None:
         """Send nothing more to a server; requests in flight end as they may."""
         with self._lock:
-            if self._servers.pop(address, None) is not None:
-                self.epoch += 1
+            self._servers.pop(address, None)
 
-    def renew(self) -> None:
-        """Start a new epoch with the same members."""
+    def note_publication(self, receivers: Iterable[Server], version: int) -> None:
+        """Take `version` for the newest, which these servers hold; others get no requests from now on."""
         with self._lock:
-            self.epoch += 1
+            self._version = version
+            for server in receivers:
+                server.version = version
 
     @property
     def servers(self) -> list[Server]:
@@ -84,14 +86,21 @@ class ServerSet:
 
     def _sticky_server(self, rid: str) -> Server | None:
         server = self._servers.get(self._sticky.get(rid, ""))
-        return server if server is not None and server.is_reachable else None
+        is_fit = server is not None and server.is_reachable and server.version == self._version
+        return server if is_fit else None
 
     def _least_loaded(self) -> Server:
         members = list(self._servers.values())
         if not members:
             raise RuntimeError("there must be an inference server: got none. Add one with servers.add(address).")
-        reachable = [server for server in members if server.is_reachable]
-        return min(reachable or members, key=lambda server: (server.outstanding_tokens, server.num_requests))
+        current = [server for server in members if server.version == self._version]
+        if not current:
+            raise RuntimeError(
+                f"there must be an inference server with weights of version {self._version}: got versions "
+                f"{sorted({server.version for server in members})}. Publish weights, which reach every server."
+            )
+        reachable = [server for server in current if server.is_reachable]
+        return min(reachable or current, key=lambda server: (server.outstanding_tokens, server.num_requests))
 
 
 def parse_addresses(text: str | Iterable[str]) -> list[str]:

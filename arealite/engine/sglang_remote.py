@@ -28,7 +28,8 @@ class RemoteSGLangEngine(RemoteInferenceEngine):
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         super().__init__(config)
-        self._receiver = WeightReceiver(self.servers, is_lite=config.backend == "lite")
+        is_lite = config.backend == "lite"
+        self._receiver = WeightReceiver(self.servers, is_lite=is_lite, tp_size=config.server_tp_size)
 
     def _generate_call(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[str, Json]:
         gconfig = req.gconfig
@@ -49,9 +50,8 @@ class RemoteSGLangEngine(RemoteInferenceEngine):
     def _parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
         return parse_segment(address, reply, max_tokens)
 
-    def _receive_weights(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
-        plan = self._receiver.agree(meta) if meta.type == "nccl" else None
-        return self._receiver.receive(self._http, meta, plan, self._may_generate)
+    async def _meet_sender(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
+        return self._receiver.receive(await self._receiver.begin(self._http, meta, self._may_generate))
 
 
 def parse_segment(address: str, reply: Json, max_tokens: int) -> Segment:

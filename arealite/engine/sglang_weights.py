@@ -1,9 +1,10 @@
 """The receiving half of a publication of weights, in the dialect of SGLang 0.5 and of our embedded server.
 
 A publication pauses every server (requests in flight come back as aborted and the client core continues them later),
-brings the weights in, from a checkpoint folder or through a broadcast group, and lets the servers go on. Invariants: it
-ends within its deadline; a failure names the server; servers whose weights are whole always go on, and one that may
-hold half of the new weights never does.
+brings the weights in, from a checkpoint folder or through a broadcast group, and lets the servers go on. Servers that
+can't be reached are left out, and get no requests until they take part in a later one. Invariants: it ends within its
+deadline; a failure names the server; servers whose weights are whole always go on, and one that may hold half of the
+new weights never does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Coroutine
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,104 +22,119 @@ import torch
 
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.server_http import Json, ServerHttp, StatusError, bad_reply
+from arealite.engine.server_http import Json, ServerHttp, StatusError, UnreachableError, bad_reply
 from arealite.engine.server_set import Server, ServerSet
 from arealite.utils.network import LOOPBACK, free_port, host_ip
 
 logger = logging.getLogger("arealite.client")
 
 _CONTINUE_S = 30.0
-"""Deadline for letting servers go on after a publication, whatever became of it."""
+"""Most that servers may take to go on after a publication, whatever became of it."""
 _LEAVE_S = 5.0
 """Deadline for servers to leave a group that is no longer used."""
 
 
 @dataclass(frozen=True)
 class BroadcastPlan:
-    """The broadcast group of the servers of one membership epoch: the sender is rank 0, servers are 1 and up."""
+    """The broadcast group of some servers: the sender is rank 0, each server has `tp_size` ranks after it."""
 
-    epoch: int
     name: str
     address: str
     port: int
     backend: Literal["nccl", "gloo"]
     servers: tuple[Server, ...]
+    tp_size: int
+
+    @property
+    def world_size(self) -> int:
+        return 1 + len(self.servers) * self.tp_size
 
     def write_to(self, meta: WeightUpdateMeta) -> None:
         """Tell the sender."""
         meta.nccl_group_name = self.name
         meta.nccl_master_address = self.address
         meta.nccl_master_port = self.port
-        meta.nccl_world_size = 1 + len(self.servers)
+        meta.nccl_world_size = self.world_size
         meta.nccl_backend = self.backend
 
 
 class WeightReceiver:
     """Brings published weights to the members of a server set."""
 
-    def __init__(self, servers: ServerSet, *, is_lite: bool) -> None:
+    def __init__(self, servers: ServerSet, *, is_lite: bool, tp_size: int) -> None:
         self._servers = servers
         self._is_lite = is_lite
         """Embedded servers are on the CPU, and keep the old weights until all new ones have come."""
+        self._tp_size = tp_size
         self._plan: BroadcastPlan | None = None
         self._joined: BroadcastPlan | None = None
+        self._is_torn = False
+        """Whether a failed publication may have left a server with half of its weights."""
 
-    def agree(self, meta: WeightUpdateMeta) -> BroadcastPlan:
-        """Write the broadcast group of the current members into `meta`; an existing one is used again."""
-        epoch = self._servers.epoch
-        if self._plan is None or self._plan.epoch != epoch:
-            servers = tuple(self._servers.servers)
-            address = LOOPBACK if all(_is_local(server.address) for server in servers) else host_ip()
-            name = f"{meta.nccl_group_name}-{epoch}"
-            backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() and not self._is_lite else "gloo"
-            self._plan = BroadcastPlan(epoch, name, address, free_port(address), backend, servers)
-        self._plan.write_to(meta)
-        return self._plan
+    async def begin(self, http: ServerHttp, meta: WeightUpdateMeta, may_generate: asyncio.Event) -> Publication:
+        """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
+        publication = Publication(http, meta, self._servers, may_generate)
+        if meta.type == "nccl":
+            async with self._undone_on_failure(publication):
+                await publication.pause()
+                self._agree(publication.members, meta)
+        return publication
 
-    async def receive(
-        self, http: ServerHttp, meta: WeightUpdateMeta, plan: BroadcastPlan | None, may_generate: asyncio.Event
-    ) -> None:
-        """Bring the weights in, by broadcast if there is a plan; `may_generate` is cleared meanwhile."""
-        members = list(plan.servers) if plan is not None else self._servers.servers
-        publication = _Publication(http, meta, members)
-        try:
-            if plan is None:
+    async def receive(self, publication: Publication) -> None:
+        """Bring the weights in."""
+        async with self._undone_on_failure(publication):
+            if publication.meta.type == "disk":
                 await publication.wait_for_sender()
-            may_generate.clear()
-            await publication.post_all("/pause_generation", {"mode": "abort"})
-            if plan is None:
+                await publication.pause()
                 await publication.load_from_disk()
             else:
-                await publication.unless_sender_fails(self._broadcast(publication, plan))
+                assert self._plan is not None, "begin has made a plan"
+                await publication.unless_sender_fails(self._broadcast(publication, self._plan))
+        self._is_torn = False
+        self._servers.note_publication(publication.members, publication.version)
+        await self._go_on(publication, None)
+
+    def _agree(self, members: list[Server], meta: WeightUpdateMeta) -> None:
+        """Write the broadcast group of these servers into `meta`; that of the last time if they are the same."""
+        servers = tuple(members)
+        if self._plan is None or self._plan.servers != servers:
+            address = LOOPBACK if all(_is_local(server.address) for server in servers) else host_ip()
+            name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
+            backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() and not self._is_lite else "gloo"
+            self._plan = BroadcastPlan(name, address, free_port(address), backend, servers, self._tp_size)
+        self._plan.write_to(meta)
+
+    @asynccontextmanager
+    async def _undone_on_failure(self, publication: Publication) -> AsyncIterator[None]:
+        """Turn what goes wrong into a WeightUpdateError, after the servers went on and left the group."""
+        try:
+            yield
         except (Exception, asyncio.CancelledError) as error:
+            plans = {self._plan, self._joined}
             self._plan = self._joined = None
-            self._servers.renew()
-            if self._is_lite or not publication.is_torn:
-                await self._go_on(publication, may_generate, error)
+            self._is_torn |= publication.is_torn and not self._is_lite
+            if not self._is_torn:
+                await self._go_on(publication, error)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            if plan is not None:
-                await publication.leave(plan)  # a sender that waits for these peers fails now
+            for plan in plans:
+                if plan is not None:
+                    await publication.leave(plan)  # a sender that waits for these peers fails now
             raise WeightUpdateError(
-                f"weights of version {meta.version} must reach every server within {meta.timeout_s:g} s: got "
-                f"{type(error).__name__}: {error}"
+                f"weights of version {publication.version} must reach every live server within "
+                f"{publication.meta.timeout_s:g} s: got {type(error).__name__}: {error}"
             ) from error
-        for server in members:
-            server.version = publication.version
-        await self._go_on(publication, may_generate, None)
 
-    async def _broadcast(self, publication: _Publication, plan: BroadcastPlan) -> None:
+    async def _broadcast(self, publication: Publication, plan: BroadcastPlan) -> None:
         if self._joined is not plan:
             if self._joined is not None:
                 await publication.leave(self._joined)
             self._joined = None
-            await publication.join(plan)
+            await publication.join(plan, tells_timeout=self._is_lite)
             self._joined = plan
         await publication.receive_buckets(plan)
 
-    async def _go_on(
-        self, publication: _Publication, may_generate: asyncio.Event, failure: BaseException | None
-    ) -> None:
+    async def _go_on(self, publication: Publication, failure: BaseException | None) -> None:
         """Let the servers generate again; after a failure, another one is only logged."""
         try:
             await publication.continue_all()
@@ -125,45 +143,72 @@ class WeightReceiver:
                 raise WeightUpdateError(f"every server must go on after an update of its weights: {error}") from error
             logger.warning("a server did not go on after a failed update of its weights: %s", error)
         finally:
-            may_generate.set()
+            publication.may_generate.set()
 
 
-class _Publication:
+class Publication:
     """One publication: the calls to the servers, under one deadline."""
 
-    def __init__(self, http: ServerHttp, meta: WeightUpdateMeta, servers: list[Server]) -> None:
+    def __init__(
+        self, http: ServerHttp, meta: WeightUpdateMeta, servers: ServerSet, may_generate: asyncio.Event
+    ) -> None:
         assert meta.version is not None, "the version must be settled before servers are told"
+        self.meta = meta
         self.version = meta.version
+        self.members: list[Server] = []
+        """Those that take part, from `pause` on."""
+        self.may_generate = may_generate
+        """Cleared while they are paused."""
         self.is_torn = False
         """Whether a server may hold some of the new weights."""
         self._http = http
-        self._meta = meta
         self._servers = servers
+        self._uploaded = meta.uploaded
         self._deadline = asyncio.get_running_loop().time() + meta.timeout_s
 
-    async def post_all(self, endpoint: str, payload: Json) -> None:
-        """Post the same to all servers at once."""
-        await self._on_all(lambda _, address: self._post(address, endpoint, payload))
+    async def pause(self) -> None:
+        """Pause the servers, which aborts what they run, and leave those out that can't be reached."""
+        self.may_generate.clear()
+        known = self._servers.servers
+        self.members = [server for server in known if server.is_reachable] or known
+        errors: dict[str, str] = {}
+
+        async def pause_one(_: int, address: str) -> None:
+            try:
+                await self._post(address, "/pause_generation", {"mode": "abort"})
+            except UnreachableError as error:
+                errors[address] = str(error)
+
+        await self._on_all(pause_one)
+        self.members = [server for server in self.members if server.address not in errors]
+        if not self.members:
+            raise ServerError(f"at least one inference server must be reachable: got {'; '.join(errors.values())}")
+        for server in known:
+            if server not in self.members:
+                logger.warning("server %s misses weights %d and idles until the next", server.address, self.version)
 
     async def load_from_disk(self) -> None:
         """Let all servers read the checkpoint, then remove it."""
-        path = self._meta.path
+        path = self.meta.path
         assert path is not None, "an update through the disk needs a path"
-        await self.post_all("/update_weights_from_disk", {"model_path": path, "weight_version": str(self.version)})
+        self.is_torn = True
+        await self._post_all("/update_weights_from_disk", {"model_path": path, "weight_version": str(self.version)})
         await asyncio.to_thread(shutil.rmtree, path)
 
-    async def join(self, plan: BroadcastPlan) -> None:
-        """Let all servers join the group, while the sender does."""
+    async def join(self, plan: BroadcastPlan, *, tells_timeout: bool) -> None:
+        """Let all servers join the group, while the sender does; `timeout_s` is of our own servers' dialect."""
 
         def join_one(index: int, address: str) -> Coroutine[Any, Any, None]:
-            payload = {
+            payload: Json = {
                 "master_address": plan.address,
                 "master_port": plan.port,
-                "rank_offset": 1 + index,
-                "world_size": 1 + len(plan.servers),
+                "rank_offset": 1 + index * plan.tp_size,
+                "world_size": plan.world_size,
                 "group_name": plan.name,
                 "backend": plan.backend,
             }
+            if tells_timeout:
+                payload["timeout_s"] = self.meta.timeout_s
             return self._post(address, "/init_weights_update_group", payload)
 
         await self._on_all(join_one)
@@ -194,11 +239,11 @@ class _Publication:
                 await self._post(address, "/end_weight_update", {})
 
         await self._on_all(begin)
-        buckets = self._meta.nccl_param_specs
+        buckets = self.meta.nccl_param_specs
         self.is_torn = True
         for index, specs in enumerate(buckets):
             is_last = index == len(buckets) - 1
-            await self.post_all("/update_weights_from_distributed", self._bucket_payload(plan, specs, is_last=is_last))
+            await self._post_all("/update_weights_from_distributed", self._bucket_payload(plan, specs, is_last=is_last))
         await self._on_all(end)
 
     def _bucket_payload(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> Json:
@@ -213,7 +258,7 @@ class _Publication:
 
     async def wait_for_sender(self) -> None:
         """Wait until the checkpoint lies there."""
-        sender = asyncio.wrap_future(self._meta.uploaded)
+        sender = asyncio.wrap_future(self._uploaded)
         await asyncio.wait([sender], timeout=self._remaining_s())
         if not sender.done():
             raise TimeoutError("the sender did not finish")
@@ -222,7 +267,7 @@ class _Publication:
     async def unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
         """Run the transfer, but end at once with the sender's error if it fails."""
         task = asyncio.create_task(transfer)
-        sender = asyncio.wrap_future(self._meta.uploaded)
+        sender = asyncio.wrap_future(self._uploaded)
         try:
             await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -233,10 +278,11 @@ class _Publication:
 
     async def continue_all(self) -> None:
         """Let all servers generate again, and raise the first failure when all have been told."""
+        timeout_s = min(_CONTINUE_S, self.meta.timeout_s)
         outcomes = await asyncio.gather(
             *(
-                self._http.post(server.address, "/continue_generation", {}, timeout_s=_CONTINUE_S)
-                for server in self._servers
+                self._http.post(server.address, "/continue_generation", {}, timeout_s=timeout_s)
+                for server in self.members
             ),
             return_exceptions=True,
         )
@@ -244,9 +290,13 @@ class _Publication:
             if isinstance(outcome, BaseException):
                 raise outcome
 
+    async def _post_all(self, endpoint: str, payload: Json) -> None:
+        """Post the same to all servers at once."""
+        await self._on_all(lambda _, address: self._post(address, endpoint, payload))
+
     async def _on_all(self, call: Callable[[int, str], Coroutine[Any, Any, None]]) -> None:
         """Call something for all servers at once; the first failure ends the others."""
-        tasks = [asyncio.create_task(call(index, server.address)) for index, server in enumerate(self._servers)]
+        tasks = [asyncio.create_task(call(index, server.address)) for index, server in enumerate(self.members)]
         try:
             await asyncio.gather(*tasks)
         finally:

@@ -2,13 +2,15 @@
 
 It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result`, `resume`, `set_version`, for users
 who do not want to change it. Invariant: versions advance only after every server has acknowledged the new weights, in
-the order servers, rollout, actor; a failure on one rank is raised on all, and the versions stay.
+the order servers, rollout, actor; a failure on one rank is raised on all at once, and the versions stay.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +18,8 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.utils.distributed import raise_on_every_rank
+
+T = TypeVar("T")
 
 
 def publish_weights(actor: TrainEngine, rollout: RemoteInferenceEngine, version: int) -> None:
@@ -25,22 +29,36 @@ def publish_weights(actor: TrainEngine, rollout: RemoteInferenceEngine, version:
     WeightUpdateError within twice `rollout.weight_update_timeout` seconds.
     """
     meta = _new_update(actor, rollout, version)
-    rollout.pause()
-    received: Future[None] | None = rollout.update_weights(meta) if dist.get_rank() == 0 else None
-    error: Exception | None = None
-    try:
-        actor.upload_weights(meta)
-    except Exception as failure:
-        error = failure
-    if received is not None:
-        try:
-            received.result(timeout=2 * meta.timeout_s)
-        except Exception as failure:
-            error = failure
-    raise_on_every_rank(error)
+    received = _agreed(lambda: _start_receiving(rollout, meta))
+    _agreed(lambda: _transfer(actor, meta, received))
     rollout.set_version(version)
     rollout.resume()
     actor.set_version(version)
+
+
+def _start_receiving(rollout: RemoteInferenceEngine, meta: WeightUpdateMeta) -> Future[None] | None:
+    rollout.pause()
+    return rollout.update_weights(meta) if dist.get_rank() == 0 else None
+
+
+def _transfer(actor: TrainEngine, meta: WeightUpdateMeta, received: Future[None] | None) -> None:
+    """Send, and wait for the servers also if that fails: they must go on, and their error names one of them."""
+    try:
+        actor.upload_weights(meta)
+    finally:
+        if received is not None:
+            received.result(timeout=2 * meta.timeout_s)
+
+
+def _agreed(action: Callable[[], T]) -> T:
+    """Run one phase on this rank, and raise on every rank if it failed on any (collective)."""
+    try:
+        outcome = action()
+    except Exception as error:
+        raise_on_every_rank(error)
+        raise
+    raise_on_every_rank(None)
+    return outcome
 
 
 def _new_update(actor: TrainEngine, rollout: RemoteInferenceEngine, version: int) -> WeightUpdateMeta:

@@ -6,7 +6,8 @@ of torch.distributed's own groups, so an SGLang or vLLM server can be a receiver
 
 Invariant: nothing here waits past its deadline. A failed transfer closes the group, which fails the other side's
 transfer at once, as does a peer that dies; only what gloo is in the middle of writing to a dead or silent peer takes
-the whole deadline to fail. The next group needs a new name or a new port.
+the whole deadline to fail. The next group needs a new name or a new port. NCCL is written to
+the same rules but was not run: it connects at the first transfer, and a peer that dies then may block for longer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_FORMED = "formed"
+"""Key that rank 0 sets when every rank is there."""
 
 
 class TensorSpec(Protocol):
@@ -67,15 +70,21 @@ def join_group(
     backend: Literal["gloo", "nccl"] = "gloo",
     timeout_s: float = 120.0,
 ) -> BroadcastGroup:
-    """Meet the other ranks of group `name` at `address:port`, which rank 0 listens on. Every rank calls this."""
+    """Meet the other ranks of group `name` at `address:port`, which rank 0 listens on. Every rank calls this.
+
+    Rank 0 waits until the store has counted every rank, which those of plain torch.distributed take part in, and ours
+    wait until rank 0 says so: a backend may connect later than it is made.
+    """
     if not 0 <= rank < world_size or world_size < 2:
         raise ValueError(
             f"a broadcast group must have at least 2 ranks, numbered from 0: got rank {rank} of {world_size}. "
             "Count the sender and every receiver."
         )
     deadline = time.monotonic() + timeout_s
-    try:  # half of the time to find the store, because its client retries once more after its own timeout
-        store = TCPStore(address, port, world_size, rank == 0, timedelta(seconds=timeout_s / 2), wait_for_workers=False)
+    # Half of the time to find the store, because its client retries once more after its own timeout.
+    store_timeout = timedelta(seconds=timeout_s if rank == 0 else timeout_s / 2)
+    try:
+        store = TCPStore(address, port, world_size, rank == 0, store_timeout, wait_for_workers=True)
         timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         store.set_timeout(timeout)
         group_store = PrefixStore(f"{name}/", PrefixStore(name, store))
@@ -85,6 +94,10 @@ def join_group(
         else:
             device = torch.device("cpu")
             transport = _gloo(group_store, rank, world_size, timeout, on_loopback=address in LOOPBACK)
+        if rank == 0:
+            group_store.set(_FORMED, "")
+        else:
+            group_store.wait([_FORMED], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError as error:
         raise ConnectionError(
             f"broadcast group {name!r} must form within {timeout_s:g} s: rank {rank} of {world_size} at "
@@ -133,6 +146,8 @@ def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], src: int, tim
     try:
         works = [group.backend.broadcast([tensor], options) for tensor in tensors]
         for work in works:
+            if group.device.type == "cuda":
+                _poll(work, deadline)
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError as error:
         close_group(group)
@@ -140,6 +155,14 @@ def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], src: int, tim
             f"broadcast in {group.name!r} must finish within {options.timeout.total_seconds():g} s, all peers alive: "
             f"rank {group.rank} of {group.world_size} got {_first_line(error)}. Join a new group."
         ) from error
+
+
+def _poll(work: Any, deadline: float) -> None:
+    """Block until a transfer of NCCL has ended, since its `wait` only makes a stream wait."""
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError("the transfer did not end")
+        time.sleep(0.001)
 
 
 def _gloo(store: Store, rank: int, world_size: int, timeout: timedelta, *, on_loopback: bool) -> Any:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from testing_server import EOS, ScriptedServer, logprob_at, serve, token_at
 from testing_workflows import SamplingWorkflow
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, EpisodeError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.engine.server_set import ServerSet, parse_addresses
@@ -196,13 +198,13 @@ def test_another_server_takes_over_and_the_first_is_readmitted() -> None:
 def test_a_server_that_tells_no_version_is_believed_unless_weights_moved_meanwhile() -> None:
     server = ScriptedServer(tells="nothing", token_delay_s=0.01)
     with connected(server) as engine:
-        engine.servers.servers[0].version = 4
+        engine.servers.note_publication(engine.servers.servers, 4)
         assert generate(engine, max_new_tokens=2).output_versions == [4, 4]
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=10)))
         thread.start()
         time.sleep(0.05)
-        engine.servers.servers[0].version = 5
+        engine.servers.note_publication(engine.servers.servers, 5)
         thread.join()
     assert pending[0].output_versions == [5] * 10
     assert len(server.requests) == 3, "the reply that spans the change is asked for again"
@@ -296,10 +298,24 @@ def test_evaluation() -> None:
         seed = request["sampling_params"]["sampling_seed"]
         stream = [token_at(seed, len(PROMPT) + index, eos_every=4) for index in range(4)]
         outputs.append(stream[: stream.index(EOS) + 1] if EOS in stream else stream)
-    assert result["num_samples"] == 40
+    assert result["num_samples"] == 40 and result["num_failed"] == 0
     assert result["tokens"] == pytest.approx(sum(map(len, outputs)) / 40)
     assert result["reward"] == pytest.approx(sum(one[0] for one in outputs) / 40)
     assert result["no_eos"] == pytest.approx(sum(one[-1] != EOS for one in outputs) / 40)
+
+
+def test_an_evaluation_tells_how_many_rows_have_no_result() -> None:
+    """Seven rows: one is refused by the server, one is rejected by the workflow."""
+
+    class Picky(SamplingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+            return None if data["is_bad"] else await super().arun_episode(engine, data)
+
+    server = ScriptedServer(failures=[400])
+    with connected(server, episode_retries=0) as engine:
+        rows = [{"input_ids": PROMPT, "is_bad": index == 3} for index in range(7)]
+        result = engine.evaluate_batch(rows, Picky(n_samples=1, max_new_tokens=4))
+    assert result["num_failed"] == 2 and result["num_samples"] == 5
 
 
 # Set-up
@@ -369,7 +385,6 @@ def test_destroy_is_quick_with_requests_in_flight_and_may_come_twice() -> None:
 
 def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
     servers = ServerSet(["a", "b", "c"])
-    assert servers.epoch == 3
     picked = [servers.pick(f"r{index}", 10) for index in range(3)]
     assert [one.address for one in picked] == ["a", "b", "c"]
     servers.release(picked[1], 10)
@@ -380,9 +395,26 @@ def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
     picked[0].is_reachable = True
     assert servers.pick("r0", 1).address == "b", "it has moved"
     servers.remove("b")
-    assert servers.epoch == 4 and servers.pick("r0", 1).address == "c"
-    servers.add("d", version=2)
-    assert servers.epoch == 5 and servers.pick("newer", 1).address == "d"
+    assert servers.pick("r0", 1).address == "c"
+
+
+def test_only_servers_with_the_newest_weights_are_picked() -> None:
+    servers = ServerSet(["a", "b"])
+    a, b = servers.servers
+    assert servers.pick("r", 1) is a
+    servers.note_publication([b], 3)
+    assert [servers.pick(rid, 1) for rid in ("r", "r", "s", "t")] == [b] * 4, "also a rid that was with another"
+    servers.add("old")
+    servers.add("new", version=3)
+    assert servers.pick("u", 1).address == "new"
+    b.is_reachable = False
+    servers.remove("new")
+    assert servers.pick("v", 1) is b, "not answering is better than answering from other weights"
+    servers.remove("b")
+    with pytest.raises(RuntimeError, match=r"with weights of version 3: got versions \[0\]"):
+        servers.pick("w", 1)
+    servers.note_publication([a], 4)
+    assert servers.pick("x", 1) is a
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 100)), max_size=60))

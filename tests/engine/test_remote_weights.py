@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,12 @@ BUCKETS = [[ParamSpec("a", (2, 3), "float32"), ParamSpec("b", (4,), "bfloat16")]
 
 
 def connect(stack: contextlib.ExitStack, *servers: ScriptedServer, **config: Any) -> RemoteSGLangEngine:
-    """Serve and connect an engine; the stack takes everything down."""
+    """Serve and connect an engine (to embedded servers unless told); the stack takes everything down."""
     torch.set_num_threads(1)
     for server in servers:
         stack.enter_context(serve(server))
     addresses = [server.address for server in servers]
-    engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, backend="lite", **config))
+    engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, **{"backend": "lite", **config}))
     engine.initialize(None, None)
     stack.callback(engine.destroy)
     return engine
@@ -60,6 +62,16 @@ class Sender:
 
 def by_broadcast(timeout_s: float = 10.0, version: int | None = None) -> WeightUpdateMeta:
     return WeightUpdateMeta(type="nccl", nccl_param_specs=BUCKETS, timeout_s=timeout_s, version=version)
+
+
+def publish(engine: RemoteSGLangEngine, sender: Sender, meta: WeightUpdateMeta, value: float) -> None:
+    future = engine.update_weights(meta)
+    sender.send(meta, value)
+    future.result(10)
+
+
+def sample(engine: RemoteSGLangEngine, rid: str = "a") -> ModelResponse:
+    return asyncio.run(engine.agenerate(ModelRequest([5], GenerationHyperparameters(max_new_tokens=1), rid=rid)))
 
 
 def check_weights(server: ScriptedServer, value: float) -> None:
@@ -106,18 +118,110 @@ def test_a_change_of_membership_forms_a_new_group(stack: contextlib.ExitStack) -
     for version, members in ((1, [first]), (2, [first, second]), (3, [second])):
         if version == 2:
             engine.servers.add(second.address)
+            assert {sample(engine, f"before-{index}").server for index in range(4)} == {first.address}
         if version == 3:
             engine.servers.remove(first.address)
-        meta = by_broadcast(version=version)
-        future = engine.update_weights(meta)
-        sender.send(meta, float(version))
-        future.result(10)
+        publish(engine, sender, by_broadcast(version=version), float(version))
+        picked = {sample(engine, f"{version}-{index}").server for index in range(20 * version)}
+        assert picked == {one.address for one in members}
         for server in members:
             check_weights(server, float(version))
             assert server.version == version
     assert len(set(sender.names)) == 3
     assert first.version == 2
     assert "/destroy_weights_update_group" in first.calls
+
+
+def test_one_meta_serves_a_whole_run(stack: contextlib.ExitStack) -> None:
+    server, meta = ScriptedServer(), by_broadcast()
+    engine, sender = connect(stack, server), Sender()
+    for version in (1, 2, 7):
+        if version == 7:
+            meta.version = 7
+        publish(engine, sender, meta, float(version))
+        check_weights(server, float(version))
+        assert meta.version == server.version == version
+        if version == 2:  # as after a step that failed: the version is one more than the engine's
+            publish(engine, sender, meta, 2.5)
+            assert meta.version == server.version == 2
+        engine.set_version(version)
+    assert len(sender.names) == 1
+    assert meta.nccl_group_name.startswith("update_weight_group#") and meta.nccl_group_name.count("#") == 1
+
+
+def test_meta_travels_between_ranks() -> None:
+    meta = by_broadcast(version=3)
+    meta.uploaded.set_result(None)
+    copy = pickle.loads(pickle.dumps(meta))
+    assert copy == meta and copy.nccl_param_specs == BUCKETS
+    assert meta.uploaded.done() and not copy.uploaded.done()
+
+
+def test_every_gpu_of_a_server_has_a_rank(stack: contextlib.ExitStack) -> None:
+    servers = ScriptedServer(tp_size=2), ScriptedServer(tp_size=2)
+    engine, meta = connect(stack, *servers, server_tp_size=2), by_broadcast()
+    publish(engine, Sender(), meta, 1.0)
+    assert meta.nccl_world_size == 5
+    assert [(one.joins[0]["rank_offset"], one.joins[0]["world_size"]) for one in servers] == [(1, 5), (3, 5)]
+    for server in servers:
+        check_weights(server, 1.0)
+
+
+@pytest.mark.parametrize("backend", ["lite", "sglang"])
+def test_only_our_own_servers_are_told_the_deadline(stack: contextlib.ExitStack, backend: str) -> None:
+    server = ScriptedServer()
+    engine = connect(stack, server, backend=backend)
+    publish(engine, Sender(), by_broadcast(timeout_s=7.0), 1.0)
+    assert server.joins[0].get("timeout_s") == (7.0 if backend == "lite" else None)
+
+
+@pytest.mark.parametrize("type_", ["disk", "nccl"])
+def test_a_server_that_is_gone_is_left_out_until_it_is_back(
+    stack: contextlib.ExitStack, tmp_path: Path, type_: Any
+) -> None:
+    stays, leaves = ScriptedServer(), ScriptedServer()
+    engine, sender = connect(stack, stays), Sender()
+    meta = WeightUpdateMeta(type_, path=str(tmp_path / "w"), nccl_param_specs=BUCKETS, timeout_s=10.0)
+
+    def publish_either(version: int) -> None:
+        future = engine.update_weights(meta)
+        if type_ == "disk":
+            (tmp_path / "w").mkdir()
+            (tmp_path / "w" / "weights").write_text(str(version))
+            meta.uploaded.set_result(None)
+        else:
+            sender.send(meta, float(version))
+        future.result(10)
+        engine.set_version(version)
+
+    with serve(leaves):
+        engine.servers.add(leaves.address)
+        publish_either(1)
+        port = int(leaves.address.rpartition(":")[2])
+        assert {sample(engine, f"1-{index}").server for index in range(12)} == {stays.address, leaves.address}
+    publish_either(2)
+    assert (stays.version, leaves.version) == (2, 1)
+    with serve(leaves, port):
+        for index in range(4):
+            response = sample(engine, f"2-{index}")
+            assert (response.server, response.output_versions) == (stays.address, [2])
+        publish_either(3)
+        assert (stays.version, leaves.version) == (3, 3)
+        assert {sample(engine, f"3-{index}").server for index in range(12)} == {stays.address, leaves.address}
+
+
+def test_no_request_is_sent_while_servers_are_paused(stack: contextlib.ExitStack) -> None:
+    server = ScriptedServer()
+    engine, meta = connect(stack, server), by_broadcast()
+    future = engine.update_weights(meta)
+    assert server.is_paused
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(sample, engine)
+        time.sleep(0.3)
+        assert server.requests == [] and not pending.done()
+        Sender().send(meta, 1.0)
+        future.result(10)
+        assert pending.result(10).output_versions == [1]
 
 
 def test_a_server_that_does_not_know_sessions(stack: contextlib.ExitStack) -> None:
@@ -186,21 +290,50 @@ def test_a_server_that_refuses_is_named_and_the_others_go_on(stack: contextlib.E
     good, bad = ScriptedServer(), ScriptedServer(refusals={endpoint: (400, "not today")})
     engine, sender = connect(stack, good, bad), Sender()
     meta = by_broadcast(timeout_s=2.0)
-    future = engine.update_weights(meta)
-    thread = threading.Thread(target=_try_send, args=(sender, meta))
-    thread.start()
     with pytest.raises(WeightUpdateError, match=f"{bad.address}{endpoint} must succeed: got status 400: .*not today"):
+        future = engine.update_weights(meta)
+        thread = threading.Thread(target=_try_send, args=(sender, meta))
+        thread.start()
+        stack.callback(thread.join)
         future.result(5)
-    thread.join()
     assert not good.is_paused and good.version == 0 and good.weights == {}
-    assert asyncio.run(engine.agenerate(ModelRequest([5], GenerationHyperparameters(max_new_tokens=1)))).output_len == 1
+    assert sample(engine).output_len == 1
     bad.refusals.clear()
-    meta = by_broadcast()
-    future = engine.update_weights(meta)
-    sender = Sender()
-    sender.send(meta, 1.0)
-    future.result(10)
+    meta.timeout_s = 10.0
+    publish(engine, Sender(), meta, 1.0)
     check_weights(bad, 1.0)
+
+
+def test_after_a_failure_the_group_is_a_new_one(stack: contextlib.ExitStack) -> None:
+    """The sender's is closed, so it must not be named again."""
+    server, meta = ScriptedServer(), by_broadcast()
+    engine, sender = connect(stack, server), Sender()
+    publish(engine, sender, meta, 1.0)
+    server.refusals = {"/begin_weight_update": (400, "not today")}
+    future = engine.update_weights(meta)
+    _try_send(sender, meta)
+    with pytest.raises(WeightUpdateError):
+        future.result(5)
+    server.refusals.clear()
+    publish(engine, sender, meta, 2.0)
+    check_weights(server, 2.0)
+    assert len(set(sender.names)) == len(sender.names) == 2
+
+
+def test_a_server_that_may_hold_half_of_a_checkpoint_stays_paused(stack: contextlib.ExitStack, tmp_path: Path) -> None:
+    """Also when the next publication fails before it begins."""
+    server = ScriptedServer(refusals={"/update_weights_from_disk": (400, "replaced some")})
+    engine = connect(stack, server, backend="sglang")
+    meta = WeightUpdateMeta("disk", path=str(tmp_path), timeout_s=5.0)
+    for outcome in (None, OSError("disk full")):
+        future = engine.update_weights(meta)
+        if outcome is None:
+            meta.uploaded.set_result(None)
+        else:
+            meta.uploaded.set_exception(outcome)
+        with pytest.raises(WeightUpdateError):
+            future.result(5)
+        assert server.is_paused
 
 
 def _try_send(sender: Sender, meta: WeightUpdateMeta) -> None:
@@ -226,9 +359,10 @@ def test_success_false_is_a_failure(stack: contextlib.ExitStack, tmp_path: Path)
     server = ScriptedServer(refusals={"/update_weights_from_disk": (200, "wrong shapes")})
     engine = connect(stack, server)
     meta = WeightUpdateMeta(type="disk", path=str(tmp_path), timeout_s=5.0)
+    future = engine.update_weights(meta)
     meta.uploaded.set_result(None)
     with pytest.raises(WeightUpdateError, match=r"must report success.*wrong shapes"):
-        engine.update_weights(meta).result(5)
+        future.result(5)
     assert tmp_path.exists() and not server.is_paused
 
 

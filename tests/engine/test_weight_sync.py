@@ -1,9 +1,10 @@
 """A trainer and real embedded servers: after a publication the servers' logprobs are those of the trainer's weights."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 from tensordict import TensorDict
+from testing_server import ScriptedServer, serve
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import (
@@ -129,40 +131,130 @@ def test_publish_weights(make: Make, way: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["broadcast", "disk"])
 def test_the_explicit_sequence(make: Make, way: str, tmp_path: Path) -> None:
+    """One `meta` serves the whole run."""
     actor, rollout = make()
-    train_a_step(actor)
     if way == "disk":
         names = {"experiment_name": "exp", "trial_name": "t", "fileroot": str(tmp_path)}
         meta = WeightUpdateMeta.from_disk(SaverConfig(**names))
     else:
         meta = WeightUpdateMeta.from_fsdp_nccl(AllocationMode.from_str("lite.d2+d1"), actor)
-    rollout.pause()
-    future = rollout.update_weights(meta)
-    actor.upload_weights(meta)
-    future.result(timeout=60)
-    rollout.resume()
-    actor.set_version(1)
-    rollout.set_version(1)
-    check_agreement(actor, rollout, 1)
+    for version in (1, 2, 3):
+        train_a_step(actor)
+        rollout.pause()
+        future = rollout.update_weights(meta)
+        actor.upload_weights(meta)
+        future.result(timeout=60)
+        rollout.resume()
+        actor.set_version(version)
+        rollout.set_version(version)
+        check_agreement(actor, rollout, version)
 
 
-def test_a_dead_server_fails_the_publication_and_versions_stay(
-    make: Make, servers: list[tuple[str, subprocess.Popen[bytes]]]
-) -> None:
-    actor, rollout = make(weight_update_timeout=10)
-    address, process = servers[1]
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+def test_a_dead_server_is_left_out(make: Make, servers: list[tuple[str, subprocess.Popen[bytes]]], way: str) -> None:
+    actor, rollout = make(weight_update=way, weight_update_timeout=20)
+    publish_weights(actor, rollout, version=1)
+    _, process = servers[1]
     process.kill()
     process.wait(timeout=30)
     train_a_step(actor)
+    publish_weights(actor, rollout, version=2)
+    assert actor.get_version() == rollout.get_version() == 2
+    for index in range(4):
+        response = sampled(rollout, f"after-{index}")
+        assert response.server == servers[0][0] and set(response.output_versions) == {2}
+        assert response.output_logprobs == pytest.approx(trainers_logprobs(actor, response), abs=1e-4)
+
+
+def test_without_a_live_server_the_publication_fails_before_anything_is_sent(
+    make: Make, servers: list[tuple[str, subprocess.Popen[bytes]]]
+) -> None:
+    actor, rollout = make(weight_update_timeout=20)
+    for _, process in servers:
+        process.kill()
+        process.wait(timeout=30)
+    started = time.monotonic()
+    with pytest.raises(WeightUpdateError, match=f"at least one inference server must be reachable.*{servers[1][0]}"):
+        publish_weights(actor, rollout, version=1)
+    assert time.monotonic() - started < 10
+    assert actor.get_version() == rollout.get_version() == 0
+
+
+def test_a_server_that_freezes_fails_the_publication_and_versions_stay(
+    make: Make, servers: list[tuple[str, subprocess.Popen[bytes]]]
+) -> None:
+    actor, rollout = make(weight_update_timeout=2)
+    address, process = servers[1]
+    process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(WeightUpdateError, match=address):
         publish_weights(actor, rollout, version=1)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 10
     assert actor.get_version() == rollout.get_version() == 0
-    rollout.servers.remove(address)
+    process.kill()
+    process.wait(timeout=30)
+    train_a_step(actor)
+    rollout.config.weight_update_timeout = 20
     publish_weights(actor, rollout, version=1)
     response = sampled(rollout, "after")
     assert set(response.output_versions) == {1}
     assert response.output_logprobs == pytest.approx(trainers_logprobs(actor, response), abs=1e-4)
-    with urllib.request.urlopen(f"http://{servers[0][0]}/health", timeout=10) as reply:
-        assert reply.status == 200
+
+
+RANK = """
+import sys
+import time
+import torch
+from arealite.api.cli_args import InferenceEngineConfig, PPOActorConfig
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.weight_sync import publish_weights
+torch.set_num_threads(1)
+_, model_path, address = sys.argv
+actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32"))
+actor.initialize(None, None)
+rollout = RemoteSGLangEngine(InferenceEngineConfig(backend="lite", server_addrs=[address]))
+rollout.initialize(None, None)
+for version in (1, 2):
+    started = time.monotonic()
+    try:
+        publish_weights(actor, rollout, version)
+    except RuntimeError as error:
+        assert time.monotonic() - started < 20
+        print(version, type(error).__name__, error, flush=True)
+    else:
+        print(version, "published", flush=True)
+    sys.stdin.readline()
+assert actor.get_version() == rollout.get_version() == 1
+rollout.destroy()
+actor.destroy()
+"""
+
+
+def test_a_failure_on_rank_0_is_raised_on_every_rank_at_once(model_path: str) -> None:
+    """The other rank does not gather weights that nobody sends."""
+    server, port = ScriptedServer(), str(free_port("127.0.0.1"))
+    command = [sys.executable, "-c", RANK, model_path]
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        with serve(server):
+            for index in ("0", "1"):
+                torchrun = {"RANK": index, "WORLD_SIZE": "2", "LOCAL_RANK": index, "MASTER_PORT": port}
+                env = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+                env["PYTHONPATH"] = str(Path(__file__).parents[2])
+                pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+                ranks.append(subprocess.Popen([*command, server.address], env=env, **pipes))
+            assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["1 published\n"] * 2
+            server.refusals = {"/pause_generation": (400, "not today")}
+            for rank in ranks:
+                assert rank.stdin is not None
+                rank.stdin.write("go\ngo\n")
+                rank.stdin.flush()
+            first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
+        assert first.startswith("2 WeightUpdateError") and "not today" in first
+        assert second.startswith("2 RuntimeError rank 0 failed: WeightUpdateError") and "not today" in second
+        assert [rank.returncode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -175,10 +175,11 @@ def test_a_closed_group_is_an_error(pool: ThreadPoolExecutor) -> None:
 RECEIVER = """
 import sys
 from types import SimpleNamespace
-from arealite.utils.weight_transfer import join_group, receive_bucket
+from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
 group = join_group("127.0.0.1", int(sys.argv[1]), 1, 2, "g", timeout_s=60)
 print("joined", flush=True)
 print(receive_bucket(group, [SimpleNamespace(name="a", shape=(int(sys.argv[2]),), dtype="float32")])["a"].sum().item())
+close_group(group)  # a group that is open when the interpreter ends may abort the process
 """
 
 
