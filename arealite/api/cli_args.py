@@ -545,7 +545,7 @@ class BaseExperimentConfig(Block):
         if self.valid_dataset is None and any(frequencies):
             raise ConfigError(
                 "valid_dataset must be given if evaluator has a frequency: got null. "
-                "Add a valid_dataset block or remove evaluator.freq_*."
+                "Add a valid_dataset block, or set evaluator.freq_steps=null (and freq_epochs, freq_secs)."
             )
 
     def _check_devices(self, *, servers_are_ours: bool) -> None:

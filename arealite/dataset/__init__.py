@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.dataset.gsm8k import read_hub, read_hub_file, read_path
+from arealite.dataset.gsm8k import SUFFIXES, read_hub, read_hub_file, read_path
 from arealite.dataset.story import StoryOptions, story_rows
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ def _read(path: str, split: str, seed: int) -> list[dict[str, Any]]:
             return read_hub_file("/".join(parts[:2]), parts[2])
     elif path and Path(path).expanduser().exists():
         return read_path(Path(path).expanduser(), split)
+    if path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
+        raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct train_dataset.path.")
     raise ValueError(
         f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it or use 'story'."
     )

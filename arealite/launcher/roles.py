@@ -85,6 +85,11 @@ def check_roles(config: GRPOConfig | SFTConfig) -> Roles:
     starts_servers = mode.gen_dp_size > 0 and not foreign_servers
     if starts_servers:
         _check_servers(config, mode)
+    if isinstance(config, GRPOConfig) and mode.gen_dp_size == 0 and not foreign_servers:
+        raise ConfigError(
+            f"allocation_mode must name servers for reinforcement learning: got {mode}. "
+            f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
+        )
     num_servers = mode.gen_dp_size if starts_servers else 0
     return Roles(
         num_servers=num_servers,

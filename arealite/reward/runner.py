@@ -116,7 +116,7 @@ class RewardRunner:
         if kind == "timeout":
             detail = f"must return within {self.timeout:g} s: got no answer. Make it faster or raise reward_timeout."
         elif kind == "exception":
-            detail = f"must not raise: got\n{detail}"
+            detail = f"must not raise: got {detail.strip().splitlines()[-1]}\n{detail}"
         elif kind == "crash":
             detail = f"must not end its process: got {detail}."
         raise RewardError(f"reward function {self.name} {detail}", kind=kind)

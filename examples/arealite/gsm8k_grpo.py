@@ -10,6 +10,7 @@ sampled. With `async_training=false` the same loop is synchronous.
 """
 
 import sys
+from contextlib import ExitStack
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
@@ -27,6 +28,11 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 
 def main(argv: list[str]) -> None:
+    with ExitStack() as cleanup:  # ends what was started, also after an error
+        train(argv, cleanup)
+
+
+def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, GRPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
@@ -39,24 +45,30 @@ def main(argv: list[str]) -> None:
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
 
-    # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
-    actor = FSDPPPOActor(config.actor)
-    actor.initialize(None, ft_spec)
-    ref = None
-    if config.ref is not None:
-        ref = FSDPPPOActor(config.ref)
-        ref.initialize(None, ft_spec)
-    rollout = RemoteSGLangEngine(config.rollout)
-    rollout.initialize(None, ft_spec)
-
-    # The servers started from `actor.path`; from here on they hold what the actor holds.
-    publish_weights(actor, rollout, version=0)
-
     # How an episode runs: sample a group of answers, then score each.
     workflow = RLVRWorkflow(gsm8k_reward_fn, config.gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout)
     eval_workflow = RLVRWorkflow(
         gsm8k_reward_fn, config.eval_gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout
     )
+    cleanup.callback(workflow.close)
+    cleanup.callback(eval_workflow.close)
+
+    # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
+    actor = FSDPPPOActor(config.actor)
+    actor.initialize(None, ft_spec)
+    cleanup.callback(actor.destroy)
+    ref = None
+    if config.ref is not None:
+        ref = FSDPPPOActor(config.ref)
+        ref.initialize(None, ft_spec)
+        cleanup.callback(ref.destroy)
+    rollout = RemoteSGLangEngine(config.rollout)
+    rollout.initialize(None, ft_spec)
+    cleanup.callback(rollout.destroy)
+
+    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    publish_weights(actor, rollout, version=0)
+
     evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
     saver = Saver(config.saver, ft_spec)
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config)
@@ -85,10 +97,6 @@ def main(argv: list[str]) -> None:
     stats.commit(ft_spec.total_train_steps)
     saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     stats.close()
-    rollout.destroy()
-    workflow.close()
-    eval_workflow.close()
-    actor.destroy()
 
 
 if __name__ == "__main__":

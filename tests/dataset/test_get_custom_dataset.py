@@ -101,7 +101,12 @@ def test_hub_paths_name_a_repository_and_a_file(monkeypatch) -> None:
     ]
 
 
-@pytest.mark.parametrize("path", ["", "no/such/file.jsonl", "storyy", "hf-dataset://org/name", "hf-dataset:///x/y"])
+def test_a_missing_file_is_told_as_such() -> None:
+    with pytest.raises(ValueError, match="dataset file must exist: got 'no/such/file.jsonl'"):
+        get_custom_dataset("no/such/file.jsonl", type="rl")
+
+
+@pytest.mark.parametrize("path", ["", "no/such/file", "storyy", "hf-dataset://org/name", "hf-dataset:///x/y"])
 def test_paths_that_mean_nothing_say_what_is_accepted(path: str) -> None:
     with pytest.raises(ValueError, match=r"must be 'gsm8k', 'story' .* hf-dataset|must be 'gsm8k'"):
         get_custom_dataset(path, type="rl")

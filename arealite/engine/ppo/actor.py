@@ -232,9 +232,14 @@ class _Means:
             self._sums[name] = self._sums[name] + entry if name in self._sums else entry
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Return the means (collective)."""
-        totals = all_reduce_numbers([number for entry in self._sums.values() for number in entry.tolist()], group=group)
-        return {name: total / max(count, 1.0) for name, total, count in zip(self._sums, totals[::2], totals[1::2])}
+        """Return the means, also of names that only other ranks added (collective)."""
+        of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, {name: entry.cpu() for name, entry in self._sums.items()}, group=group)
+        totals: dict[str, torch.Tensor] = {}
+        for sums in of_ranks:
+            for name, entry in sums.items():
+                totals[name] = totals[name] + entry if name in totals else entry
+        return {name: total.item() / max(count.item(), 1.0) for name, (total, count) in totals.items()}
 
 
 def _require(batch: TensorDict, key: str, because: str, remedy: str) -> None:
