@@ -116,6 +116,12 @@ def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], t
         assert_params_equal(rank["ppo"]["params"], one["ppo"]["params"])
 
 
+def test_a_rank_without_trajectories_reports_what_the_others_do(two: dict[str, Any]) -> None:
+    for idle, busy in zip(*(rank["idle"]["metrics"] for rank in two["ranks"])):
+        assert idle == pytest.approx(busy)
+        assert "policy/entropy" in idle and idle["optim/skipped_steps"] == 0
+
+
 def test_a_failed_upload_raises_on_every_rank(two: dict[str, Any]) -> None:
     first, second = (rank["upload_error"] for rank in two["ranks"])
     assert second == f"RuntimeError: rank 0 failed: {first}"

@@ -75,6 +75,8 @@ def main(model_path: str, resumed_path: str, out: Path) -> None:
     actor = FSDPPPOActor(actor_config(model_path, **ACTOR))
     actor.initialize(None, FinetuneSpec(1, 100, 10))
     found["ppo"] = ppo_steps(actor, TRAJECTORIES[TRAJECTORY_SHARES[rank]])
+    # A rank without a single trajectory takes part in everything and reports the same metrics.
+    found["idle"] = ppo_steps(actor, TRAJECTORIES[[] if rank == 0 else list(range(len(TRAJECTORIES)))])
     actor.destroy()
     torch.save(found, out / f"rank{rank}.pt")
 
