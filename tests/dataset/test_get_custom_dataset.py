@@ -102,7 +102,7 @@ def test_hub_paths_name_a_repository_and_a_file(monkeypatch) -> None:
 
 
 def test_a_missing_file_is_told_as_such() -> None:
-    with pytest.raises(ValueError, match="dataset file must exist: got 'no/such/file.jsonl'"):
+    with pytest.raises(ValueError, match=r"dataset file must exist: got 'no/such/file\.jsonl'"):
         get_custom_dataset("no/such/file.jsonl", type="rl")
 
 
