@@ -191,13 +191,3 @@ class RolloutStat:
     running: int = 0
     rejected: int = 0
     failed: int = 0
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """Where a loop stands."""
-
-    epoch: int
-    epoch_step: int
-    global_step: int
-    steps_per_epoch: int

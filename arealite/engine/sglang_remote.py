@@ -10,15 +10,13 @@ import math
 from collections.abc import Coroutine
 from typing import Any, cast
 
-from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.cli_args import ALL_TOKENS, InferenceEngineConfig
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.engine.remote_client import Finish, RemoteInferenceEngine, Segment
 from arealite.engine.server_http import Json, bad_reply
 from arealite.engine.sglang_weights import WeightReceiver
 
 _GENERATE = "/generate"
-_ALL_TOKENS = 100_000_000
-"""`top_k` from which it filters nothing."""
 _UNTOLD = ("default", None)
 """What a server says that was started without a version."""
 
@@ -36,7 +34,7 @@ class RemoteSGLangEngine(RemoteInferenceEngine):
         sampling: Json = {
             "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
             "top_p": gconfig.top_p,
-            "top_k": -1 if gconfig.top_k >= _ALL_TOKENS else gconfig.top_k,
+            "top_k": -1 if gconfig.top_k >= ALL_TOKENS else gconfig.top_k,
             "max_new_tokens": gconfig.max_new_tokens - len(tokens),
             "min_new_tokens": max(0, gconfig.min_new_tokens - len(tokens)),
             "stop_token_ids": gconfig.stop_token_ids,
