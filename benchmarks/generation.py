@@ -11,19 +11,16 @@ Prints tokens that were asked for per second of process CPU time, medians over t
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from circumstances import circumstances
 from transformers import AutoModelForCausalLM
 
 from arealite.cli.tiny_model import write_tiny_model
@@ -121,21 +118,6 @@ def run_engine(engine: GenerationEngine, prompts: list[list[int]], lengths: list
     ]
     tokens = sum(len(future.result(timeout=600).output_ids) for future in futures)
     assert tokens == sum(lengths), (tokens, sum(lengths))
-
-
-def circumstances() -> dict[str, str | int | float]:
-    """Say where and when this was measured."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count() or 0,
-        "load": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-    }
 
 
 if __name__ == "__main__":

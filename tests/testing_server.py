@@ -60,6 +60,8 @@ class ScriptedServer:
     """Payloads of /init_weights_update_group."""
     calls: list[str] = field(default_factory=list)
     """Other endpoints, in order."""
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    """Payloads of the endpoints that bring weights."""
     weights: dict[str, Any] = field(default_factory=dict)
     is_paused: bool = False
     address: str = ""
@@ -162,6 +164,7 @@ class ScriptedServer:
 
     async def _from_disk(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.updates.append(body)
         with open(f"{body['model_path']}/weights") as file:
             self.weights = {"disk": file.read()}
         self.version = int(body["weight_version"])
@@ -195,6 +198,7 @@ class ScriptedServer:
 
     async def _stage(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.updates.append(body)
         specs = [ParamSpec(n, tuple(s), d) for n, s, d in zip(body["names"], body["shapes"], body["dtypes"])]
         groups = self._groups[body["group_name"]]
         try:

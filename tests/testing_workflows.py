@@ -97,3 +97,4 @@ class IdleEngine(InferenceEngine):
         raise NotImplementedError
 
     initialize = destroy = submit = wait = rollout_batch = prepare_batch = evaluate_batch = pause = resume = None  # type: ignore[assignment]
+    state_dict = load_state_dict = note_checkpoint = None  # type: ignore[assignment]

@@ -60,6 +60,7 @@ __all__ = [
     "TrackioConfig",
     "TrainEngineConfig",
     "WandBConfig",
+    "WeightCheckConfig",
     "config_help",
     "load_expr_config",
     "to_yaml",
@@ -243,6 +244,20 @@ class PPOActorConfig(TrainEngineConfig):
 
 
 @dataclass
+class WeightCheckConfig(Block):
+    """How every publication of weights is verified."""
+
+    fingerprint: Bool = True
+    """Compare a fingerprint of every tensor, on servers that can (`lite`)."""
+    canary_tokens: NonNegativeInt = 16
+    """Tokens that every server samples after a publication, whose logprobs the trainer must agree with; 0 is off."""
+    canary_bound: Positive | None = None
+    """Largest mean absolute difference of those logprobs; None is 0.001 in float32 and 0.1 in shorter dtypes."""
+    on_mismatch: Literal["stop", "warn"] = "stop"
+    """What a difference does to the run."""
+
+
+@dataclass
 class InferenceEngineConfig(Block):
     """How episodes are scheduled and how servers are talked to."""
 
@@ -270,6 +285,8 @@ class InferenceEngineConfig(Block):
     """Most episodes submitted and not yet started; None is 16 times the concurrency."""
     weight_update: Literal["broadcast", "disk"] = "broadcast"
     """How new weights reach the servers."""
+    allow_stale_kv: Bool = False
+    """Filled in from `lite.allow_stale_kv`; other servers always flush their cache."""
     weight_update_timeout: Positive = 120.0
     """Seconds after which an update of the weights has failed."""
     setup_timeout: Positive = 120.0
@@ -280,12 +297,25 @@ class InferenceEngineConfig(Block):
     """How often a failed request is sent again."""
     reward_timeout: Positive = 15.0
     """Seconds after which a reward function has failed."""
+    reward_workers: PositiveInt = 2
+    """Processes that run a plain reward function."""
     episode_timeout: Positive = 3600.0
     """Seconds after which an episode has failed."""
     episode_retries: NonNegativeInt = 1
-    """Fresh attempts after an episode has failed; then it is dropped and counted."""
-    max_failed_episodes: NonNegativeInt = 16
-    """Dropped episodes a run may have; one more stops it."""
+    """Fresh attempts after an episode has failed; then its whole group is dropped and counted."""
+    failure_window: PositiveInt = 100
+    """Episodes that `max_failed_share` looks back on."""
+    max_failed_share: Fraction = 0.1
+    """Share of the last `failure_window` episodes that may be dropped as failed; more of them stop the run."""
+    max_rejected_in_a_row: PositiveInt | None = None
+    """Episodes rejected with none accepted in between, after which the run stops; None is 20 batches."""
+    overdue: Literal["wait", "drop", "train"] = "wait"
+    """What happens to a running episode that the bound leaves no time for: wait for it before others are trained on,
+    drop and count it, or train on it late, which gives up the bound."""
+    blocking_call_s: Positive = 1.0
+    """Seconds that a workflow may block the event loop before its line is reported."""
+    weight_check: WeightCheckConfig = field(default_factory=WeightCheckConfig)
+    """Proof that the servers hold the trainer's weights."""
 
 
 @dataclass
@@ -302,6 +332,9 @@ class LiteConfig(Block):
     """Of weights and cache."""
     deterministic: Bool = False
     """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
+    allow_stale_kv: Bool = False
+    """Let sequences in flight keep their cache when weights change, which saves prefilling them again; tokens sampled
+    on it are counted as `rollout/stale_kv_tokens`."""
 
 
 @dataclass
@@ -353,11 +386,16 @@ class EvaluatorConfig(_Frequency):
 
 
 @dataclass
-class RecoverConfig(Block):
-    """Resuming an interrupted run."""
+class RecoverConfig(_Frequency):
+    """Checkpoints from which an interrupted run goes on; the triggers say when they are written."""
 
-    mode: Literal["disabled"] = "disabled"
-    """Recovery does not exist yet."""
+    mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
+    """`auto` goes on from the last checkpoint if there is one, `resume` requires one, `fault` only does so when the
+    launcher restarts a run that failed, `disabled` never, and writes none."""
+    retries: NonNegativeInt = 3
+    """How often the launcher restarts a run that failed (`auto` and `fault`)."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep, besides that of the best evaluation."""
 
 
 @dataclass
@@ -466,6 +504,10 @@ class LauncherConfig(Block):
     """Environment of trainers, as `A=1,B=2`."""
     trainer_threads: PositiveInt | None = None
     """CPU threads of one trainer process; None lets the launcher share out the cores."""
+    stall_timeout: Positive = 1800.0
+    """Seconds without progress of any process after which a run is called stalled."""
+    on_stall: Literal["stop", "continue"] = "stop"
+    """What the launcher does after its verdict on a stalled run."""
 
 
 def _named(block: str, **sources: str) -> dict[str, str]:
@@ -486,6 +528,7 @@ class BaseExperimentConfig(Block):
     FILLED_FROM: ClassVar[dict[str, str]] = {
         **_named("saver", fileroot="cluster.fileroot"),
         **_named("evaluator", fileroot="cluster.fileroot"),
+        **_named("recover", fileroot="cluster.fileroot"),
         **_named("stats_logger", fileroot="cluster.fileroot"),
         **_same("valid_dataset", "train_dataset", "path", "type", "batch_size", "max_length"),
     }
@@ -541,6 +584,12 @@ class BaseExperimentConfig(Block):
                 "Set valid_dataset.path to another file.",
                 self.train_dataset.path,
             )
+        recover = self.recover
+        if recover.mode != "disabled" and not any((recover.freq_epochs, recover.freq_steps, recover.freq_secs)):
+            raise ConfigError(
+                f"recover must have a trigger if its mode is {recover.mode}: got none. "
+                "Set recover.freq_steps, freq_epochs or freq_secs (e.g. recover.freq_secs=600)."
+            )
         frequencies = (self.evaluator.freq_epochs, self.evaluator.freq_steps, self.evaluator.freq_secs)
         if self.valid_dataset is None and any(frequencies):
             raise ConfigError(
@@ -594,6 +643,7 @@ class GRPOConfig(BaseExperimentConfig):
     FILLED_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.FILLED_FROM,
         **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
+        "rollout.allow_stale_kv": "lite.allow_stale_kv",
         **_named("actor", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
         **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
         **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),

@@ -39,16 +39,10 @@ RENAMED = {
 }
 
 _OPTIMIZER = Retired("compute is bfloat16 or float32, whose losses are not scaled")
-_RECOVER = Retired("recovery does not exist yet")
 _RESOURCES = Retired("only schedulers that share machines read it, and there is none yet")
 
 RETIRED = {
-    "checkpointer": Retired("it is replaced by `recover`, which does not exist yet"),
-    "recover.retries": _RECOVER,
-    "recover.freq_*": _RECOVER,
-    "recover.experiment_name": _RECOVER,
-    "recover.trial_name": _RECOVER,
-    "recover.fileroot": _RECOVER,
+    "checkpointer": Retired("`recover` replaces it"),
     "server_only": Retired("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
     "total_train_n_seqs": Retired("total_train_steps bounds training", (None,)),
     "cluster.name_resolve": Retired("the launcher tells trainers the addresses of servers"),

@@ -163,3 +163,15 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     def resume(self) -> None:
         """Start episodes again."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Make what became of all prompts durable and return it as plain data; empty on ranks other than 0."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, before the first episode."""
+
+    @abc.abstractmethod
+    def note_checkpoint(self, step: int, position: int) -> None:
+        """Note that a checkpoint was published whose `state_dict` had this `ledger_position`."""

@@ -15,6 +15,22 @@ class ServerError(AReaLiteError, RuntimeError):
     """An inference server was unreachable or answered with an error; names server, endpoint, status and body."""
 
 
+class UnreachableError(ServerError):
+    """No connection to a server, or one that broke before the whole answer had come."""
+
+
+class ContextOverflowError(ServerError):
+    """A prompt leaves no room in the server's context; trying again can't help."""
+
+
+class EnvError(AReaLiteError, RuntimeError):
+    """The environment or tool that an episode talks to failed; workflows raise it to tell this from a bug of theirs."""
+
+
+class ParseError(AReaLiteError, ValueError):
+    """What a model wrote could not be parsed; workflows raise it when that ends the episode."""
+
+
 class EpisodeError(AReaLiteError, RuntimeError):
     """Episodes failed more often than allowed; the cause is the last failure."""
 
@@ -41,3 +57,7 @@ class WeightUpdateError(AReaLiteError, RuntimeError):
 
 class CheckpointError(AReaLiteError, RuntimeError):
     """A checkpoint is missing or incomplete."""
+
+
+class LedgerError(AReaLiteError, RuntimeError):
+    """The ledger of a run can't be written or read, or does not reach as far as asked."""

@@ -139,6 +139,10 @@ class WeightUpdateMeta:
     nccl_backend: Literal["nccl", "gloo"] = "gloo"
     """Transport of the group; the receiving engine fills it in."""
     timeout_s: float = 120.0
+    wants_fingerprints: bool = False
+    """Whether the receivers verify what they get; the receiving engine fills it in."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Of each tensor that was sent, if wanted; the sender fills it in before it resolves `uploaded`."""
     uploaded: Future[None] = field(default_factory=Future, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:

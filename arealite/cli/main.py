@@ -52,6 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html for a run folder")
     report.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
     report.set_defaults(run=_report)
+
+    ledger = commands.add_parser(
+        "ledger",
+        help="account for every prompt of a run: lost, repeated, dropped and why",
+        description="Compare the dataloader's cursor, the stored rollouts and the ledger of a run, also while it runs. "
+        "Exit status 1: a prompt is lost, repeated or in no state.",
+    )
+    ledger.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
+    ledger.add_argument("--json", action="store_true", help="print one JSON object")
+    ledger.set_defaults(run=_ledger)
     return parser
 
 
@@ -73,6 +83,12 @@ def _report(args: argparse.Namespace) -> int:
 
     print(write_report(args.run_folder))
     return 0
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from arealite.cli.ledger import show_ledger
+
+    return show_ledger(args.run_folder, as_json=args.json)
 
 
 if __name__ == "__main__":

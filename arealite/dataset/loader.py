@@ -1,20 +1,21 @@
 """The order in which a run meets its data, as a cursor that can be saved.
 
-Which prompt comes when is a pure function of (seed, epoch, position): the cursor is two numbers, and an iterator is
-only a view of it. A loader that resumes from a saved cursor yields exactly what the original would have.
+Which prompt comes when is a pure function of (seed, epoch, position), see `utils/data_order.py`: the cursor is two
+numbers, and an iterator is only a view of it. A loader that resumes from a saved cursor yields exactly what the
+original would have, and a saved cursor tells which prompts lie before it.
 """
 
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from arealite.api.io_struct import PromptId
+from arealite.utils.data_order import length_of_epoch, order_of_epoch
 
 
 class PromptLoader:
@@ -62,11 +63,11 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: prompts before it were yielded."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self.seed, "dataset_size": len(self.dataset)}
+        return {"epoch": self._epoch, "position": self._position, **self._identity}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move to a saved cursor; the seed and the size of the dataset must be those it was saved with."""
-        for key, ours in (("seed", self.seed), ("dataset_size", len(self.dataset))):
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Move to a saved cursor; everything that decides the order must be as it was saved."""
+        for key, ours in self._identity.items():
             if state[key] != ours:
                 raise ValueError(
                     f"{key} must be {state[key]}, as when the cursor was saved: got {ours}. "
@@ -75,18 +76,25 @@ class PromptLoader:
         self._move_to(state["epoch"], state["position"])
 
     @property
+    def _identity(self) -> dict[str, int]:
+        return {
+            "seed": self.seed,
+            "dataset_size": len(self.dataset),
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    @property
     def _epoch_end(self) -> int:
-        return len(self) * self.batch_size if self.drop_last else len(self.dataset)
+        return length_of_epoch(len(self.dataset), batch_size=self.batch_size, drop_last=self.drop_last)
 
     def _move_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
         self._order = self._order_of(epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(f"prompts-{self.seed}-{epoch}").shuffle(order)
-        return order
+        return order_of_epoch(len(self.dataset), epoch=epoch, seed=self.seed, shuffle=self.shuffle)
 
 
 def sft_batches(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,7 @@ from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, Weight
 from arealite.engine import fsdp_weights, hf_model
 from arealite.engine.optimizer import LRSchedule, make_adamw
 from arealite.engine.packed_attention import PACKED_SDPA
-from arealite.utils import distributed
+from arealite.utils import beacon, distributed
 from arealite.utils.micro_batch import (
     MicroBatch,
     count_micro_batches,
@@ -170,6 +171,7 @@ class FSDPEngine(TrainEngine):
 
     # Steps
 
+    @beacon.waiting("all ranks in an update", on="ranks")
     def train_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """Take one optimizer step and return `loss, grad_norm, lr, update_successful`, equal on all ranks.
 
@@ -201,6 +203,7 @@ class FSDPEngine(TrainEngine):
             "update_successful": float(is_sound),
         }
 
+    @beacon.waiting("all ranks in a loss", on="ranks")
     @torch.no_grad()
     def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
         """Return the loss of `train_batch` without a gradient, equal on all ranks."""
@@ -209,6 +212,7 @@ class FSDPEngine(TrainEngine):
         self._fsdp_root.reshard()
         return self._mean_over_ranks(sum(losses), total_weight)
 
+    @beacon.waiting("all ranks in a forward pass", on="ranks")
     @torch.no_grad()
     def forward(
         self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
@@ -273,6 +277,7 @@ class FSDPEngine(TrainEngine):
             use_cache=False,
             **self._attention_arguments(lengths),
         )
+        beacon.tick()
         return output.logits[0, :num_tokens], packed
 
     def _attention_arguments(self, lengths: list[int]) -> dict[str, Any]:
@@ -291,6 +296,7 @@ class FSDPEngine(TrainEngine):
 
     # Weights
 
+    @beacon.waiting("all ranks in a checkpoint", on="ranks")
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a Hugging Face checkpoint (collective): float32 with the optimizer, to resume exactly, else `dtype`."""
         fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
@@ -300,15 +306,35 @@ class FSDPEngine(TrainEngine):
             meta.tokenizer.save_pretrained(meta.path)
         dist.barrier(self._group)
 
+    @beacon.waiting("all ranks in a checkpoint", on="ranks")
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a Hugging Face checkpoint (collective), and what `save` wrote `with_optim` on any number of ranks."""
         self._copy_whole_model(self.model, meta.path)
         if meta.with_optim:
             self.lr_schedule.move_to(fsdp_weights.load_optimizer(self.model, self.optimizer, meta.path))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what training goes on from, as shards and numbers for `torch.distributed.checkpoint`.
+
+        The weights in it are those in use, so reading a checkpoint into it changes them in place.
+        """
+        assert self.config.optimizer is not None, "only a model that is trained has a state"
+        state = fsdp_weights.training_state(self.model, self.optimizer)
+        return state | {"num_steps": self.lr_schedule.num_steps, "version": self._version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` into which a checkpoint of any number of ranks was read."""
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.lr_schedule.move_to(int(state["num_steps"]))
+        self.set_version(int(state["version"]))
+
     def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
         """Name, full shape and `dtype` of every parameter in send order, in buckets of at most that many MiB."""
         return fsdp_weights.param_buckets(self.model, self.config.dtype, weight_chunked_mem_mb * 2**20)
+
+    def fingerprint(self) -> str:
+        """Return a number that tells whether two models have the same float32 parameters, bit for bit (collective)."""
+        return fsdp_weights.fingerprint_shards(self.model)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights in `dtype`: to the folder `meta.path`, or to the group that the receiver named in `meta`.
@@ -317,8 +343,7 @@ class FSDPEngine(TrainEngine):
         """
         try:
             if meta.type == "disk":
-                assert meta.path is not None, "an update through the disk needs a path"
-                fsdp_weights.publish_whole_model(self.model, meta.path, self.dtype)
+                fsdp_weights.publish_whole_model(self.model, meta, self.dtype)
             else:
                 self._transfer = fsdp_weights.send_whole_model(self.model, meta, self.dtype, self._transfer)
         except BaseException as error:

@@ -6,42 +6,52 @@ to the end, so no rank waits for one that left, and every rank raises.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
-from arealite.utils.distributed import raise_on_every_rank
+from arealite.utils.distributed import all_reduce, raise_on_every_rank
+from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
+
+T = TypeVar("T")
 
 OPTIMIZER_FOLDER = "optimizer"
 
 
-def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> None:
-    """Write a Hugging Face checkpoint (collective)."""
+def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Write a Hugging Face checkpoint (collective); rank 0 gets what the files hold."""
     state: dict[str, torch.Tensor] = {}
     for name, tensor in iter_full_params(model, dtype):
         if dist.get_rank() == 0:
             # A gathered tensor may be a view of padded storage, which safetensors refuses: copy it out.
             state[name] = tensor.to("cpu", copy=True)
-    _on_rank0(lambda: write_checkpoint(model, state, path, dtype))
+    return _on_rank0(lambda: write_checkpoint(model, state, path, dtype)) or {}
 
 
-def publish_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> None:
-    """Write a checkpoint that appears at `path` complete or not at all, in the place of one that lies there."""
+def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
+    """Write a checkpoint that appears at `meta.path` complete or not at all, in the place of one that lies there."""
+    path = meta.path
+    assert path is not None, "an update through the disk needs a path"
     partial = f"{path}.partial"
     _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True))
-    write_whole_model(model, partial, dtype)
+    written = write_whole_model(model, partial, dtype)
 
     def publish() -> None:
+        if meta.wants_fingerprints:
+            meta.fingerprints |= fingerprints(written)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(partial, path)
 
@@ -63,6 +73,8 @@ def send_whole_model(
             try:
                 group = _joined(meta, group)
                 send_bucket(group, tensors, timeout_s=meta.timeout_s)
+                if meta.wants_fingerprints:
+                    meta.fingerprints |= fingerprints({spec.name: one for spec, one in zip(specs, tensors)})
             except Exception as caught:
                 error = caught
     if error is not None and group is not None:
@@ -88,6 +100,23 @@ def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGr
     )
 
 
+def fingerprint_shards(model: PreTrainedModel) -> str:
+    """Return one fingerprint of all parameters as they are trained (collective): no rank gathers anything.
+
+    Parameters are sharded along their first dimension, so a shard is a run of elements, and fingerprints of runs add up
+    to that of the whole, whatever the number of ranks.
+    """
+    values: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} must be sharded"
+        _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        elements_per_row = math.prod(parameter.shape[1:])
+        values[name] = fingerprint(parameter.to_local(), offsets[0] * elements_per_row)
+    summands = torch.tensor([value - (value >> 63 << 64) for value in values.values()])  # int64 wraps as mod 2^64 does
+    totals = all_reduce(summands).tolist()
+    return model_fingerprint(dict(zip(values, totals, strict=True)))
+
+
 def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
     """Describe all parameters in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
     specs = [ParamSpec(name, tuple(parameter.shape), dtype) for name, parameter in model.named_parameters()]
@@ -107,6 +136,12 @@ def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[li
     return buckets
 
 
+def training_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return this rank's shards of weights, buffers and optimizer state, by name; the weights are no copies."""
+    weights = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num_steps: int, path: str) -> None:
     """Write optimizer state and schedule so that any number of ranks can read them (collective)."""
     state = {"optimizer": get_optimizer_state_dict(model, optimizer), "num_steps": num_steps}
@@ -121,12 +156,13 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, pat
     return int(state["num_steps"])
 
 
-def _on_rank0(action: Callable[[], None]) -> None:
-    """Run something on rank 0; every rank waits for it and raises if it fails."""
-    error = None
+def _on_rank0(action: Callable[[], T]) -> T | None:
+    """Run something on rank 0, which gets its result; every rank waits for it and raises if it fails."""
+    error, result = None, None
     if dist.get_rank() == 0:
         try:
-            action()
+            result = action()
         except Exception as caught:
             error = caught
     raise_on_every_rank(error)
+    return result

@@ -90,12 +90,19 @@ def checkpoint_names(model: PreTrainedModel) -> set[str]:
     return set(revert_weight_conversion(model, meta))
 
 
-def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype) -> None:
-    """Write safetensors and configs that any Hugging Face tool loads; `state` holds whole tensors in `dtype`."""
+def write_checkpoint(
+    model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Write safetensors and configs that any Hugging Face tool loads; `state` holds whole tensors in `dtype`.
+
+    Returns them under the names that they have in the files.
+    """
     os.makedirs(path, exist_ok=True)
-    save_torch_state_dict(revert_weight_conversion(model, state), path)
+    written: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    save_torch_state_dict(written, path)
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(path)
     if model.can_generate():
         model.generation_config.save_pretrained(path)
+    return written

@@ -5,7 +5,7 @@ budget, so a completion is the concatenation of what servers really sampled. Inv
 have equal lengths, tokens received are never lost or sampled twice, the server's reply is the truth about versions.
 
 On ranks other than 0 the engine is a receiver: batches come through collectives, everything else belongs to rank 0.
-A dialect implements `_generate_call`, `_parse_segment` and `_receive_weights`.
+A dialect implements its abstract methods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -25,23 +25,25 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError, ServerError
+from arealite.api.errors import ConfigError, ContextOverflowError, ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, PromptId, RolloutStat, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.engine.server_http import Json, ServerHttp, StatusError, UnreachableError
+from arealite.engine.liveness import Liveness
+from arealite.engine.server_http import Json, ServerHttp, StatusError
 from arealite.engine.server_set import Server, ServerSet, parse_addresses
 from arealite.rollout.collective import RankZeroExchange
-from arealite.rollout.episode import current_episode, sampling_seed
+from arealite.rollout.episode import SampleRecord, current_episode, sampling_seed
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.trajectory import split_batch
+from arealite.utils import beacon
 
 logger = logging.getLogger("arealite.client")
 
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-_HEALTH_S = 10.0
-
+_RESUME_GRACE_S = 60.0
+"""Added to the deadline of a publication before a request stops to wait for its end."""
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -55,6 +57,20 @@ class Segment:
     versions: list[int] | None
     """None when the server does not tell."""
     finish: Finish
+    stale_kv_tokens: int = 0
+    """Tokens sampled on keys and values of older weights than their version says."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What one server sampled to prove its weights."""
+
+    address: str
+    dtype: str | None
+    """In which it computes; None when it does not tell."""
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] | None
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -68,7 +84,11 @@ class RemoteInferenceEngine(InferenceEngine):
         self._exchange = RankZeroExchange()
         self._num_loose_requests = 0
         self._num_generated_tokens = 0
-        self._probes: set[asyncio.Task[None]] = set()
+        self._num_stale_kv_tokens = 0
+        self.canary_gap: float | None = None
+        """Largest difference per token between a server's logprobs and the trainer's at the last publication."""
+        self._publication_s = config.weight_update_timeout
+        """Deadline of the last publication."""
 
     # Life cycle
 
@@ -103,8 +123,9 @@ class RemoteInferenceEngine(InferenceEngine):
         self._require_executor().loop.closers.append(self._http.close)
         self._may_generate = asyncio.Event()
         self._may_generate.set()
+        self._liveness = Liveness(self._http, self.servers, self._may_generate)
         deadline = asyncio.get_running_loop().time() + self.config.setup_timeout
-        ready = await asyncio.gather(*(self._is_healthy_by(address, deadline) for address in addresses))
+        ready = await asyncio.gather(*(self._liveness.is_healthy_by(address, deadline) for address in addresses))
         silent = [address for address, is_ready in zip(addresses, ready) if not is_ready]
         if silent:
             raise ServerError(
@@ -113,20 +134,8 @@ class RemoteInferenceEngine(InferenceEngine):
             )
         for address in addresses:
             self.servers.add(address)
+        beacon.report("servers", lambda: [vars(server) for server in self.servers.servers])
         self.servers.note_publication(self.servers.servers, self._version)
-
-    async def _is_healthy_by(self, address: str, deadline: float) -> bool:
-        """Ask for /health with growing pauses until it answers or the deadline passes."""
-        loop = asyncio.get_running_loop()
-        backoff = _FIRST_BACKOFF_S
-        while (remaining := deadline - loop.time()) > 0:
-            try:
-                await self._http.get(address, "/health", timeout_s=min(remaining, _HEALTH_S))
-                return True
-            except ServerError:
-                await asyncio.sleep(min(backoff, max(0.0, deadline - loop.time())))
-                backoff = min(2 * backoff, 1.0)
-        return False
 
     # Generation
 
@@ -146,16 +155,18 @@ class RemoteInferenceEngine(InferenceEngine):
 
     async def _generate(self, req: ModelRequest) -> ModelResponse:
         started = time.monotonic()
-        seed = self._sampling_seed()
+        sample, seed = self._next_sample()
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
         num_interrupts = num_fruitless = 0
+        progressed = started
         while True:
             server, segment = await self._sample(req, tokens, seed)
             tokens += segment.tokens
             logprobs += segment.logprobs
             self._num_generated_tokens += len(segment.tokens)
+            self._num_stale_kv_tokens += segment.stale_kv_tokens
             versions += segment.versions or []
             if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
                 break
@@ -163,7 +174,14 @@ class RemoteInferenceEngine(InferenceEngine):
             num_fruitless = 0 if segment.tokens else num_fruitless + 1
             if num_fruitless > 1:
                 # Someone else paused this server; our own pauses are waited for in `_sample`.
+                self._refuse_standstill(server, progressed, num_fruitless)
                 await asyncio.sleep(_backoff_s(num_fruitless))
+            else:
+                progressed = time.monotonic()
+        latency_s = time.monotonic() - started
+        episode = current_episode.get()
+        if episode is not None:
+            episode.samples.append(SampleRecord(sample, len(tokens), latency_s, num_interrupts, server.address))
         return ModelResponse(
             input_tokens=list(req.input_ids),
             output_tokens=tokens,
@@ -172,59 +190,83 @@ class RemoteInferenceEngine(InferenceEngine):
             stop_reason="stop" if segment.finish == "stop" else "length",
             server=server.address,
             num_interrupts=num_interrupts,
-            latency_s=time.monotonic() - started,
+            latency_s=latency_s,
         )
 
     async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
         """Get the next segment after `tokens` from some server, whatever happens to others."""
         num_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
-        num_failures = 0
+        failed: list[Server] = []
         while True:
-            await self._may_generate.wait()
-            server = self.servers.pick(req.rid, num_tokens)
+            await self._wait_for_publication()
+            server = self.servers.pick(req.rid, num_tokens, avoid=set(failed))
             version = server.version
-            endpoint, payload = self._generate_call(req, tokens, seed)
             try:
-                reply = await self._http.post(server.address, endpoint, payload, timeout_s=self.config.request_timeout)
-            except (UnreachableError, StatusError) as error:
-                num_failures += 1
-                if num_failures > self.config.request_retries or not _may_retry(error):
+                segment = await self._ask(server, req, tokens, seed)
+            except ServerError as error:
+                failed.append(server)
+                if len(failed) > self.config.request_retries or not _may_retry(error):
                     raise
-                self._suspect(server)
-                await asyncio.sleep(_backoff_s(num_failures))
+                self._liveness.suspect(server)
+                await asyncio.sleep(_backoff_s(len(failed)))
                 continue
             finally:
                 self.servers.release(server, num_tokens)
-            segment = self._parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
             if segment.versions is None:
                 if server.version != version:
                     continue  # which weights sampled which token can't be known: ask again
-                segment = Segment(segment.tokens, segment.logprobs, [version] * len(segment.tokens), segment.finish)
+                segment = replace(segment, versions=[version] * len(segment.tokens))
             episode = current_episode.get()
             if episode is not None:
                 episode.servers.add(server.address)
             return server, segment
 
-    def _sampling_seed(self) -> int:
+    async def _ask(self, server: Server, req: ModelRequest, tokens: list[int], seed: int) -> Segment:
+        """Let one server continue a request."""
+        endpoint, payload = self._generate_call(req, tokens, seed)
+        try:
+            reply = await self._liveness.post(server, endpoint, payload, timeout_s=self.config.request_timeout)
+        except StatusError as error:
+            if self._is_overflow(error):
+                raise ContextOverflowError(
+                    f"a request must fit into the context of {server.address}: got {len(req.input_ids)} tokens that "
+                    f"may become {len(req.input_ids) + req.gconfig.max_new_tokens}. Drop long prompts, lower "
+                    f"max_new_tokens or serve with a larger context. The server: {error}"
+                ) from error
+            raise
+        beacon.tick()
+        return self._parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
+
+    async def _wait_for_publication(self) -> None:
+        """Wait while a publication of weights pauses the servers."""
+        if self._may_generate.is_set():
+            return
+        limit_s = self._publication_s + _RESUME_GRACE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._may_generate.wait()
+        except TimeoutError:
+            raise ServerError(
+                f"servers must go on within {limit_s:g} s after a publication of weights began: they did not. "
+                "Look for the failed update in the log of the trainer."
+            ) from None
+
+    def _refuse_standstill(self, server: Server, progressed: float, num_aborts: int) -> None:
+        """Raise when a server does nothing but abort for longer than any answer may take."""
+        if time.monotonic() - progressed > self.config.request_timeout:
+            raise ServerError(
+                f"http://{server.address} must sample a token within {self.config.request_timeout:g} s: got "
+                f"{num_aborts} empty aborts in a row. Someone has paused it; let it continue."
+            )
+
+    def _next_sample(self) -> tuple[int, int]:
+        """Return number and sampling seed of the next completion."""
         episode = current_episode.get()
         if episode is not None:
-            return episode.next_sampling_seed()
+            sample = episode.next_sample()
+            return sample, episode.sampling_seed(sample)
         self._num_loose_requests += 1
-        return sampling_seed(self.config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
-
-    def _suspect(self, server: Server) -> None:
-        """Prefer other servers until this one answers /health."""
-        if server.is_reachable:
-            server.is_reachable = False
-            logger.warning("server %s does not answer, others take over", server.address)
-            probe = asyncio.create_task(self._readmit(server))
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
-
-    async def _readmit(self, server: Server) -> None:
-        if await self._is_healthy_by(server.address, float("inf")):
-            server.is_reachable = True
-            logger.warning("server %s answers again", server.address)
+        return 0, sampling_seed(self.config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 
     # The dialect
 
@@ -235,6 +277,14 @@ class RemoteInferenceEngine(InferenceEngine):
     @abc.abstractmethod
     def _parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
         """Check a reply and return what it adds; ServerError if it breaks the protocol."""
+
+    @abc.abstractmethod
+    def _is_overflow(self, error: StatusError) -> bool:
+        """Tell whether a server refused a request because its context is too short."""
+
+    @abc.abstractmethod
+    def _canary_call(self, req: ModelRequest, seed: int) -> tuple[str, Json]:
+        """Return endpoint and payload of a completion that only the token limit ends."""
 
     @abc.abstractmethod
     async def _meet_sender(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
@@ -252,7 +302,38 @@ class RemoteInferenceEngine(InferenceEngine):
             meta.version = self.get_version() + 1
         meta.last_version = meta.version
         meta.uploaded = Future()
+        self._publication_s = meta.timeout_s
         return loop.submit(loop.run(self._meet_sender(meta)))
+
+    def sample_canaries(self, req: ModelRequest, version: int) -> list[Canary]:
+        """Let every server that `version` was published to complete `req`, whatever pauses episodes (rank 0)."""
+        return self._require_executor().loop.run(self._sample_canaries(req, version))
+
+    async def _sample_canaries(self, req: ModelRequest, version: int) -> list[Canary]:
+        servers = [server for server in self.servers.servers if server.version == version]
+        try:
+            canaries = await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
+            if not any(canaries):
+                raise ServerError(f"one of {[server.address for server in servers]} must be reachable: got none.")
+        except ServerError as error:
+            raise WeightUpdateError(f"servers must sample from their weights of version {version}: {error}") from error
+        return [canary for canary in canaries if canary is not None]
+
+    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | None:
+        """Return what the server sampled; None if it is gone, which is no fault of its weights."""
+        timeout_s = self.config.weight_update_timeout
+        seed = sampling_seed(self.config.seed, PromptId(-1, 0), sample=0, attempt=0)
+        endpoint, payload = self._canary_call(req, seed)
+        try:
+            model = await self._http.get(server.address, "/get_model_info", timeout_s=timeout_s)
+            reply = await self._http.post(server.address, endpoint, payload, timeout_s=timeout_s)
+        except UnreachableError:
+            self._liveness.suspect(server)
+            return None
+        segment = self._parse_segment(server.address, reply, req.gconfig.max_new_tokens)
+        if not segment.tokens:
+            raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
+        return Canary(server.address, model.get("dtype"), segment.tokens, segment.logprobs, segment.versions)
 
     def set_version(self, version: int) -> None:
         """Set the version that capacity and staleness are computed from."""
@@ -318,6 +399,24 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._executor is not None:
             self._executor.resume()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Make what became of all prompts durable, and return what `load_state_dict` needs; empty except on rank 0."""
+        if self._executor is None:
+            return {}
+        return self._executor.state_dict() | {"generated_tokens": self._num_generated_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, before the first episode: what came after it is undone, and what was open then is
+        issued again at the next `prepare_batch`."""
+        if self._executor is not None:
+            self._executor.load_state_dict(state)
+            self._num_generated_tokens = state["generated_tokens"]
+
+    def note_checkpoint(self, step: int, position: int) -> None:
+        """Note that a published checkpoint holds the updates up to a step and the ledger up to a position."""
+        if self._executor is not None:
+            self._executor.note_checkpoint(step, position)
+
     @property
     def stats(self) -> RolloutStat:
         """Counts of episodes since the run began (rank 0)."""
@@ -327,7 +426,11 @@ class RemoteInferenceEngine(InferenceEngine):
         """Return the counts of episodes and sampled tokens by metric name; empty on ranks other than 0."""
         if self._executor is None:
             return {}
-        return self._executor.metrics() | {"rollout/generated_tokens": float(self._num_generated_tokens)}
+        metrics = self._executor.metrics() | {
+            "rollout/generated_tokens": float(self._num_generated_tokens),
+            "rollout/stale_kv_tokens": float(self._num_stale_kv_tokens),
+        }
+        return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
 
     def _require_executor(self) -> RolloutExecutor:
         if self._executor is None:
@@ -356,7 +459,8 @@ def _rank() -> int:
 
 
 def _may_retry(error: ServerError) -> bool:
-    return not isinstance(error, StatusError) or error.status >= 500
+    is_refusal = isinstance(error, StatusError) and error.status < 500
+    return not (is_refusal or isinstance(error, ContextOverflowError))
 
 
 def _backoff_s(num_failures: int) -> float:

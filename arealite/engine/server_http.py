@@ -11,16 +11,12 @@ from typing import Any
 
 import aiohttp
 
-from arealite.api.errors import ServerError
+from arealite.api.errors import ServerError, UnreachableError
 
 Json = dict[str, Any]
 
 _CONNECT_S = 10.0
 _SHOWN_CHARS = 500
-
-
-class UnreachableError(ServerError):
-    """No connection, or one that broke before the whole answer had come."""
 
 
 class StatusError(ServerError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 _MAX_STICKY = 65536
@@ -67,10 +67,17 @@ class ServerSet:
         with self._lock:
             return list(self._servers.values())
 
-    def pick(self, rid: str, num_tokens: int) -> Server:
-        """Choose a server for a request and count its tokens until `release`."""
+    def has_reachable(self) -> bool:
+        """Tell whether a reachable member holds the newest weights."""
         with self._lock:
-            server = self._sticky_server(rid) or self._least_loaded()
+            return any(server.is_reachable and server.version == self._version for server in self._servers.values())
+
+    def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server:
+        """Choose a server for a request, if possible not one to `avoid`, and count its tokens until `release`."""
+        with self._lock:
+            server = self._sticky_server(rid)
+            if server is None or server in avoid:
+                server = self._least_loaded(avoid)
             self._sticky[rid] = server.address
             self._sticky.move_to_end(rid)
             if len(self._sticky) > _MAX_STICKY:
@@ -89,7 +96,7 @@ class ServerSet:
         is_fit = server is not None and server.is_reachable and server.version == self._version
         return server if is_fit else None
 
-    def _least_loaded(self) -> Server:
+    def _least_loaded(self, avoid: Set[Server]) -> Server:
         members = list(self._servers.values())
         if not members:
             raise RuntimeError("there must be an inference server: got none. Add one with servers.add(address).")
@@ -100,7 +107,8 @@ class ServerSet:
                 f"{sorted({server.version for server in members})}. Publish weights, which reach every server."
             )
         reachable = [server for server in current if server.is_reachable]
-        return min(reachable or current, key=lambda server: (server.outstanding_tokens, server.num_requests))
+        best = [server for server in reachable if server not in avoid]
+        return min(best or reachable or current, key=lambda server: (server.outstanding_tokens, server.num_requests))
 
 
 def parse_addresses(text: str | Iterable[str]) -> list[str]:

@@ -7,16 +7,19 @@ belong to, and versions that cover every token.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Coroutine
 from typing import Any, cast
 
 from arealite.api.cli_args import ALL_TOKENS, InferenceEngineConfig
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.engine.remote_client import Finish, RemoteInferenceEngine, Segment
-from arealite.engine.server_http import Json, bad_reply
+from arealite.engine.server_http import Json, StatusError, bad_reply
 from arealite.engine.sglang_weights import WeightReceiver
 
 _GENERATE = "/generate"
+_OVERFLOW = re.compile("context length|maximum allowed (input )?length|larger context")
+"""In what SGLang (at three places) and our server say of a prompt that leaves no room."""
 _UNTOLD = ("default", None)
 """What a server says that was started without a version."""
 
@@ -27,7 +30,13 @@ class RemoteSGLangEngine(RemoteInferenceEngine):
     def __init__(self, config: InferenceEngineConfig) -> None:
         super().__init__(config)
         is_lite = config.backend == "lite"
-        self._receiver = WeightReceiver(self.servers, is_lite=is_lite, tp_size=config.server_tp_size)
+        self._receiver = WeightReceiver(
+            self.servers,
+            config.weight_check,
+            is_lite=is_lite,
+            tp_size=config.server_tp_size,
+            keeps_kv=is_lite and config.allow_stale_kv,
+        )
 
     def _generate_call(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[str, Json]:
         gconfig = req.gconfig
@@ -45,8 +54,21 @@ class RemoteSGLangEngine(RemoteInferenceEngine):
         input_ids = [*req.input_ids, *tokens]
         return _GENERATE, {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
 
+    def _is_overflow(self, error: StatusError) -> bool:
+        return error.status == 400 and _OVERFLOW.search(str(error)) is not None
+
+    def _canary_call(self, req: ModelRequest, seed: int) -> tuple[str, Json]:
+        endpoint, payload = self._generate_call(req, [], seed)
+        payload["sampling_params"]["ignore_eos"] = True
+        return endpoint, payload
+
     def _parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
         return parse_segment(address, reply, max_tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Add the tensors that servers took although they were not what was sent."""
+        metrics = super().metrics()
+        return metrics and metrics | {"weights/mismatched_tensors": float(self._receiver.num_mismatched)}
 
     async def _meet_sender(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
         return self._receiver.receive(await self._receiver.begin(self._http, meta, self._may_generate))
@@ -75,7 +97,10 @@ def _parse(address: str, reply: Json, max_tokens: int) -> Segment:
     require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
     finish = meta_info["finish_reason"]["type"]
     require(finish in ("stop", "length", "abort"), "have a finish_reason of type stop, length or abort")
-    return Segment(tokens, logprobs, _versions(address, reply, meta_info, len(tokens)), cast("Finish", finish))
+    stale = meta_info.get("stale_kv_tokens", 0)  # only our own servers tell
+    require(type(stale) is int and 0 <= stale <= len(tokens), "have at most as many stale_kv_tokens as tokens")
+    versions = _versions(address, reply, meta_info, len(tokens))
+    return Segment(tokens, logprobs, versions, cast("Finish", finish), stale)
 
 
 def _versions(address: str, reply: Json, meta_info: Json, num_tokens: int) -> list[int] | None:

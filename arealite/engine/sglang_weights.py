@@ -1,10 +1,11 @@
 """The receiving half of a publication of weights, in the dialect of SGLang 0.5 and of our embedded server.
 
-A publication pauses every server (requests in flight come back as aborted and the client core continues them later),
-brings the weights in, from a checkpoint folder or through a broadcast group, and lets the servers go on. Servers that
-can't be reached are left out, and get no requests until they take part in a later one. Invariants: it ends within its
-deadline; a failure names the server; servers whose weights are whole always go on, and one that may hold half of the
-new weights never does.
+A publication pauses every server, brings the weights in, from a checkpoint folder or through a broadcast group, and
+lets the servers go on with an empty cache. Requests in flight come back as aborted and the client core continues them
+later (or they stay, if the server may keep their cache). Servers that can't be reached are left out, and get no
+requests until they take part in a later publication. Embedded servers are told the sender's fingerprints and verify
+what they got. Invariants: it ends within its deadline; a failure names the server; servers whose weights are whole
+always go on, and one that may hold half of the new weights never does.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any, Literal
 
 import torch
 
-from arealite.api.errors import ServerError, WeightUpdateError
+from arealite.api.cli_args import WeightCheckConfig
+from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.server_http import Json, ServerHttp, StatusError, UnreachableError, bad_reply
+from arealite.engine.server_http import Json, ServerHttp, StatusError, bad_reply
 from arealite.engine.server_set import Server, ServerSet
 from arealite.utils.network import LOOPBACK, free_port, host_ip
 
@@ -61,11 +63,18 @@ class BroadcastPlan:
 class WeightReceiver:
     """Brings published weights to the members of a server set."""
 
-    def __init__(self, servers: ServerSet, *, is_lite: bool, tp_size: int) -> None:
+    def __init__(
+        self, servers: ServerSet, check: WeightCheckConfig, *, is_lite: bool, tp_size: int, keeps_kv: bool
+    ) -> None:
+        """`keeps_kv`: requests stay in place while servers are paused, and go on with the keys and values they have."""
+        self.num_mismatched = 0
+        """Tensors that a server took although their fingerprints differed."""
         self._servers = servers
+        self._check = check
         self._is_lite = is_lite
         """Embedded servers are on the CPU, and keep the old weights until all new ones have come."""
         self._tp_size = tp_size
+        self._pause_mode: Literal["abort", "in_place"] = "in_place" if keeps_kv else "abort"
         self._plan: BroadcastPlan | None = None
         self._joined: BroadcastPlan | None = None
         self._is_torn = False
@@ -73,7 +82,15 @@ class WeightReceiver:
 
     async def begin(self, http: ServerHttp, meta: WeightUpdateMeta, may_generate: asyncio.Event) -> Publication:
         """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
-        publication = Publication(http, meta, self._servers, may_generate)
+        meta.wants_fingerprints, meta.fingerprints = self._is_lite and self._check.fingerprint, {}
+        publication = Publication(
+            http,
+            meta,
+            self._servers,
+            may_generate,
+            pause_mode=self._pause_mode,
+            accepts_mismatch=self._check.on_mismatch == "warn",
+        )
         if meta.type == "nccl":
             async with self._undone_on_failure(publication):
                 await publication.pause()
@@ -91,6 +108,7 @@ class WeightReceiver:
                 assert self._plan is not None, "begin has made a plan"
                 await publication.unless_sender_fails(self._broadcast(publication, self._plan))
         self._is_torn = False
+        self.num_mismatched += publication.num_mismatched
         self._servers.note_publication(publication.members, publication.version)
         await self._go_on(publication, None)
 
@@ -150,7 +168,14 @@ class Publication:
     """One publication: the calls to the servers, under one deadline."""
 
     def __init__(
-        self, http: ServerHttp, meta: WeightUpdateMeta, servers: ServerSet, may_generate: asyncio.Event
+        self,
+        http: ServerHttp,
+        meta: WeightUpdateMeta,
+        servers: ServerSet,
+        may_generate: asyncio.Event,
+        *,
+        pause_mode: Literal["abort", "in_place"],
+        accepts_mismatch: bool,
     ) -> None:
         assert meta.version is not None, "the version must be settled before servers are told"
         self.meta = meta
@@ -161,13 +186,16 @@ class Publication:
         """Cleared while they are paused."""
         self.is_torn = False
         """Whether a server may hold some of the new weights."""
+        self.num_mismatched = 0
+        self._pause_mode = pause_mode
+        self._accepts_mismatch = accepts_mismatch
         self._http = http
         self._servers = servers
         self._uploaded = meta.uploaded
         self._deadline = asyncio.get_running_loop().time() + meta.timeout_s
 
     async def pause(self) -> None:
-        """Pause the servers, which aborts what they run, and leave those out that can't be reached."""
+        """Pause the servers, and leave those out that can't be reached."""
         self.may_generate.clear()
         known = self._servers.servers
         self.members = [server for server in known if server.is_reachable] or known
@@ -175,7 +203,7 @@ class Publication:
 
         async def pause_one(_: int, address: str) -> None:
             try:
-                await self._post(address, "/pause_generation", {"mode": "abort"})
+                await self._post(address, "/pause_generation", {"mode": self._pause_mode})
             except UnreachableError as error:
                 errors[address] = str(error)
 
@@ -192,13 +220,16 @@ class Publication:
         path = self.meta.path
         assert path is not None, "an update through the disk needs a path"
         self.is_torn = True
-        await self._post_all("/update_weights_from_disk", {"model_path": path, "weight_version": str(self.version)})
+        payload = {"model_path": path, "weight_version": str(self.version), "flush_cache": True}
+        await self._on_all(
+            lambda _, address: self._post_verified(address, "/update_weights_from_disk", payload | self._proof())
+        )
         await asyncio.to_thread(shutil.rmtree, path)
 
     async def join(self, plan: BroadcastPlan, *, tells_timeout: bool) -> None:
         """Let all servers join the group, while the sender does; `timeout_s` is of our own servers' dialect."""
 
-        def join_one(index: int, address: str) -> Coroutine[Any, Any, None]:
+        def join_one(index: int, address: str) -> Coroutine[Any, Any, Json]:
             payload: Json = {
                 "master_address": plan.address,
                 "master_port": plan.port,
@@ -236,7 +267,7 @@ class Publication:
 
         async def end(_: int, address: str) -> None:
             if has_sessions[address]:
-                await self._post(address, "/end_weight_update", {})
+                await self._post_verified(address, "/end_weight_update", self._proof())
 
         await self._on_all(begin)
         buckets = self.meta.nccl_param_specs
@@ -244,7 +275,26 @@ class Publication:
         for index, specs in enumerate(buckets):
             is_last = index == len(buckets) - 1
             await self._post_all("/update_weights_from_distributed", self._bucket_payload(plan, specs, is_last=is_last))
+        if self.meta.wants_fingerprints:
+            await self.wait_for_sender()  # who knows them when everything is sent
         await self._on_all(end)
+
+    def _proof(self) -> Json:
+        """Return the fields of our own dialect that let a server verify what it got."""
+        if not self.meta.fingerprints:
+            return {}
+        on_mismatch = "accept" if self._accepts_mismatch else "refuse"
+        return {"fingerprints": self.meta.fingerprints, "on_mismatch": on_mismatch}
+
+    async def _post_verified(self, address: str, endpoint: str, payload: Json) -> None:
+        """Post, and count the tensors that the server took although they differ."""
+        reply = await self._post(address, endpoint, payload)
+        if differing := reply.get("mismatched"):
+            self.num_mismatched += len(differing)
+            logger.warning(
+                "server %s took %d tensors of version %d with other fingerprints than were sent: %s",
+                *(address, len(differing), self.version, ", ".join(differing[:5])),
+            )
 
     def _bucket_payload(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> Json:
         return {
@@ -294,7 +344,7 @@ class Publication:
         """Post the same to all servers at once."""
         await self._on_all(lambda _, address: self._post(address, endpoint, payload))
 
-    async def _on_all(self, call: Callable[[int, str], Coroutine[Any, Any, None]]) -> None:
+    async def _on_all(self, call: Callable[[int, str], Coroutine[Any, Any, object]]) -> None:
         """Call something for all servers at once; the first failure ends the others."""
         tasks = [asyncio.create_task(call(index, server.address)) for index, server in enumerate(self.members)]
         try:
@@ -303,10 +353,11 @@ class Publication:
             for task in tasks:
                 task.cancel()
 
-    async def _post(self, address: str, endpoint: str, payload: Json) -> None:
+    async def _post(self, address: str, endpoint: str, payload: Json) -> Json:
         reply = await self._http.post(address, endpoint, payload, timeout_s=self._remaining_s())
         if reply.get("success") is False:
             raise bad_reply(address, endpoint, "report success", reply)
+        return reply
 
     async def _post_if_known(self, address: str, endpoint: str, payload: Json) -> bool:
         """Post, and tell whether the server has the endpoint."""

@@ -1,36 +1,40 @@
-"""Publication of weights as one verb: pause -> transfer -> acknowledge -> resume.
+"""Publication of weights as one verb: pause -> transfer -> acknowledge -> prove -> resume.
 
-It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result`, `resume`, `set_version`, for users
-who do not want to change it. Invariant: versions advance only after every server has acknowledged the new weights, in
-the order servers, rollout, actor; a failure on one rank is raised on all at once, and the versions stay.
+It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result`, `check_canary`, `resume`,
+`set_version`, for users who do not want to change it. Invariant: versions advance only after every server has
+acknowledged the new weights and samples from them, in the order servers, rollout, actor; a failure on one rank is
+raised on all at once, and the versions stay.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from arealite.api.engine_api import TrainEngine
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.engine.canary import check_canary
+from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.remote_client import RemoteInferenceEngine
-from arealite.utils.distributed import raise_on_every_rank
+from arealite.engine.weight_log import note_weights
+from arealite.utils import beacon
+from arealite.utils.distributed import agreed
 
-T = TypeVar("T")
 
-
-def publish_weights(actor: TrainEngine, rollout: RemoteInferenceEngine, version: int) -> None:
+def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
     """Give every server the actor's weights as `version` (collective).
 
-    How they travel is `rollout.weight_update`: by broadcast, or through a checkpoint in the run folder. Raises
-    WeightUpdateError within twice `rollout.weight_update_timeout` seconds.
+    How they travel is `rollout.weight_update`: by broadcast, or through a checkpoint in the run folder; how that is
+    verified is `rollout.weight_check`. Raises WeightUpdateError within thrice `rollout.weight_update_timeout` seconds.
     """
     meta = _new_update(actor, rollout, version)
-    received = _agreed(lambda: _start_receiving(rollout, meta))
-    _agreed(lambda: _transfer(actor, meta, received))
+    received = agreed(lambda: _start_receiving(rollout, meta))
+    agreed(lambda: _transfer(actor, meta, received))
+    check_canary(actor, rollout, version)
+    if rollout.config.weight_check.fingerprint:
+        _log_weights(actor, rollout, version)
     rollout.set_version(version)
     rollout.resume()
     actor.set_version(version)
@@ -44,21 +48,19 @@ def _start_receiving(rollout: RemoteInferenceEngine, meta: WeightUpdateMeta) -> 
 def _transfer(actor: TrainEngine, meta: WeightUpdateMeta, received: Future[None] | None) -> None:
     """Send, and wait for the servers also if that fails: they must go on, and their error names one of them."""
     try:
-        actor.upload_weights(meta)
+        with beacon.waiting("the servers to take new weights", on="servers"):
+            actor.upload_weights(meta)
     finally:
         if received is not None:
-            received.result(timeout=2 * meta.timeout_s)
+            with beacon.waiting("the servers' new weights", on="servers"):
+                received.result(timeout=2 * meta.timeout_s)
 
 
-def _agreed(action: Callable[[], T]) -> T:
-    """Run one phase on this rank, and raise on every rank if it failed on any (collective)."""
-    try:
-        outcome = action()
-    except Exception as error:
-        raise_on_every_rank(error)
-        raise
-    raise_on_every_rank(None)
-    return outcome
+def _log_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
+    """Note in the run folder which weights this version is."""
+    fingerprint = actor.fingerprint()
+    if dist.get_rank() == 0:
+        note_weights(rollout.config, version, fingerprint)
 
 
 def _new_update(actor: TrainEngine, rollout: RemoteInferenceEngine, version: int) -> WeightUpdateMeta:

@@ -4,8 +4,8 @@ Other threads talk to it through an inbox of functions that it runs between two 
 pause and an abort are such functions, and nothing they touch needs a lock. Results come back as futures.
 
 Invariants: cached keys and values never outlive the weights that made them (an update sends running sequences back to
-prefill); each token is stamped with the version that sampled it; an error in a forward pass fails every request, an
-error in a request's own numbers only that one.
+prefill), or with `allow_stale_kv` every token sampled on them is counted; each token is stamped with the version that
+sampled it; an error in a forward pass fails every request, an error in a request's own numbers only that one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from arealite.generation.request import FinishReason, GenerationError, Generatio
 from arealite.generation.sampler import SamplingRows, sample
 from arealite.generation.scheduler import Scheduler, Sequence
 from arealite.generation.stop_strings import StopStrings
+from arealite.utils import beacon
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class EngineStats:
     cache_capacity_tokens: int
     generated_tokens: int
     """Since the start."""
+    stale_kv_tokens: int
+    """Those of them that were sampled on keys and values of older weights."""
     is_paused: bool
     version: str
 
@@ -63,11 +66,13 @@ class GenerationEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         version: str = "0",
         threads: int = 1,
+        allow_stale_kv: bool = False,
     ) -> None:
         """Start the thread. `tokenizer` is needed for stop strings only."""
         self.context = runner.cache.context
         self.vocab_size = runner.vocab_size
         self.version = version
+        self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.weight_shapes = runner.weight_shapes
         self.stopped: Future[None] = Future()
         """Resolves when the thread ends: with None after `close`, with the exception if it failed."""
@@ -75,6 +80,8 @@ class GenerationEngine:
         self._eos_ids = eos_ids
         self._tokenizer = tokenizer
         self._threads = threads
+        self._allow_stale_kv = allow_stale_kv
+        self._stale_kv_tokens = 0
         self._scheduler = Scheduler(
             slots=runner.cache.slots,
             max_prefill_tokens=MAX_PREFILL_TOKENS,
@@ -107,14 +114,15 @@ class GenerationEngine:
         """End the requests with this id, or all, with the tokens so far; return how many."""
         return self.call(lambda: self._abort(lambda sequence: rid is None or sequence.request.rid == rid))
 
-    def pause(self, mode: Literal["abort", "retract"] = "abort") -> Future[None]:
-        """Sample nothing until `resume`: requests end with the tokens so far or (retract) wait, as new ones do."""
+    def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> Future[None]:
+        """Sample nothing until `resume`: requests end with the tokens so far or (retract) wait, as new ones do, or
+        (in_place) stay where they are."""
 
         def pause() -> None:
             self._is_paused = True
             if mode == "abort":
                 self._abort(lambda _: True)
-            else:
+            elif mode == "retract":
                 self._requeue()
 
         return self.call(pause)
@@ -128,11 +136,16 @@ class GenerationEngine:
         return self.call(resume)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: str | None = None) -> Future[None]:
-        """Replace all weights between two steps; requests in flight go on under the new ones, with a new cache."""
+        """Replace all weights between two steps; requests in flight go on under the new ones, with a new cache unless
+        they may keep the old one."""
 
         def update() -> None:
             self._runner.load_weights(weights)
-            self._requeue()
+            if self._allow_stale_kv:
+                for sequence in self._scheduler.running:
+                    sequence.has_stale_kv = True
+            else:
+                self._requeue()
             self.version = self.version if version is None else version
 
         return self.call(update)
@@ -169,6 +182,7 @@ class GenerationEngine:
             cached_tokens=sum(sequence.length for sequence in running),
             cache_capacity_tokens=self._runner.cache.slots * self.context,
             generated_tokens=self._generated_tokens,
+            stale_kv_tokens=self._stale_kv_tokens,
             is_paused=self._is_paused,
             version=self.version,
         )
@@ -207,6 +221,7 @@ class GenerationEngine:
                     if self._has_work():
                         started = time.monotonic()
                         self._step()
+                        beacon.tick()
                         self._log_progress(time.monotonic() - started)
             self._end(None)
         except BaseException as error:
@@ -270,6 +285,7 @@ class GenerationEngine:
             if not math.isfinite(logprob):
                 ended[slot] = GenerationError("logits must be finite: got NaN or inf. Check the weights.")
                 continue
+            self._stale_kv_tokens += sequence.has_stale_kv
             reason = sequence.append(token, logprob, self.version)
             if reason is not None:
                 ended[slot] = reason
@@ -326,7 +342,14 @@ class GenerationEngine:
         if isinstance(outcome, GenerationError):
             sequence.future.set_exception(outcome)
         else:
-            result = GenerationResult(sequence.output_ids, sequence.logprobs, outcome, self.version, sequence.spans)
+            result = GenerationResult(
+                sequence.output_ids,
+                sequence.logprobs,
+                outcome,
+                self.version,
+                sequence.spans,
+                len(sequence.stale_tokens),
+            )
             sequence.future.set_result(result)
 
     def _log_progress(self, step_s: float) -> None:

@@ -73,6 +73,8 @@ class GenerationResult:
     version: str
     """Of the weights when the sequence ended."""
     version_spans: list[VersionSpan] = field(default_factory=list)
+    stale_kv_tokens: int = 0
+    """Output tokens that were sampled on keys and values of older weights."""
 
 
 class GenerationError(RuntimeError):

@@ -30,6 +30,10 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)
     length: int = 0
     """Prompt and output so far."""
+    has_stale_kv: bool = False
+    """Whether its cache was made by older weights than the current ones."""
+    stale_tokens: list[int] = field(default_factory=list)
+    """Indices of output tokens that were sampled on such a cache."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -39,6 +43,8 @@ class Sequence:
         """Add a sampled token; return why the sequence ends here, if it does."""
         if not self.spans or self.spans[-1].version != version:
             self.spans.append(VersionSpan(version, len(self.output_ids), len(self.output_ids)))
+        if self.has_stale_kv:
+            self.stale_tokens.append(len(self.output_ids))
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         self.spans[-1].end += 1
@@ -58,6 +64,7 @@ class Sequence:
         num_settled = self.stops.num_settled(self.output_ids)
         self.length -= len(self.output_ids) - num_settled
         del self.output_ids[num_settled:], self.logprobs[num_settled:]
+        self.stale_tokens = [index for index in self.stale_tokens if index < num_settled]
         self.spans = [
             VersionSpan(span.version, span.start, min(span.end, num_settled))
             for span in self.spans
@@ -121,6 +128,8 @@ class Scheduler:
 
     def requeue(self) -> None:
         """Put all running sequences back to the front of the queue: their cache is void, their output stays."""
+        for sequence in self.running:
+            sequence.has_stale_kv = False
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
 

@@ -135,7 +135,7 @@ class Output:
         self._last_shown = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._screen = LineScreen(height=4 if self._passes_through else 0)
-        self._log = path.open("w", encoding="utf-8")
+        self._log = path.open("a", encoding="utf-8")
 
     def feed(self, data: bytes) -> None:
         """Take in what the process wrote."""

@@ -2,8 +2,10 @@
 
     python3 -m arealite.launcher.local ENTRY.py --config FILE.yaml [key=value ...]
 
-Exit status: 0 the trainer is done; 2 the config can't run and nothing was started; 3 a server ended; 128 + n a signal
-(130 is Ctrl-C); otherwise the status of the first rank that failed. Nothing that was started survives.
+Exit status: 0 the trainer is done; 2 the config can't run and nothing was started; 3 a server ended; 4 the run stood
+still (see `stall`); 128 + n a signal (130 is Ctrl-C); otherwise the status of the first rank that failed. Nothing that
+was started survives. With `recover.mode` auto or fault a run that failed or stood still is started again, so the status
+is that of the last attempt.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import ast
 import asyncio
 import contextlib
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +25,16 @@ from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.console import Console
 from arealite.launcher.roles import SERVER_ADDRS_VARIABLE, Roles, check_roles, server_jobs, trainer_job
-from arealite.launcher.supervisor import Supervisor
+from arealite.launcher.stall import StallPolicy
+from arealite.launcher.supervisor import STALLED, Ending, Supervisor
+from arealite.utils.file_lock import file_lock
 from arealite.utils.network import hold_port, port_of
 
 _CONFIG_FAILED = 2
+_SETUP_TIMEOUT_S = 600.0
+"""Of fine-tuning, whose start is the loading of its model."""
+_LOCK_TIMEOUT_S = 15.0
+"""So long may the end of another launcher of the same run take."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python3 -m arealite.launcher.local",
         description="Start inference servers and trainer on this machine, as allocation_mode says.",
-        epilog="exit status: 0 done, 2 config error, 3 a server ended, 128 + n a signal, else the failed rank's",
+        epilog="exit status: 0 done, 2 config error, 3 a server ended, 4 the run stood still, 128 + n a signal, else "
+        "the failed rank's",
     )
     parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="experiment")
@@ -48,14 +58,16 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
     Must be called from the main thread, which takes SIGINT and SIGTERM meanwhile: a caller that gets 128 or more
     should end as well. The caller's other child processes must not be started meanwhile.
     """
-    try:
-        entry = _entry(entry)
-        config = read_config(entry, argv)
-        roles = check_roles(config)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return _CONFIG_FAILED
-    return asyncio.run(_run(config, roles, entry=entry, argv=argv))
+    with contextlib.ExitStack() as held:
+        try:
+            entry = _entry(entry)
+            config = read_config(entry, argv)
+            roles = check_roles(config)
+            held.enter_context(file_lock(_run_folder(config) / ".launcher.lock", timeout_s=_LOCK_TIMEOUT_S))
+        except (ConfigError, TimeoutError) as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return _CONFIG_FAILED
+        return asyncio.run(_run(config, roles, entry=entry, argv=argv))
 
 
 def read_config(entry: Path, argv: Sequence[str]) -> GRPOConfig | SFTConfig:
@@ -75,15 +87,37 @@ def read_config(entry: Path, argv: Sequence[str]) -> GRPOConfig | SFTConfig:
 
 
 async def _run(config: GRPOConfig | SFTConfig, roles: Roles, *, entry: Path, argv: Sequence[str]) -> int:
-    """Start everything at once and supervise it to its end."""
-    log_folder = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name / "logs"
+    """Run to the end, and start again what failed as often as `recover` allows."""
+    folder = _run_folder(config)
+    if not (folder / "recover").exists():
+        for log in (folder / "logs").glob("*.log"):  # of a run that this one replaces
+            log.unlink()
+    retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
+    cause = ""
+    for attempt in range(retries + 1):
+        restart = f"restart {attempt} of {retries}, because {cause}" if attempt else None
+        ending = await _attempt(config, roles, entry=entry, argv=argv, restart=restart)
+        cause = ending.reason
+        if ending.status == _CONFIG_FAILED or not (ending.is_failure or ending.status == STALLED):
+            break
+    return ending.status
+
+
+async def _attempt(
+    config: GRPOConfig | SFTConfig, roles: Roles, *, entry: Path, argv: Sequence[str], restart: str | None
+) -> Ending:
+    """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
+    log_folder, scratch = _run_folder(config) / "logs", _run_folder(config) / ".torchrun"
     log_folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
+        held.callback(shutil.rmtree, scratch, ignore_errors=True)
         ports = [port_of(held.enter_context(hold_port())) for _ in range(roles.num_servers + 1)]
         servers = server_jobs(config, roles, ports[1:])
         server_addrs = ",".join(server.address for server in servers) or roles.foreign_servers
-        async with Supervisor(log_folder=log_folder, console=Console()) as supervisor:
-            supervisor.say(f"{config.allocation_mode}; logs in {log_folder}")
+        async with Supervisor(
+            log_folder=log_folder, console=Console(), stall=_stall_policy(config, roles)
+        ) as supervisor:
+            supervisor.say(restart or f"{config.allocation_mode}; logs in {log_folder}")
             if servers and isinstance(config, GRPOConfig):
                 await supervisor.start_servers(servers, setup_timeout_s=config.rollout.setup_timeout)
             if roles.num_ranks > 0:
@@ -96,13 +130,30 @@ async def _run(config: GRPOConfig | SFTConfig, roles: Roles, *, entry: Path, arg
                         argv=argv,
                         server_addrs=server_addrs,
                         master_port=ports[0],
+                        scratch=scratch,
+                        is_restart=restart is not None,
                         streams=streams,
                         report=report,
                     ),
                 )
             else:
                 supervisor.say(f"servers only, until Ctrl-C: export {SERVER_ADDRS_VARIABLE}={server_addrs}")
-            return await supervisor.wait()
+            await supervisor.wait()
+        return supervisor.ending
+
+
+def _run_folder(config: GRPOConfig | SFTConfig) -> Path:
+    return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+
+
+def _stall_policy(config: GRPOConfig | SFTConfig, roles: Roles) -> StallPolicy:
+    """Servers must become ready in `setup_timeout` anyhow; that is then also what the start of ranks may take."""
+    return StallPolicy(
+        timeout_s=config.launcher.stall_timeout,
+        setup_timeout_s=config.rollout.setup_timeout if isinstance(config, GRPOConfig) else _SETUP_TIMEOUT_S,
+        on_stall=config.launcher.on_stall,
+        foreign_servers={address: address for address in roles.foreign_servers.split(",") if address},
+    )
 
 
 def _entry(entry: str | Path) -> Path:

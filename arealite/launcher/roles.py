@@ -21,7 +21,10 @@ from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.network import LOOPBACK
 
+LITE_MODULE = "arealite.server"
 SERVER_ADDRS_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
+RESTART_VARIABLE = "AREAL_RECOVER_RUN"
+"""`1` tells the trainer that it is started again after a failure."""
 _OUR_SGLANG_FLAGS = {"host", "port", "tp_size", "base_gpu_id", "weight_version"}
 
 
@@ -43,6 +46,11 @@ class ServerJob(Job):
     @property
     def address(self) -> str:
         return f"{LOOPBACK}:{self.port}"
+
+    @property
+    def publishes_progress(self) -> bool:
+        """Whether this is our own server, which tells what it does."""
+        return LITE_MODULE in self.command
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ def server_jobs(config: GRPOConfig | SFTConfig, roles: Roles, ports: Sequence[in
     jobs = []
     for index, port in enumerate(ports):
         if config.rollout.backend == "lite":
-            module, flags = "arealite.server", _lite_flags(config, port=port, index=index)
+            module, flags = LITE_MODULE, _lite_flags(config, port=port, index=index)
         else:
             module, flags = "sglang.launch_server", _sglang_flags(config, roles, port=port, index=index)
         env = _environment(
@@ -128,18 +136,24 @@ def trainer_job(
     argv: Sequence[str],
     server_addrs: str,
     master_port: int,
+    scratch: Path,
+    is_restart: bool,
     streams: Sequence[str],
     report: str,
 ) -> Job:
-    """Describe torchrun, whose ranks write to `streams` and report their end to `report` (see `rank`)."""
+    """Describe torchrun, whose ranks write to `streams` and report their end to `report` (see `rank`).
+
+    torchrun leaves its own files in `scratch`, and for ever in the system's folder if it had none.
+    """
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(roles.num_ranks)]
-    torchrun += ["--master-addr", LOOPBACK, "--master-port", str(master_port), "--no-python"]
+    torchrun += ["--master-addr", LOOPBACK, "--master-port", str(master_port)]
+    torchrun += ["--log-dir", str(scratch), "--no-python"]
     rank = [sys.executable, "-m", "arealite.launcher.rank", "--streams", ",".join(streams), "--report", report]
     env = _environment(
         config.launcher.trainer_env_vars,
         CUDA_VISIBLE_DEVICES=roles.trainer_gpus,
         OMP_NUM_THREADS=str(config.launcher.trainer_threads or _trainer_threads(config, roles)),
-        **({SERVER_ADDRS_VARIABLE: server_addrs} if server_addrs else {}),
+        **({RESTART_VARIABLE: str(int(is_restart))} | ({SERVER_ADDRS_VARIABLE: server_addrs} if server_addrs else {})),
     )
     return Job("torchrun", [sys.executable, *torchrun, *rank, str(entry), *argv], env)
 
@@ -232,6 +246,7 @@ def _lite_flags(config: GRPOConfig, *, port: int, index: int) -> list[str]:
             "context": lite.context,
             "dtype": lite.dtype,
             "deterministic": lite.deterministic,
+            "allow_stale_kv": lite.allow_stale_kv,
             "weight_version": 0,
             "seed": config.seed + index,
         }

@@ -2,7 +2,8 @@
 
 Servers and trainer start together, because both take seconds to import what they need. Every job is started through a
 `guard`, so ending a guard ends the job with all its descendants, and so does the end of this process. One event loop
-reads all outputs; only timeouts and the wait for a server's health are timed, everything else is an event.
+reads all outputs; only timeouts, the wait for a server's health and the look for a stall are timed, everything else is
+an event.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from pathlib import Path
 
 from arealite.launcher.console import Console, Output, Show
 from arealite.launcher.roles import Job, ServerJob
+from arealite.launcher.stall import StallPolicy, StallWatch, forget_progress
+from arealite.utils.beacon import FOLDER_VARIABLE, NAME_VARIABLE
 from arealite.utils.network import LOOPBACK
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, exit_status, kill_tree
 
 SERVER_FAILED = 3
+STALLED = 4
 _GRACE_S = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,7 +43,7 @@ class Ending:
 
     @property
     def is_failure(self) -> bool:
-        return self.output is not None
+        return self.output is not None or self.status == STALLED
 
 
 class Stream:
@@ -79,13 +83,17 @@ class Stream:
 class Supervisor:
     """The jobs of one run, their outputs and the console. Leaving its context ends everything and tells why."""
 
-    def __init__(self, *, log_folder: Path, console: Console) -> None:
+    def __init__(self, *, log_folder: Path, console: Console, stall: StallPolicy) -> None:
         self._console = console
         self._log_folder = log_folder
+        self._stall = stall
+        forget_progress(log_folder)
         self._log = Output("launcher", log_folder / "launcher.log", console)
         self._loop = asyncio.get_running_loop()
         self._streams: dict[Stream, Output] = {}
         self._guards: dict[str, asyncio.subprocess.Process] = {}
+        self._servers: list[ServerJob] = []
+        self._num_output_bytes = 0
         self._endings: list[asyncio.Future[Ending]] = []
         self._before = set(descendants(os.getpid()))
         self._adopted_before = adopt_orphans()
@@ -103,6 +111,7 @@ class Supervisor:
     async def __aexit__(self, *exception: object) -> None:
         await self._stop()
         self._read_rest()
+        forget_progress(self._log_folder)
         if self._ending is not None and self._ending.output is not None:
             self._explain(self._ending, self._ending.output)
         self._log.close()
@@ -114,6 +123,7 @@ class Supervisor:
 
     async def start_servers(self, jobs: Sequence[ServerJob], *, setup_timeout_s: float) -> None:
         """Start servers; each of them must become healthy in time and then stay alive."""
+        self._servers += jobs
         for job in jobs:
             output = await self._start(job, show="warnings")
             self._watch(self._server_end(job, output))
@@ -122,7 +132,8 @@ class Supervisor:
     async def start_trainer(self, num_ranks: int, describe: Callable[[list[str], str], Job]) -> None:
         """Start the trainer that `describe(paths of the ranks' streams, path of the report)` returns.
 
-        The first rank that fails ends the run, and so does the end of torchrun.
+        The first rank that fails ends the run, and so does the end of torchrun. From now on nothing may stand still:
+        without a trainer, idle servers may.
         """
         ranks = [self._stream(f"trainer-{rank}", is_foreground=rank == 0) for rank in range(num_ranks)]
         failed: asyncio.Future[Ending] = self._loop.create_future()
@@ -137,6 +148,7 @@ class Supervisor:
         self._endings.append(failed)
         job = describe([stream.path for stream in ranks], self._report.path)
         self._watch(self._trainer_end(job, await self._start(job, show="nothing")))
+        self._watch(self._stalled(num_ranks))
 
     async def wait(self) -> int:
         """Wait for what ends the run and return the launcher's exit status. A server's end explains a failure of the
@@ -149,6 +161,14 @@ class Supervisor:
             self.say(f"{self._ending.reason}: stopping everything")
         return self._ending.status
 
+    @property
+    def ending(self) -> Ending:
+        """Why the run ended; a signal that came while everything was being stopped is the user's last word."""
+        if self._signal.done():
+            return _signalled(self._signal.result())
+        assert self._ending is not None, "only a run that has ended knows why"
+        return self._ending
+
     def _stream(self, name: str, *, show: Show = "all", is_foreground: bool = False) -> Stream:
         """Open the output of a process; the foreground's is a terminal if ours is."""
         is_terminal = is_foreground and self._console.is_terminal
@@ -156,16 +176,21 @@ class Supervisor:
         path = self._log_folder / f"{name}.log"
         output = Output(name, path, self._console, show=show, is_foreground=is_foreground)
         self._streams[stream] = output
-        self._loop.add_reader(stream.reader, lambda: output.feed(stream.read()))
+        self._loop.add_reader(stream.reader, self._take_output, stream, output)
         if is_terminal:
             self._loop.add_signal_handler(signal.SIGWINCH, stream.copy_size, self._console)
         return stream
+
+    def _take_output(self, stream: Stream, output: Output) -> None:
+        data = stream.read()
+        self._num_output_bytes += len(data)
+        output.feed(data)
 
     async def _start(self, job: Job, *, show: Show) -> Output:
         stream = self._stream(job.name, show=show)
         self._guards[job.name] = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "arealite.launcher.guard", *job.command],
-            env=job.env,
+            env=job.env | {FOLDER_VARIABLE: str(self._log_folder / "progress"), NAME_VARIABLE: job.name},
             stdin=asyncio.subprocess.PIPE,
             stdout=stream.writer,
             stderr=stream.writer,
@@ -206,9 +231,26 @@ class Supervisor:
         status = exit_status(await self._guards[job.name].wait())
         return Ending(0, "the trainer is done") if status == 0 else _failure(output, status)
 
+    async def _stalled(self, num_ranks: int) -> Ending:
+        """Return when the run stands still and may not go on."""
+        ours = [job.name for job in self._servers if job.publishes_progress]
+        watch = StallWatch(
+            self._stall,
+            logs=self._log_folder,
+            servers={job.name: job.address for job in self._servers} | dict(self._stall.foreign_servers),
+            expected=[*ours, *(f"trainer-{rank}" for rank in range(num_ranks))],
+            count_output=lambda: self._num_output_bytes,
+        )
+        while True:
+            for line in await watch.next_stall():
+                self.say(line)
+            if self._stall.on_stall == "stop":
+                return Ending(STALLED, "the run is stalled")
+            await watch.movement()
+            self.say("something moves again")
+
     async def _signalled(self) -> Ending:
-        number = await self._signal
-        return Ending(128 + number, f"received {signal.Signals(number).name}")
+        return _signalled(await asyncio.shield(self._signal))
 
     def _ended(self) -> list[Ending]:
         return [end.result() for end in self._endings if end.done()]
@@ -253,6 +295,10 @@ class Supervisor:
 
 def _failure(output: Output, status: int) -> Ending:
     return Ending(status, f"{output.name} failed with {describe_exit(status)}", output)
+
+
+def _signalled(number: int) -> Ending:
+    return Ending(128 + number, f"received {signal.Signals(number).name}")
 
 
 async def _is_healthy(port: int) -> bool:

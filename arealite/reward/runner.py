@@ -1,22 +1,19 @@
 """Runs a reward function off the event loop, with a deadline, and never turns a failure into a number.
 
 Plain functions run in worker processes, which are started afresh (never forked from a process that has torch), so that
-a call that hangs, even inside C code, can be killed: its worker is replaced and the others don't notice. Coroutine
-functions are awaited on the event loop. A worker imports the module of the function and nothing else; the entry script
-only when the function is defined in it (it then needs the usual `if __name__ == "__main__":`).
+a call that hangs, even inside C code, can be killed. A worker that hangs, dies or takes too much memory is replaced by
+a spare one that is ready already, and the others don't notice. Coroutine functions are awaited on the event loop. A
+worker imports the module of the function and nothing else; the entry script only when the function is defined in it
+(it then needs the usual `if __name__ == "__main__":`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import multiprocessing
+import logging
 import multiprocessing.spawn
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -25,26 +22,33 @@ from typing import Any, NoReturn
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
 from arealite.reward.worker import Reply, checked
-from arealite.utils.processes import describe_exit, exit_status, kill_tree
+from arealite.reward.worker_process import WorkerProcess
+from arealite.utils import beacon
 
-STARTUP_TIMEOUT_S = 60.0
+logger = logging.getLogger("arealite.reward")
+
 _PREPARATION = ("name", "sys_path", "sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
 
 
 class RewardRunner:
     """Calls `reward_fn` with keywords and returns a finite float or raises RewardError.
 
-    Workers start with the first calls, at most `num_workers`; `timeout` counts from when one takes up the call.
+    Workers start with the first calls, at most `num_workers` and a spare one; `timeout` counts from when one takes up
+    the call. A worker that takes `max_growth_gib` more memory than it had at its start is replaced.
     """
 
-    def __init__(self, reward_fn: RewardFunction, timeout: float = 15.0, num_workers: int = 1) -> None:
-        if timeout <= 0 or num_workers < 1:
+    def __init__(
+        self, reward_fn: RewardFunction, timeout: float = 15.0, num_workers: int = 2, max_growth_gib: float = 2.0
+    ) -> None:
+        if timeout <= 0 or num_workers < 1 or max_growth_gib <= 0:
             raise ValueError(
-                f"reward timeout and workers must be positive: got {timeout} s and {num_workers}. Use 15 s and 1."
+                "a reward's timeout, workers and memory must be positive: got "
+                f"{timeout} s, {num_workers} and {max_growth_gib} GiB. Use 15 s, 2 and 2 GiB."
             )
         self.reward_fn = reward_fn
         self.name = getattr(reward_fn, "__qualname__", type(reward_fn).__qualname__)
         self.timeout = timeout
+        self.max_growth_gib = max_growth_gib
         self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
             getattr(reward_fn, "__call__", None)  # noqa: B004
         )
@@ -53,7 +57,10 @@ class RewardRunner:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._workers: set[_Worker] = set()
+        self._workers: set[WorkerProcess] = set()
+        """All of them, the spare one too."""
+        self._spare: WorkerProcess | None = None
+        """Imports the function while others work, so that a replacement is ready at once."""
         self._is_closed = False
 
     async def __call__(self, **call: Any) -> float:
@@ -77,6 +84,8 @@ class RewardRunner:
             worker.kill()
         if not self.is_async:
             self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.close()
 
     async def _await(self, call: dict[str, Any]) -> Reply:
         deadline = asyncio.timeout(self.timeout)
@@ -89,28 +98,62 @@ class RewardRunner:
             return "exception", traceback.format_exc()
 
     def _run_in_worker(self, call: dict[str, Any]) -> Reply:
-        """Run a call in the worker of this thread, starting one if there is none (left)."""
-        worker: _Worker | None = getattr(self._of_thread, "worker", None)
+        """Run a call in the worker of this thread, or in a new one."""
+        worker: WorkerProcess | None = getattr(self._of_thread, "worker", None)
         if worker is None:
-            with self._lock:
-                if self._is_closed:
-                    return "crash", "the reward runner was closed"
-                worker = self._of_thread.worker = _Worker()
-                self._workers.add(worker)
-            kind, value = worker.start(self._start_message)
+            worker = self._take_spare()
+            if worker is None:
+                return "crash", "the end of its runner"
+            kind, value = worker.wait_ready()
             if kind != "ready":
                 self._discard(worker)
                 return kind, value
-        kind, value = worker.call(call, self.timeout)
+            self._of_thread.worker = worker
+            self._keep_spare()
+        with beacon.waiting(f"reward function {self.name}", on="reward", pid=worker.process.pid):
+            kind, value = worker.call(call, self.timeout)
+        beacon.tick()
         if kind in ("timeout", "crash"):
+            self._discard(worker)
+        elif worker.is_too_big:
+            logger.info(
+                "a worker of reward %s is replaced: it grew by %.1f GiB, more than %g",
+                self.name,
+                worker.growth_gib,
+                self.max_growth_gib,
+            )
             self._discard(worker)
         return kind, value
 
-    def _discard(self, worker: _Worker) -> None:
-        worker.kill()
+    def _take_spare(self) -> WorkerProcess | None:
+        """Return the spare worker, or a new one if there is none (alive); None when closed."""
+        with self._lock:
+            if self._spare is not None and self._spare.process.poll() is not None:
+                self._workers.discard(self._spare)
+                self._spare.close()
+                self._spare = None
+            worker = self._spare or self._new_worker()
+            self._spare = None
+            return worker
+
+    def _keep_spare(self) -> None:
+        """Have a spare worker."""
+        with self._lock:
+            self._spare = self._spare or self._new_worker()
+
+    def _new_worker(self) -> WorkerProcess | None:
+        """Start one, unless closed; the caller holds the lock."""
+        if self._is_closed:
+            return None
+        worker = WorkerProcess(self._start_message, self.max_growth_gib)
+        self._workers.add(worker)
+        return worker
+
+    def _discard(self, worker: WorkerProcess) -> None:
         self._of_thread.worker = None
         with self._lock:
             self._workers.discard(worker)
+        worker.close()
 
     def _fail(self, kind: Any, detail: Any) -> NoReturn:
         if kind == "timeout":
@@ -118,61 +161,11 @@ class RewardRunner:
         elif kind == "exception":
             detail = f"must not raise: got {detail.strip().splitlines()[-1]}\n{detail}"
         elif kind == "crash":
-            detail = f"must not end its process: got {detail}."
+            detail = f"must run in a healthy process: got {detail}."
         raise RewardError(f"reward function {self.name} {detail}", kind=kind)
 
 
-class _Worker:
-    """One worker process and the socket to it; used by one thread, except `kill`."""
-
-    def __init__(self) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        bootstrap = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from arealite.reward.worker import main"
-        )
-        command = [sys.executable, "-c", f"{bootstrap}; main()", json.dumps(sys.path)]
-        descriptor = theirs.fileno()
-        self.process = subprocess.Popen(
-            [*command, str(descriptor), str(os.getpid())], pass_fds=[descriptor], stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-
-    def start(self, message: tuple[dict[str, Any], bytes]) -> Reply:
-        """Hand the function over and wait until it is imported."""
-        kind, value = self._exchange(pickle.dumps(message), STARTUP_TIMEOUT_S)
-        if kind == "timeout":
-            return (
-                "crash",
-                f"a worker that was not ready after {STARTUP_TIMEOUT_S:g} s: its module takes long to import",
-            )
-        return kind, value
-
-    def call(self, call: dict[str, Any], timeout: float) -> Reply:
-        """Run the function."""
-        try:
-            message = pickle.dumps(call)
-        except Exception:
-            return "exception", traceback.format_exc()
-        return self._exchange(message, timeout)
-
-    def kill(self) -> None:
-        """End the process at once, with what the reward function may have started."""
-        if self.process.poll() is None:
-            kill_tree(self.process.pid)
-        self.process.wait()
-
-    def _exchange(self, message: bytes, timeout: float) -> Reply:
-        try:
-            self.connection.send_bytes(message)
-            if not self.connection.poll(timeout):
-                return "timeout", None
-            reply: Reply = self.connection.recv()
-            return reply
-        except (EOFError, OSError):
-            return "crash", describe_exit(exit_status(self.process.wait()))
-
-
-def _start_message(reward_fn: RewardFunction, name: str) -> tuple[dict[str, Any], bytes]:
+def _start_message(reward_fn: RewardFunction, name: str) -> bytes:
     """Pickle the function by reference, with what a worker must know of this process to resolve it."""
     try:
         pickled = pickle.dumps(reward_fn)
@@ -190,4 +183,4 @@ def _start_message(reward_fn: RewardFunction, name: str) -> tuple[dict[str, Any]
         raise ValueError(
             f"reward_fn must be defined in a file: got {name}, typed at a prompt or a notebook. Put it into a module."
         )
-    return preparation, pickled
+    return pickle.dumps((preparation, pickled))

@@ -1,7 +1,7 @@
 """The process in which a plain reward function runs: one function, one call at a time, over one socket.
 
 What the function prints goes to stderr, Ctrl-C is its parent's business, and it does not outlive its parent: it ends
-when the socket closes or, stuck inside a call, is killed by the kernel. Started by `runner.RewardRunner`.
+when the socket closes or, stuck inside a call, is killed by the kernel. Started by `WorkerProcess`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from arealite.utils import beacon
 from arealite.utils.processes import die_with_parent
 
 # What a worker answers: ("ok", number) or (kind of RewardError, explanation).
 Reply = tuple[str, Any]
+_MAX_EXPLANATION = 20_000
+"""Characters; a short answer leaves in one piece, so that nobody ever waits for the rest of it."""
 
 
 def main() -> None:
@@ -27,6 +30,7 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    beacon.answer_stack_requests("reward-worker")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with Connection(descriptor) as connection:
         try:
@@ -34,7 +38,7 @@ def main() -> None:
             multiprocessing.spawn.prepare(preparation)
             reward_fn = pickle.loads(pickled_function)
         except BaseException:
-            connection.send(("exception", traceback.format_exc()))
+            connection.send(("exception", _shortened(traceback.format_exc())))
             return
         connection.send(("ready", None))
         while True:
@@ -51,8 +55,13 @@ def _answer(reward_fn: Any, call: bytes) -> Reply:
     except BaseException as error:
         # The first frame is ours; what the user wants to see begins below it.
         below = error.__traceback__.tb_next if error.__traceback__ else None
-        return "exception", "".join(traceback.format_exception(type(error), error, below))
+        return "exception", _shortened("".join(traceback.format_exception(type(error), error, below)))
     return checked(value)
+
+
+def _shortened(text: str) -> str:
+    half = _MAX_EXPLANATION // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def checked(value: Any) -> Reply:

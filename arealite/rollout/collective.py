@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from arealite.api.errors import EpisodeError
+from arealite.utils import beacon
 
 T = TypeVar("T")
 
@@ -34,7 +35,9 @@ class RankZeroExchange:
             self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         received: list[Any] = [None]
         if dist.get_rank() != 0:
-            dist.scatter_object_list(received, None, src=0, group=self._group)
+            with beacon.waiting("what rank 0 collects", on="ranks"):
+                dist.scatter_object_list(received, None, src=0, group=self._group)
+            beacon.tick()
             part, error = received[0]
             if error is not None:
                 raise EpisodeError(f"rank 0 could not collect the batch: {error}")

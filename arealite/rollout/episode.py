@@ -1,8 +1,8 @@
 """One attempt at an episode, and how code deep inside a workflow finds the attempt it runs in.
 
 The executor sets `current_episode` around a workflow; tasks that the workflow starts inherit it. The inference client
-reads it to derive sampling seeds and to note which servers took part. Seeds depend on nothing that timing can change
-as long as a workflow starts its samples in a fixed order.
+reads it to derive sampling seeds, and notes in it what each completion was and which servers took part. Seeds depend
+on nothing that timing can change as long as a workflow starts its samples in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from arealite.api.io_struct import PromptId
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One completion that ended."""
+
+    sample: int
+    """Its number in the episode, in the order of the requests."""
+    tokens: int
+    latency_s: float
+    num_interrupts: int
+    server: str
+    """The last one that sampled a token of it."""
 
 
 @dataclass
@@ -27,10 +40,16 @@ class Episode:
     """Completions requested so far."""
     servers: set[str] = field(default_factory=set)
     """Addresses that sampled a token of it."""
+    samples: list[SampleRecord] = field(default_factory=list)
+    """Completions that ended, in that order."""
 
-    def next_sampling_seed(self) -> int:
-        """Return the sampling seed of the next completion."""
-        sample, self.num_samples = self.num_samples, self.num_samples + 1
+    def next_sample(self) -> int:
+        """Number the next completion."""
+        self.num_samples += 1
+        return self.num_samples - 1
+
+    def sampling_seed(self, sample: int) -> int:
+        """Return the sampling seed of a completion."""
         return sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
 
 

@@ -1,7 +1,8 @@
 """One asyncio loop in a daemon thread, called from ordinary code.
 
-Invariant: no caller waits for a loop that has ended. A loop that dies (KeyboardInterrupt or SystemExit in a task, or a
-defect) fails the call in progress and every later one, with what killed it as the cause.
+Invariant: no caller waits for a loop that has ended or does not turn. A loop that dies (KeyboardInterrupt or SystemExit
+in a task, or a defect) fails the call in progress and every later one, with what killed it as the cause; a loop that
+one call blocks for too long fails them with the line of that call. Coroutines have deadlines of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any, TypeVar, cast
 
+from arealite.rollout import awaits
+from arealite.rollout.loop_watch import LoopWatch
+from arealite.utils import beacon
+
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")
 
@@ -20,7 +25,10 @@ logger = logging.getLogger("arealite.rollout")
 class EventLoopThread:
     """Runs coroutines for other threads until closed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, blocking_call_s: float = 1.0, max_blocked_s: float = 3600.0) -> None:
+        """A call that blocks the loop is reported after `blocking_call_s` and given up after `max_blocked_s`."""
+        self._blocking_call_s = blocking_call_s
+        self._max_blocked_s = max_blocked_s
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._ended: Future[None] = Future()
         self._cause: BaseException | None = None
@@ -29,6 +37,8 @@ class EventLoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self.loop = self._loop.result()
+        beacon.report(f"loop {name}", self.watch.describe)
+        beacon.report("episodes", awaits.oldest)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine and return at once."""
@@ -47,11 +57,16 @@ class EventLoopThread:
             )
         future = self.submit(coroutine)
         try:
-            wait({cast("Future[Any]", future), cast("Future[Any]", self._ended)}, return_when=FIRST_COMPLETED)
+            name = cast("Any", coroutine).__qualname__
+            with beacon.waiting(f"the rollout loop to finish {name}", on="rollout"):
+                ends = {future, self._ended, self.watch.given_up}
+                wait(cast("set[Future[Any]]", ends), return_when=FIRST_COMPLETED)
         except BaseException:
             future.cancel()
             raise
         if not future.done():
+            if not self._ended.done():
+                self.watch.given_up.result()
             raise self._ended_error() from self._cause
         try:
             return future.result()
@@ -63,17 +78,24 @@ class EventLoopThread:
         if not self._ended.done():
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
+        beacon.withdraw(f"loop {self._thread.name}")
         if self._thread.is_alive():
-            logger.warning("the rollout loop did not end within %g s: a workflow blocks it", timeout_s)
+            blocking = self.watch.blocking
+            line = "a workflow" if blocking is None else blocking.line
+            logger.warning("the rollout loop did not end within %g s: %s blocks it", timeout_s, line)
 
     def _main(self) -> None:
         with asyncio.Runner() as runner:
+            self.watch = LoopWatch(
+                runner.get_loop(), blocking_call_s=self._blocking_call_s, max_blocked_s=self._max_blocked_s
+            )
             self._loop.set_result(runner.get_loop())
             try:
                 runner.get_loop().run_forever()
             except BaseException as error:
                 self._cause = error
             runner.run(self._wind_up())
+        self.watch.close()
         self._ended.set_result(None)
 
     async def _wind_up(self) -> None:

@@ -1,21 +1,23 @@
 """Runs episodes: admits prompts, retries failures, and hands out batches whose staleness is bounded.
 
 All state lives in one event loop, in a thread of its own, and changes only there between two awaits: no locks. Every
-change sets one event that all waits look at; nothing polls. Who may start and what may be taken is decided by
-`StalenessAccount`; `run_all` is a lane beside it, for evaluation and synchronous batches.
+change sets one event that all waits look at; nothing polls. What becomes of each prompt is noted in the `Ledger`, the
+one account that capacity, staleness, metrics and recovery read; when an episode may start and a batch be taken is
+decided by `StalenessAccount`. `run_all` is a lane beside it, for evaluation and synchronous batches.
 
-Invariants: every episode ends exactly once, as accepted, rejected or failed; a wait that raises loses nothing;
-no wait outlives `episode_timeout` without an event.
+Invariants: every prompt ends exactly once, as trained, rejected or failed; a wait that raises loses nothing; no wait
+outlives `episode_timeout` without an event.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import heapq
-import logging
 import os
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDict
@@ -25,21 +27,35 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId, RolloutStat
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.rollout.attempt import ShouldAccept, Submission, run_attempt
+from arealite.rollout.attempt import BY_FILTER, OVERDUE, FinishedEpisode, ShouldAccept, Submission
 from arealite.rollout.episode import Episode
+from arealite.rollout.episode_runner import EpisodeRunner
 from arealite.rollout.event_loop import EventLoopThread
-from arealite.rollout.failures import FailureLog, describe, kind_of
+from arealite.rollout.failures import Budgets, kind_of
+from arealite.rollout.lane import Lane
+from arealite.rollout.ledger import Ledger
 from arealite.rollout.prompts import PromptSource, Row, named
 from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.store import RolloutStore
-from arealite.rollout.trajectory import FinishedEpisode, assemble_batch
-
-logger = logging.getLogger("arealite.rollout")
+from arealite.rollout.trajectory import assemble_batch
 
 _GRACE_S = 30.0
 """Added to `episode_timeout` before a wait without any event gives up."""
 _CLOSE_S = 10.0
 """How long cancelled tasks may take to end."""
+_REJECTED_BATCHES = 20
+"""The default of `max_rejected_in_a_row`, in batches."""
+_UNNAMED_EPOCH = -1
+"""Of prompts that were submitted without a `prompt_id`."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """An episode of the account that is under way."""
+
+    submission: Submission
+    episode: Episode
+    task: asyncio.Task[None]
 
 
 class RolloutExecutor:
@@ -47,27 +63,39 @@ class RolloutExecutor:
 
     def __init__(self, config: InferenceEngineConfig, engine: InferenceEngine) -> None:
         self.config = config
-        self.stats = RolloutStat()
-        self._engine = engine
-        self._max_concurrent = config.max_concurrent_rollouts or config.consumer_batch_size
+        batch_size = config.consumer_batch_size
+        self._max_concurrent = config.max_concurrent_rollouts or batch_size
         self._queue_size = config.queue_size or 16 * self._max_concurrent
         self._account = StalenessAccount(
-            batch_size=config.consumer_batch_size,
+            batch_size=batch_size,
             max_head_offpolicyness=config.max_head_offpolicyness,
             max_concurrent=self._max_concurrent,
             version=engine.get_version(),
+            overdue=config.overdue,
         )
-        self._failures = FailureLog(config.max_failed_episodes)
+        self._budgets = Budgets(
+            failure_window=config.failure_window,
+            max_failed_share=config.max_failed_share,
+            max_rejected_in_a_row=config.max_rejected_in_a_row or _REJECTED_BATCHES * batch_size,
+        )
         self._queue: deque[Submission] = deque()
+        self._running: dict[int, Running] = {}
         self._ready: list[FinishedEpisode] = []
         self._unjudged: list[FinishedEpisode] = []
         self._is_paused = False
         self._num_unnamed = 0
         self._source: PromptSource | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._open_prompts: list[tuple[int, PromptId]] | None = None
+        """Those of the run that this one goes on from, until they are queued; None before anything ran."""
         self._changed = asyncio.Event()
-        self._store = _store_of(config)
-        self.loop = EventLoopThread("arealite-rollout")
+        folder = _run_folder(config)
+        self._store = None if folder is None else RolloutStore(os.path.join(folder, "rollouts"))
+        self._ledger = Ledger(None if folder is None else os.path.join(folder, "ledger.sqlite"), self._account)
+        self._runner = EpisodeRunner(config, engine, ledger=self._ledger, budgets=self._budgets)
+        self._lane = Lane(self._runner, max_concurrent=self._max_concurrent)
+        self.loop = EventLoopThread(
+            "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
+        )
 
     # Called by the trainer's thread
 
@@ -78,8 +106,8 @@ class RolloutExecutor:
                 f"at most rollout.queue_size = {self._queue_size} episodes must wait to start: got one more. "
                 "Call wait, or raise queue_size."
             )
-        row = named(row, self._next_unnamed())
-        self.loop.run(self._enqueue([Submission(row, workflow)]))
+        self._begin()
+        self.loop.run(self._enqueue([Submission(self._named(row), workflow)]))
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         """Return `count` accepted trajectories, oldest first."""
@@ -91,25 +119,36 @@ class RolloutExecutor:
         """Return the next batch of bounded staleness; prompts are pulled in the caller's thread as they are wanted."""
         if self._source is None or self._source.dataloader is not dataloader:
             self._source = PromptSource(dataloader)
+        self._begin()
+        if self._open_prompts:
+            reissued = [
+                Submission(self._source.fetch(prompt_id), workflow, should_accept, ticket)
+                for ticket, prompt_id in self._open_prompts
+            ]
+            self._open_prompts = []
+            self.loop.run(self._reissue(reissued))
         while num_wanted := self.loop.run(self._num_prompts_wanted()):
             rows: list[Row] = []
             while len(rows) < num_wanted:
                 rows += self._source.pull()
-            self.loop.run(self._enqueue([Submission(row, workflow, should_accept) for row in rows]))
+            submissions = [Submission(row, workflow, should_accept) for row in rows]
+            self.loop.run(self._enqueue(submissions, self._source.cursor()))
         return self._hand_out(self.loop.run(self._collect(self.config.consumer_batch_size, None, None)))
 
     def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
         """Run one episode per row now, also while paused, and return what was accepted.
 
-        Staleness throttles nothing here. Evaluations take any version of the weights: a second engine may not be told.
+        Staleness throttles nothing here. An evaluation takes any version of the weights (a second engine may not be
+        told), but one only: what other versions answered is asked again.
         """
-        submissions = [Submission(named(row, self._next_unnamed()), workflow) for row in rows]
-        oldest_version = 0 if is_evaluation else self._account.version
-        finished = self.loop.run(self._run_lane(submissions, oldest_version))
+        if not is_evaluation:
+            self._begin()
+        submissions = [Submission(self._named(row), workflow) for row in rows]
+        finished = self.loop.run(self._run_lane(submissions, is_evaluation))
         if not finished:
             raise EpisodeError(
-                f"at least one of {len(rows)} episodes must be accepted: got none "
-                f"(dropped in this run: {dict(self._failures.dropped)}). Look at the workflow and its reward."
+                f"at least one of {len(rows)} episodes must be accepted: got none (in this run: {self._outcomes()}). "
+                "Look at the workflow and its reward."
             )
         return self._hand_out(finished, is_evaluation=is_evaluation)
 
@@ -125,35 +164,94 @@ class RolloutExecutor:
         """Move the account to another version of the weights."""
         self.loop.run(self._set_version(version))
 
+    @property
+    def stats(self) -> RolloutStat:
+        """Counts of episodes since the run began."""
+        totals = self._totals()
+        return RolloutStat(
+            submitted=sum(totals.values()),
+            accepted=totals["accepted"],
+            running=totals["running"],
+            rejected=totals["rejected"],
+            failed=totals["failed"],
+        )
+
     def metrics(self) -> dict[str, float]:
         """Return the counts since the run began, by metric name."""
-        counts = {"accepted": self.stats.accepted, "rejected": self.stats.rejected, "running": self.stats.running}
-        failed = {f"failed_{kind}": count for kind, count in self._failures.dropped.items()}
-        return {f"rollout/{name}": float(count) for name, count in (counts | failed).items()}
+        totals = self._totals()
+        counts = {name: totals[name] for name in ("accepted", "rejected", "running")} | self._outcomes()
+        return {f"rollout/{name}": float(count) for name, count in counts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Make everything so far durable and return what `load_state_dict` needs to go on from here."""
+        self._begin()
+        if self._store is not None:
+            self._store.flush()
+        return {"ledger_position": self._ledger.flush(), "version": self._account.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: what came after it is undone, and what was open then is queued again.
+
+        That happens at the next `prepare_batch`, whose dataloader must have a `dataset` to fetch the prompts from.
+        """
+        assert self._open_prompts is None, "load_state_dict must come before the first episode"
+        self._open_prompts = self._ledger.rollback(state["ledger_position"])
+        self._num_unnamed = sum(prompt_id.epoch == _UNNAMED_EPOCH for _, prompt_id in self._open_prompts)
+        if self._store is not None:
+            self._store.trim(state["version"])
+
+    def note_checkpoint(self, step: int, position: int) -> None:
+        """Note that what was trained up to a step can't be undone any more."""
+        self._ledger.note_checkpoint(step, position)
 
     def close(self) -> None:
-        """Cancel what runs, end the thread and finish writing rollouts."""
+        """Cancel what runs, end the thread and finish writing rollouts and ledger."""
         self.loop.close(_CLOSE_S)
-        if self._store is not None:
-            self._store.close()
+        try:
+            if self._store is not None:
+                self._store.close()
+        finally:
+            self._ledger.close()
+
+    def _begin(self) -> None:
+        """Before the first episode of a run that goes on from nothing: remove what an earlier one left."""
+        if self._open_prompts is None:
+            self.load_state_dict({"ledger_position": 0, "version": 0})
 
     def _hand_out(self, finished: list[FinishedEpisode], *, is_evaluation: bool = False) -> TensorDict:
-        finished = sorted(finished, key=lambda one: _id_key(one.episode))
+        finished = sorted(finished, key=_id_key)
         if self._store is not None:
             name = f"{'eval_' * is_evaluation}step_{self._account.version}"
             self._store.append(name, finished, None if is_evaluation else self._account.version)
-        return assemble_batch(finished)
+        return assemble_batch([one.trajectory for one in finished])
 
-    def _next_unnamed(self) -> PromptId:
+    def _named(self, row: Row) -> Row:
         self._num_unnamed += 1
-        return PromptId(0, self._num_unnamed - 1)
+        return named(row, PromptId(_UNNAMED_EPOCH, self._num_unnamed - 1))
+
+    def _totals(self) -> dict[str, int]:
+        counts = self._ledger.counts
+        totals = {"issued": counts["issued"], "running": counts["running"]}
+        totals["accepted"] = counts["accepted"] + counts["trained"]
+        for state in ("rejected", "failed"):
+            totals[state] = sum(count for name, count in counts.items() if name.startswith(f"{state}_"))
+        return totals
+
+    def _outcomes(self) -> dict[str, int]:
+        """Return why episodes were rejected, failed or tried again."""
+        kinds = ("rejected_", "failed_", "retried_")
+        return {name: count for name, count in self._ledger.counts.items() if name.startswith(kinds) and count}
 
     # Called in the event loop
 
-    async def _enqueue(self, submissions: list[Submission]) -> None:
+    async def _enqueue(self, submissions: list[Submission], cursor: Mapping[str, Any] | None = None) -> None:
         self._check()
+        tickets = self._ledger.issue([one.prompt_id for one in submissions], cursor=cursor)
+        self._queue.extend(dataclasses.replace(one, ticket=ticket) for one, ticket in zip(submissions, tickets))
+        self._advance()
+
+    async def _reissue(self, submissions: list[Submission]) -> None:
         self._queue.extend(submissions)
-        self.stats.submitted += len(submissions)
         self._advance()
 
     async def _set_paused(self, is_paused: bool) -> None:
@@ -162,7 +260,13 @@ class RolloutExecutor:
 
     async def _set_version(self, version: int) -> None:
         self._account.move_to(version)
-        self._discard([one for one in self._ready if self._account.is_overdue(one.episode.head_version)])
+        self._discard([one for one in self._ready if self._account.is_overdue(one.episode.head_version)], OVERDUE)
+        if self.config.overdue == "drop":
+            for ticket, running in list(self._running.items()):
+                if self._account.is_overdue(running.episode.head_version):
+                    del self._running[ticket]
+                    self._runner.note_end(running.submission, running.episode, OVERDUE)
+                    running.task.cancel()
         self._advance()
 
     async def _num_prompts_wanted(self) -> int:
@@ -195,103 +299,61 @@ class RolloutExecutor:
             if not await self._wait_for_change(deadline):
                 raise TimeoutError(
                     f"{count} episodes must finish within {timeout:g} s: got {len(self._ready)} finished, "
-                    f"{self._account.running.total()} running, {len(self._queue)} waiting to start. "
+                    f"{len(self._running)} running, {len(self._queue)} waiting to start. "
                     "Call wait again: nothing is lost."
                 )
-        taken = heapq.nsmallest(count, self._ready, key=lambda one: (one.episode.head_version, _id_key(one.episode)))
-        for one in taken:
-            self._account.consume(one.episode.head_version)
+        taken = heapq.nsmallest(count, self._ready, key=lambda one: (one.episode.head_version, _id_key(one)))
+        self._ledger.train([one.ticket for one in taken], self._account.version)
+        self._budgets.accept()
         self._remove(taken)
         return taken
-
-    async def _run_lane(self, submissions: list[Submission], oldest_version: int) -> list[FinishedEpisode]:
-        """Run submissions beside the account, with a concurrency of their own."""
-        self._check()
-        slots = asyncio.Semaphore(self._max_concurrent)
-        tasks = [asyncio.create_task(self._run_beside(submission, slots, oldest_version)) for submission in submissions]
-        try:
-            outcomes = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        return [outcome for outcome in outcomes if outcome is not None]
-
-    async def _run_beside(
-        self, submission: Submission, slots: asyncio.Semaphore, oldest_version: int
-    ) -> FinishedEpisode | None:
-        async with slots:
-            for attempt in range(self.config.episode_retries + 1):
-                try:
-                    return await self._attempt(submission, attempt, self._account.version, oldest_version)
-                except Exception as error:
-                    self._note_failure(submission, attempt, error)
-            self._failures.check()
-            return None
-
-    async def _run_admitted(self, submission: Submission, head_version: int) -> None:
-        """Run one episode of the account until it is accepted, rejected or failed."""
-        for attempt in range(self.config.episode_retries + 1):
-            if attempt:
-                # No await since the withdrawal: nobody else may take the place.
-                head_version = self._account.version
-                self._account.start(head_version)
-                self._advance()
-            try:
-                finished = await self._attempt(submission, attempt, head_version, head_version)
-            except Exception as error:
-                self._account.withdraw(head_version)
-                self._note_failure(submission, attempt, error)
-                continue
-            self._settle(finished, submission, head_version)
-            break
-        self.stats.running -= 1
-        self._advance()
-
-    def _settle(self, finished: FinishedEpisode | None, submission: Submission, head_version: int) -> None:
-        if finished is None or self._account.is_overdue(head_version):
-            self._account.withdraw(head_version)
-            self.stats.rejected += 1
-            return
-        self._account.finish(head_version)
-        self._ready.append(finished)
-        if submission.should_accept is None:
-            self._unjudged.append(finished)
-        self.stats.accepted += 1
-
-    async def _attempt(
-        self, submission: Submission, attempt: int, head_version: int, oldest_version: int
-    ) -> FinishedEpisode | None:
-        episode = Episode(submission.prompt_id, attempt, head_version, self.config.seed)
-        timeout_s = self.config.episode_timeout
-        return await run_attempt(self._engine, submission, episode, oldest_version=oldest_version, timeout_s=timeout_s)
-
-    def _note_failure(self, submission: Submission, attempt: int, error: Exception) -> None:
-        is_last = attempt == self.config.episode_retries
-        logger.warning(
-            "episode %s failed in attempt %d (%s), %s: %s",
-            submission.prompt_id,
-            attempt,
-            kind_of(error),
-            "dropped" if is_last else "trying again",
-            describe(error),
-        )
-        if is_last:
-            self._failures.drop(error)
-            self.stats.failed += 1
 
     def _advance(self) -> None:
         """Start what may start, and wake every wait."""
         while self._queue and not self._is_paused and self._account.capacity() > 0:
-            self._account.start(self._account.version)
-            self.stats.running += 1
-            self._spawn(self._run_admitted(self._queue.popleft(), self._account.version))
+            self._start(self._queue.popleft())
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _start(self, submission: Submission) -> None:
+        ticket = submission.ticket
+        assert ticket is not None
+        now = asyncio.get_running_loop().time()
+        submission = dataclasses.replace(submission, first_started_s=submission.first_started_s or now)
+        episode = self._runner.start(submission, self._account.version)
+        task = asyncio.create_task(self._run(submission, episode))
+        self._running[ticket] = Running(submission, episode, task)
+
+    async def _run(self, submission: Submission, episode: Episode) -> None:
+        """Run one attempt of an episode of the account, and note how it ended."""
+        ticket = submission.ticket
+        assert ticket is not None
+        outcome = await self._runner.attempt(submission, episode, episode.head_version)
+        if ticket not in self._running:
+            return  # dropped meanwhile
+        del self._running[ticket]
+        if isinstance(outcome, Exception) and self._runner.may_retry(submission, outcome):
+            self._ledger.retry(ticket, kind_of(outcome))
+            self._queue.appendleft(dataclasses.replace(submission, attempt=submission.attempt + 1))
+        elif isinstance(outcome, FinishedEpisode) and self._account.is_overdue(episode.head_version):
+            self._runner.note_end(submission, episode, OVERDUE)
+        else:
+            self._runner.note_end(submission, episode, outcome)
+            if isinstance(outcome, FinishedEpisode):
+                self._ready.append(outcome)
+                if submission.should_accept is None:
+                    self._unjudged.append(outcome)
+                else:
+                    self._budgets.accept()
+        self._advance()
+
+    async def _run_lane(self, submissions: list[Submission], is_evaluation: bool) -> list[FinishedEpisode]:
+        self._check()
+        if is_evaluation:
+            return await self._lane.evaluate_all(submissions)
+        return await self._lane.train_all(submissions, version=self._account.version)
+
+    # Waits
 
     async def _wait_for_change(self, deadline: float | None) -> bool:
         """Wait for the next event; False when the caller's deadline passed, an error when nothing ever happens."""
@@ -304,14 +366,14 @@ class RolloutExecutor:
                 return False
             raise EpisodeTimeoutError(
                 f"an episode must start or end every {self.config.episode_timeout + _GRACE_S:g} s: got none, with "
-                f"{self._account.running.total()} running, {len(self._queue)} waiting to start, "
+                f"{len(self._running)} running, {len(self._queue)} waiting to start, "
                 f"{'paused' if self._is_paused else 'not paused'}. Call resume, or look at the workflow."
             ) from None
         return True
 
     def _refuse_deadlock(self, count: int) -> None:
         """Raise when nothing runs and nothing will, unless the caller resumes."""
-        if self._account.running or self._is_paused:
+        if self._running or self._is_paused:
             return
         raise RuntimeError(
             f"{count} episodes must be able to finish: got {len(self._ready)} finished, none running and "
@@ -321,22 +383,24 @@ class RolloutExecutor:
         )
 
     def _check(self) -> None:
-        self._failures.check()
+        self._budgets.check()
+        self._ledger.check()
         if self._store is not None:
             self._store.check()
 
     def _judge(self, should_accept: ShouldAccept | None) -> None:
         """Apply the filter of `wait` to what has finished since."""
         if should_accept is not None:
-            self._discard([one for one in self._unjudged if not should_accept(one.trajectory)])
+            rejected = [one for one in self._unjudged if not should_accept(one.trajectory)]
             self._unjudged.clear()
+            self._discard(rejected, BY_FILTER)
 
-    def _discard(self, rejected: list[FinishedEpisode]) -> None:
+    def _discard(self, rejected: list[FinishedEpisode], reason: str) -> None:
         """Reject finished episodes."""
         for one in rejected:
-            self._account.discard(one.episode.head_version)
-        self.stats.accepted -= len(rejected)
-        self.stats.rejected += len(rejected)
+            self._ledger.reject(one.ticket, reason)
+            if reason != OVERDUE:
+                self._budgets.reject(reason)
         self._remove(rejected)
         if rejected:
             self._advance()
@@ -347,12 +411,11 @@ class RolloutExecutor:
         self._unjudged = [one for one in self._unjudged if id(one) not in gone_ids]
 
 
-def _id_key(episode: Episode) -> tuple[int, int]:
-    return episode.prompt_id.epoch, episode.prompt_id.index
+def _id_key(one: FinishedEpisode) -> tuple[int, int]:
+    prompt_id = one.episode.prompt_id
+    return prompt_id.epoch, prompt_id.index
 
 
-def _store_of(config: InferenceEngineConfig) -> RolloutStore | None:
-    """Open the store of the run folder; without a fileroot there is none."""
-    if not config.fileroot:
-        return None
-    return RolloutStore(os.path.join(config.fileroot, config.experiment_name, config.trial_name, "rollouts"))
+def _run_folder(config: InferenceEngineConfig) -> str | None:
+    """Return where the run's files are; without a fileroot there are none."""
+    return os.path.join(config.fileroot, config.experiment_name, config.trial_name) if config.fileroot else None

@@ -1,55 +1,110 @@
-"""What went wrong with episodes: counted by kind, and the error budget of a run.
+"""What went wrong with episodes: kinds, the causes behind them, and the budgets that stop a run.
 
-Invariant: an episode that failed for good is counted exactly once, and never turns into a reward of 0.
+Invariant: an episode that failed for good is counted exactly once, and never turns into a reward of 0. Totals are the
+ledger's business; here is only what decides whether the run goes on.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import traceback
+from collections import Counter, deque
 
-from arealite.api.errors import EpisodeError, EpisodeTimeoutError, RewardError, ServerError, TrajectoryError
+from arealite.api.errors import (
+    ContextOverflowError,
+    EnvError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    ParseError,
+    RewardError,
+    ServerError,
+    TrajectoryError,
+    UnreachableError,
+)
 
 _KINDS: tuple[tuple[type[Exception], str], ...] = (
     (EpisodeTimeoutError, "timeout"),
-    (RewardError, "reward"),
-    (ServerError, "server"),
+    (ContextOverflowError, "context_overflow"),
+    (UnreachableError, "server_unreachable"),
+    (ServerError, "server_error"),
     (TrajectoryError, "trajectory"),
+    (EnvError, "environment"),
+    (ParseError, "parse"),
 )
+_SHOWN_CAUSES = 3
 
 
-class FailureLog:
-    """Counts dropped episodes and stops the run when there are too many."""
+class Budgets:
+    """How much may go wrong: a share of the recent episodes that fail, and rejections without anything accepted."""
 
-    def __init__(self, max_failed_episodes: int) -> None:
-        self.max_failed_episodes = max_failed_episodes
-        self.dropped: Counter[str] = Counter()
-        self._causes: Counter[str] = Counter()
-        self._last: Exception | None = None
+    def __init__(self, *, failure_window: int, max_failed_share: float, max_rejected_in_a_row: int) -> None:
+        self.failure_window = failure_window
+        self.max_failed = int(max_failed_share * failure_window + 1e-9)
+        self.max_rejected_in_a_row = max_rejected_in_a_row
+        self._recent: deque[str | None] = deque(maxlen=failure_window)
+        """The cause of each failure, None for an episode that ended otherwise."""
+        self._examples: dict[str, Exception] = {}
+        """The last failure of each cause."""
+        self._rejected: Counter[str] = Counter()
 
-    def drop(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Note an episode that failed for good."""
-        self.dropped[kind_of(error)] += 1
-        self._causes[describe(error)] += 1
-        self._last = error
+        cause = _cause_of(error)
+        self._recent.append(cause)
+        self._examples[cause] = error
+
+    def reject(self, reason: str) -> None:
+        """Note an episode that the workflow or a filter rejected."""
+        self._recent.append(None)
+        self._rejected[reason] += 1
+
+    def accept(self) -> None:
+        """Note an episode that was accepted for good."""
+        self._recent.append(None)
+        self._rejected.clear()
 
     def check(self) -> None:
-        """Raise EpisodeError when the budget is spent."""
-        num_dropped = self.dropped.total()
-        if num_dropped <= self.max_failed_episodes:
-            return
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.dropped.most_common())
-        cause, count = self._causes.most_common(1)[0]
-        raise EpisodeError(
-            f"at most {self.max_failed_episodes} episodes must fail: got {num_dropped} ({kinds}); {count} of them with "
-            f"{cause}. Mend the cause or raise rollout.max_failed_episodes."
-        ) from self._last
+        """Raise EpisodeError when a budget is spent."""
+        causes = Counter(cause for cause in self._recent if cause is not None)
+        if causes.total() > self.max_failed:
+            raise EpisodeError(
+                f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
+                f"{causes.total()}. Mend the cause or raise rollout.max_failed_share.\n{self._explain(causes)}"
+            ) from self._examples[causes.most_common(1)[0][0]]
+        if self._rejected.total() > self.max_rejected_in_a_row:
+            reasons = ", ".join(f"{count} by {reason}" for reason, count in self._rejected.most_common())
+            raise EpisodeError(
+                f"at most {self.max_rejected_in_a_row} episodes must be rejected with none accepted in between: got "
+                f"{self._rejected.total()} ({reasons}). Look at what rejects them, or raise "
+                "rollout.max_rejected_in_a_row."
+            )
+
+    def _explain(self, causes: Counter[str]) -> str:
+        shown = causes.most_common(_SHOWN_CAUSES)
+        parts = [f"{count} x {cause}, the last:\n{_traceback_of(self._examples[cause])}" for cause, count in shown]
+        hidden = len(causes) - len(shown)
+        return "\n".join(parts + [f"and {hidden} other causes"] * (hidden > 0))
 
 
 def kind_of(error: BaseException) -> str:
     """Name the kind of a failure; a group of errors is of its first one's kind."""
     if isinstance(error, BaseExceptionGroup):
         return kind_of(error.exceptions[0])
+    if isinstance(error, RewardError):
+        return f"reward_{error.kind}"
     return next((kind for type_, kind in _KINDS if isinstance(error, type_)), "workflow")
+
+
+def _cause_of(error: BaseException) -> str:
+    """Name what failures have in common that differ in their numbers: kind, class, and the line that raised."""
+    if isinstance(error, BaseExceptionGroup):
+        return _cause_of(error.exceptions[0])
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{kind_of(error)} ({type(error).__name__}{place})"
+
+
+def _traceback_of(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def describe(error: BaseException) -> str:

@@ -5,7 +5,7 @@ Invariant: every row that leaves has a `prompt_id`, and no two rows of one sourc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from arealite.api.io_struct import PromptId
@@ -23,6 +23,21 @@ class PromptSource:
     def pull(self) -> list[Row]:
         """Return the next batch of rows."""
         return next(self._batches)
+
+    def cursor(self) -> Mapping[str, Any] | None:
+        """Return the dataloader's own note of what it has yielded; None if it keeps none."""
+        state_dict = getattr(self.dataloader, "state_dict", None)
+        return None if state_dict is None else state_dict()
+
+    def fetch(self, prompt_id: PromptId) -> Row:
+        """Return the row of a prompt that was pulled before a recovery."""
+        dataset = getattr(self.dataloader, "dataset", None)
+        if dataset is None:
+            raise ValueError(
+                f"the dataloader must have a `dataset` to go on with prompt {prompt_id} of an interrupted run: got "
+                f"{type(self.dataloader).__name__}. Use PromptLoader, or set recover.mode=disabled."
+            )
+        return {**dataset[prompt_id.index], "prompt_id": prompt_id}
 
     def _cycle(self) -> Iterator[list[Row]]:
         epoch = 0

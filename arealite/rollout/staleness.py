@@ -11,17 +11,29 @@ consumes one batch. Two rules follow:
 
 Invariant: a batch of the oldest finished episodes, taken when both rules hold, has a staleness <= `eta`. The servers'
 part of the proof, that a token is never older than its episode's head, is checked on arrival (`trajectory.py`).
+The waiting rule is one of three policies for the *overdue*: `drop` does not wait, and who drops what became overdue
+keeps the bound; `train` does not wait either, calls nothing overdue, and has no bound.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 
 class StalenessAccount:
     """The episodes of a run by head version: running, ready (finished, not yet consumed) and consumed."""
 
-    def __init__(self, *, batch_size: int, max_head_offpolicyness: int, max_concurrent: int, version: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_head_offpolicyness: int,
+        max_concurrent: int,
+        version: int = 0,
+        overdue: Literal["wait", "drop", "train"] = "wait",
+    ) -> None:
+        self.overdue = overdue
         self.batch_size = batch_size
         self.max_head_offpolicyness = max_head_offpolicyness
         self.max_concurrent = max_concurrent
@@ -47,10 +59,12 @@ class StalenessAccount:
 
     def is_overdue(self, head_version: int) -> bool:
         """Tell whether consuming an episode of this head now would break the bound."""
-        return head_version < self.version - self.max_head_offpolicyness
+        return self.overdue != "train" and head_version < self.version - self.max_head_offpolicyness
 
     def can_take(self, count: int) -> bool:
         """Tell whether the `count` oldest ready episodes may be consumed now, if each version consumes `count`."""
+        if self.overdue != "wait":
+            return self.ready.total() >= count
         unconsumed = finished = 0
         for head_version in sorted(self.ready.keys() | self.running.keys()):
             unconsumed += self.ready[head_version] + self.running[head_version]

@@ -7,13 +7,19 @@ the next call, so a run never goes on without its record.
 from __future__ import annotations
 
 import copy
+import glob
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from arealite.rollout.trajectory import FinishedEpisode
+from arealite.rollout.attempt import FinishedEpisode
+from arealite.rollout.stored_batch import columns_of
+
+_FLUSH_S = 120.0
+"""Deadline of what is still to be written."""
 
 
 class RolloutStore:
@@ -23,12 +29,24 @@ class RolloutStore:
         self.folder = folder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arealite-store")
         self._last: Future[None] | None = None
+        self._num_batches: Counter[str] = Counter()
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
 
     def append(self, name: str, finished: Sequence[FinishedEpisode], trained_step: int | None) -> None:
         """Queue the samples for `<name>.jsonl` and return at once."""
         self.check()
         self._last = self._thread.submit(self._write, name, list(finished), trained_step, self._last)
+
+    def flush(self) -> None:
+        """Wait until everything is written, and raise what went wrong."""
+        if self._last is not None:
+            self._last.result(_FLUSH_S)
+
+    def trim(self, version: int) -> None:
+        """Remove the files of this version and later ones, which an earlier process left."""
+        for path in glob.glob(os.path.join(self.folder, "*step_*.jsonl")):
+            if int(path.rpartition("_")[2].removesuffix(".jsonl")) >= version:
+                os.remove(path)
 
     def check(self) -> None:
         """Raise what a write that has ended raised."""
@@ -45,16 +63,18 @@ class RolloutStore:
     ) -> None:
         if previous is not None:
             previous.result()
+        batch = self._num_batches[name]
+        self._num_batches[name] += 1
         os.makedirs(self.folder, exist_ok=True)
         with open(os.path.join(self.folder, f"{name}.jsonl"), "a", encoding="utf-8") as file:
             for one in finished:
-                file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step))
+                file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
 
-    def _lines(self, one: FinishedEpisode, step: int | None) -> Iterator[dict[str, Any]]:
-        tokenizer = self._tokenizer_of(one.workflow)
+    def _lines(self, one: FinishedEpisode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
+        tokenizer = self._tokenizer_of(one.submission.workflow)
         for sample, row in enumerate(one.trajectory.unbind(0)):
-            is_real = row["attention_mask"].bool()
-            tokens, loss_mask = row["input_ids"][is_real].tolist(), row["loss_mask"][is_real].tolist()
+            columns = columns_of(row)
+            tokens, loss_mask = columns["input_ids"], columns["loss_mask"]
             start = loss_mask.index(1) if 1 in loss_mask else len(tokens)
             yield {
                 "prompt_id": str(one.episode.prompt_id),
@@ -62,13 +82,10 @@ class RolloutStore:
                 "attempt": one.episode.attempt,
                 "prompt": tokenizer and tokenizer.decode(tokens[:start]),
                 "completion": tokenizer and tokenizer.decode(tokens[start:]),
-                "input_ids": tokens,
-                "logprobs": row["logprobs"][is_real].tolist(),
-                "versions": row["versions"][is_real].tolist(),
-                "loss_mask": loss_mask,
-                "reward": row["rewards"].item(),
+                **columns,
                 "server": ",".join(sorted(one.episode.servers)),
                 "trained_step": step,
+                "batch": batch,
             }
 
     def _tokenizer_of(self, workflow: object) -> Any:

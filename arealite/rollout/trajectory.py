@@ -9,26 +9,14 @@ token older than the version its episode began with. A batch and its split depen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
-from arealite.api.workflow_api import RolloutWorkflow
-from arealite.rollout.episode import Episode
 from arealite.utils.tensors import concat_padded_tensors
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
-
-
-@dataclass(frozen=True)
-class FinishedEpisode:
-    """An accepted trajectory and where it came from."""
-
-    episode: Episode
-    workflow: RolloutWorkflow
-    trajectory: TensorDict
 
 
 def check_trajectory(trajectory: object, head_version: int) -> TensorDict:
@@ -95,11 +83,11 @@ def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
         )
 
 
-def assemble_batch(finished: Sequence[FinishedEpisode]) -> TensorDict:
-    """Join trajectories in the given order; `group_index` numbers their episodes."""
-    batch = concat_padded_tensors([one.trajectory for one in finished])
-    sizes = torch.tensor([one.trajectory.batch_size[0] for one in finished])
-    batch["group_index"] = torch.repeat_interleave(torch.arange(len(finished)), sizes)
+def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:
+    """Join the trajectories of episodes in the given order; `group_index` numbers the episodes."""
+    batch = concat_padded_tensors(trajectories)
+    sizes = torch.tensor([one.batch_size[0] for one in trajectories])
+    batch["group_index"] = torch.repeat_interleave(torch.arange(len(trajectories)), sizes)
     return batch
 
 

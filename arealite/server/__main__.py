@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
+from arealite.utils import beacon
 from arealite.utils.hf import local_folder
 from arealite.utils.weight_transfer import DTYPES
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer=tokenizer,
         version=args.weight_version,
         threads=args.threads,
+        allow_stale_kv=args.allow_stale_kv,
     )
     return asyncio.run(serve(engine, tokenizer, args))
 
@@ -74,6 +76,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--deterministic",
         action="store_true",
         help="one sequence per forward pass: a sequence's bits don't depend on its neighbours; several times slower",
+    )
+    parser.add_argument(
+        "--allow-stale-kv",
+        action="store_true",
+        help="sequences in flight keep their cache when weights change; /server_info counts tokens sampled on it",
     )
     parser.add_argument("--weight-version", default="0", help="version of the weights in the folder")
     parser.add_argument("--seed", type=int, default=0, help="for requests without a sampling_seed")
@@ -109,6 +116,7 @@ async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | N
     server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed)
     web_runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await web_runner.setup()
+    beacon.tick()
     site = web.TCPSite(web_runner, args.host, args.port)
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -95,6 +95,7 @@ class Server:
                 "tokenizer_path": self._model_path if self._tokenizer else None,
                 "is_generation": True,
                 "weight_version": self._engine.version,
+                "dtype": self._engine.dtype,
                 "vocab_size": self._engine.vocab_size,
                 "context_length": self._engine.context,
             }
@@ -144,8 +145,8 @@ class Server:
         return success("nothing is cached between requests")
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
-        await self._weights.load_from_disk(parse(DiskUpdateBody, await request.read()))
-        return success(f"weights are version {self._engine.version}")
+        differing = await self._weights.load_from_disk(parse(DiskUpdateBody, await request.read()))
+        return success(f"weights are version {self._engine.version}", mismatched=differing)
 
     async def join_group(self, request: web.Request) -> web.Response:
         await self._weights.join(parse(JoinGroupBody, await request.read()))
@@ -165,9 +166,8 @@ class Server:
         return success("bucket received")
 
     async def end_update(self, request: web.Request) -> web.Response:
-        parse(EndUpdateBody, await request.read())
-        await self._weights.end()
-        return success(f"weights are version {self._engine.version}")
+        differing = await self._weights.end(parse(EndUpdateBody, await request.read()))
+        return success(f"weights are version {self._engine.version}", mismatched=differing)
 
     async def update_version(self, request: web.Request) -> web.Response:
         body = parse(VersionBody, await request.read())
@@ -200,9 +200,9 @@ class Server:
         self._weights.close()
 
 
-def success(message: str) -> web.Response:
-    """Answer 200 as SGLang does."""
-    return web.json_response({"success": True, "message": message})
+def success(message: str, **more: Any) -> web.Response:
+    """Answer 200 as SGLang does, perhaps with more than that."""
+    return web.json_response({"success": True, "message": message, **more})
 
 
 @web.middleware

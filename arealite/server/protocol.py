@@ -98,9 +98,9 @@ class GenerateBody(Body):
 
 
 class PauseBody(Body):
-    """POST /pause_generation."""
+    """POST /pause_generation. `in_place` needs a server that allows stale keys and values."""
 
-    mode: Literal["abort", "retract"] = "abort"
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class ContinueBody(Body):
@@ -122,7 +122,16 @@ class AbortBody(Body):
         return self
 
 
-class DiskUpdateBody(Body):
+class ProofBody(Body):
+    """What the sender says about the tensors of an update. Both fields are ours."""
+
+    fingerprints: dict[str, str] | None = None
+    """Of each tensor, as `utils.fingerprint` writes them; None is an update that is not verified."""
+    on_mismatch: Literal["refuse", "accept"] = "refuse"
+    """Keep the old weights and answer with an error, or take the new ones and name in the answer what differs."""
+
+
+class DiskUpdateBody(ProofBody):
     """POST /update_weights_from_disk. The cache is always flushed, whatever `flush_cache` says."""
 
     model_path: str
@@ -187,7 +196,7 @@ class BucketBody(Body):
         ]
 
 
-class EndUpdateBody(Body):
+class EndUpdateBody(ProofBody):
     """POST /end_weight_update."""
 
 
@@ -237,6 +246,7 @@ def reply(request: GenerationRequest, result: GenerationResult, text: str, laten
             "completion_tokens": len(result.output_ids),
             "weight_version": result.version,
             "weight_versions": spans,
+            "stale_kv_tokens": result.stale_kv_tokens,
             "e2e_latency": latency_s,
         },
     }

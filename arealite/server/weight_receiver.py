@@ -1,7 +1,8 @@
 """Receives new weights for the engine, all of them or none.
 
 Tensors are staged while generation goes on and handed over in one piece at the end, so a sender that dies half-way
-leaves the old weights in place. After a failed transfer the group is closed, which is what tells the sender.
+leaves the old weights in place, and so do tensors that are not what the sender says they are. After a failed transfer
+the group is closed, which is what tells the sender.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import torch
 
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import check_shapes, read_checkpoint
-from arealite.server.protocol import BadRequestError, BucketBody, DiskUpdateBody, JoinGroupBody
+from arealite.server.protocol import (
+    BadRequestError,
+    BucketBody,
+    DiskUpdateBody,
+    EndUpdateBody,
+    JoinGroupBody,
+    ProofBody,
+)
+from arealite.utils.fingerprint import mismatched
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
 T = TypeVar("T")
@@ -33,16 +42,18 @@ class WeightReceiver:
         self._version: str | None = None
         self._turn = asyncio.Lock()
 
-    async def load_from_disk(self, body: DiskUpdateBody) -> None:
-        """Load a checkpoint folder."""
+    async def load_from_disk(self, body: DiskUpdateBody) -> list[str]:
+        """Load a checkpoint folder and return the names of tensors that are not what the sender says."""
         async with self._turn:
             try:
                 weights = await in_thread(lambda: read_checkpoint(body.model_path))
+                differing = await _verify(weights, body)
                 if body.abort_all_requests:
                     await asyncio.wrap_future(self._engine.abort())
                 await asyncio.wrap_future(self._engine.update_weights(weights, body.weight_version))
             except (ValueError, OSError) as error:
                 raise BadRequestError(str(error)) from error
+            return differing
 
     async def join(self, body: JoinGroupBody) -> None:
         """Join the sender's broadcast group as rank `rank_offset`."""
@@ -93,16 +104,18 @@ class WeightReceiver:
                 raise
             self._version = body.weight_version or self._version
 
-    async def end(self) -> None:
-        """Swap the staged weights in."""
+    async def end(self, body: EndUpdateBody) -> list[str]:
+        """Swap the staged weights in and return the names of tensors that are not what the sender says."""
         async with self._turn:
             staged, self._staged = self._staged, None
             if staged is None:
                 raise BadRequestError("/begin_weight_update must come first: got the end of no update.")
+            differing = await _verify(staged, body)
             try:
                 await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
             except ValueError as error:
                 raise BadRequestError(str(error)) from error
+            return differing
 
     def close(self) -> None:
         """Leave all groups."""
@@ -113,6 +126,20 @@ class WeightReceiver:
         group = self._groups.pop(group_name, None)
         if group is not None:
             close_group(group)
+
+
+async def _verify(weights: dict[str, torch.Tensor], proof: ProofBody) -> list[str]:
+    """Name the tensors that are not what the sender says; raise BadRequestError if it wants those refused."""
+    told = proof.fingerprints
+    if told is None:
+        return []
+    differing = await in_thread(lambda: mismatched(weights, told))
+    if differing and proof.on_mismatch == "refuse":
+        raise BadRequestError(
+            f"tensors must arrive as they were sent: got {len(differing)} of {len(told)} with other fingerprints, "
+            f"{', '.join(differing[:5])}. The old weights stay; send them again."
+        )
+    return differing
 
 
 async def in_thread(function: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arealite.api.cli_args import EvaluatorConfig
@@ -32,6 +32,14 @@ class Evaluator:
         self._frequency = Frequency.from_config(config, ft_spec, is_first_due=True)
         self._valid_dataset = valid_dataset
         self._workflow = workflow
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return when it last evaluated."""
+        return self._frequency.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from a state."""
+        self._frequency.load_state_dict(state)
 
     def evaluate(self, rollout: InferenceEngine, step: int, *, force: bool = False) -> dict[str, float] | None:
         """Evaluate the weights that `step` updates made if it is time or forced (collective).

@@ -1,4 +1,7 @@
-"""The folder of a run and how files appear in it: complete, under their final name, or not at all."""
+"""The folder of a run and how files appear in it: complete, under their final name, or not at all.
+
+A run that goes on from step N first undoes what it told of steps from N on: see `undo_from`.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,18 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def undo_from(folder: Path, step: int) -> None:
+    """Forget what a run wrote about step `step` and later ones, and its end: they are about to be done again."""
+    rows = [row for row in read_rows(folder) if row["step"] < step]
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    for path in (folder / "rollouts").glob("*.jsonl"):
+        number = path.stem.rpartition("_")[2]
+        if number.isdecimal() and int(number) >= step:
+            path.unlink()
+    for name in ("summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A folder of that name is complete: it is written under another name and renamed 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ class Saver:
         self._folder = run_folder(config) / "checkpoints"
         self._frequency = Frequency.from_config(config, ft_spec)
         self._last: Path | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return when it last saved."""
+        return self._frequency.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from a state."""
+        self._frequency.load_state_dict(state)
 
     def save(self, engine: TrainEngine, step: int, *, tokenizer: Any = None, force: bool = False) -> Path | None:
         """Save after step `step` if it is time or forced, but no step twice; return the folder (collective)."""

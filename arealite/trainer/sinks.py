@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -25,28 +26,31 @@ class Sink(Protocol):
         """Flush."""
 
 
-def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, Any]) -> list[Sink]:
-    """Start the services that the config asks for; `resolved` is the run's config, stored with the run."""
+def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, Any], start_step: int = 0) -> list[Sink]:
+    """Start the services that the config asks for; `resolved` is the run's config, stored with the run.
+
+    A run that goes on from `start_step` goes on there too, except at SwanLab, which gets a second run of that name.
+    """
     names = {"project": config.experiment_name, "name": config.trial_name}
     sinks: list[Sink] = []
     if config.tensorboard.path is not None:
-        sinks.append(TensorBoardSink(config.tensorboard))
+        sinks.append(TensorBoardSink(config.tensorboard, start_step=start_step))
     if config.wandb.mode != "disabled":
-        sinks.append(WandBSink(config.wandb, names=names, folder=folder, resolved=resolved))
+        sinks.append(WandBSink(config.wandb, names=names, folder=folder, resolved=resolved, start_step=start_step))
     if config.swanlab.mode != "disabled":
         sinks.append(SwanlabSink(config.swanlab, names=names, resolved=resolved))
     if config.trackio.mode != "disabled":
-        sinks.append(TrackioSink(config.trackio, names=names, resolved=resolved))
+        sinks.append(TrackioSink(config.trackio, names=names, resolved=resolved, start_step=start_step))
     return sinks
 
 
 class TensorBoardSink:
     """Event files."""
 
-    def __init__(self, config: TensorBoardConfig) -> None:
+    def __init__(self, config: TensorBoardConfig, *, start_step: int) -> None:
         _import("tensorboard", key="stats_logger.tensorboard.path")
         summary_writer = _import("torch.utils.tensorboard", key="stats_logger.tensorboard.path").SummaryWriter
-        self._writer = summary_writer(config.path)
+        self._writer = summary_writer(config.path, purge_step=start_step or None)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
@@ -60,9 +64,22 @@ class TensorBoardSink:
 class WandBSink:
     """Weights & Biases; offline runs lie in the run folder."""
 
-    def __init__(self, config: WandBConfig, *, names: dict[str, str], folder: Path, resolved: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: WandBConfig,
+        *,
+        names: dict[str, str],
+        folder: Path,
+        resolved: dict[str, Any],
+        start_step: int,
+    ) -> None:
         wandb = _import("wandb", key="stats_logger.wandb.mode")
-        options = names | _given(config)
+        id_path = folder / ".wandb_id"
+        if start_step == 0 or not id_path.exists():
+            id_path.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+        options = names | _given(config) | {"id": id_path.read_text(encoding="utf-8")}
+        if start_step > 0:
+            options["resume"] = "allow"
         options["config"] = resolved | (config.config or {})
         self._run = wandb.init(dir=str(folder), **options)
 
@@ -93,10 +110,14 @@ class SwanlabSink:
 class TrackioSink:
     """Trackio."""
 
-    def __init__(self, config: TrackioConfig, *, names: dict[str, str], resolved: dict[str, Any]) -> None:
+    def __init__(
+        self, config: TrackioConfig, *, names: dict[str, str], resolved: dict[str, Any], start_step: int
+    ) -> None:
         trackio = _import("trackio", key="stats_logger.trackio.mode")
         options = names | _given(config)
         del options["mode"]
+        if start_step > 0:
+            options["resume"] = "allow"
         self._run = trackio.init(config=resolved, **options)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

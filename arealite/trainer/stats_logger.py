@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,9 +23,10 @@ from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, StatsLoggerC
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.progress import LiveProgress
 from arealite.trainer.report import write_report
-from arealite.trainer.run_folder import read_rows, run_folder, summarize, write_text
+from arealite.trainer.run_folder import read_rows, run_folder, summarize, undo_from, write_text
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
+from arealite.utils import beacon
 from arealite.utils.stats import Reduction, StatsTracker
 
 logger = logging.getLogger("arealite.stats")
@@ -39,22 +39,29 @@ class StatsLogger:
     """What a loop reports to: `timer`, `add`, `commit` once per step, `close`. Every rank calls every method."""
 
     def __init__(
-        self, config: StatsLoggerConfig, ft_spec: FinetuneSpec, *, experiment: BaseExperimentConfig | None = None
+        self,
+        config: StatsLoggerConfig,
+        ft_spec: FinetuneSpec,
+        *,
+        experiment: BaseExperimentConfig | None = None,
+        start_step: int = 0,
     ) -> None:
         """`experiment`, the whole config, is stored with the run and tells the staleness bound.
 
-        Metrics and rollouts of an earlier run in the same folder are replaced.
+        Metrics and rollouts of steps before `start_step` stay; later ones, of what is now done again, are removed.
         """
         self._tracker = StatsTracker()
         self._evaluated_version: float | None = None
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        self._writer = _Writer(config, ft_spec, experiment) if rank == 0 else None
+        self._writer = _Writer(config, ft_spec, experiment, start_step) if rank == 0 else None
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
         """Measure a phase as `time/<name>_s` and show it as what the loop is doing."""
         with ExitStack() as stack:
             stack.enter_context(self._tracker.timer(name))
+            stack.callback(beacon.tick)
+            beacon.tick()
             if self._writer is not None and self._writer.progress is not None:
                 stack.enter_context(self._writer.progress.phase(name))
             yield
@@ -92,11 +99,15 @@ class _Writer:
     """Rank 0's outputs."""
 
     def __init__(
-        self, config: StatsLoggerConfig, ft_spec: FinetuneSpec, experiment: BaseExperimentConfig | None
+        self,
+        config: StatsLoggerConfig,
+        ft_spec: FinetuneSpec,
+        experiment: BaseExperimentConfig | None,
+        start_step: int,
     ) -> None:
         self._folder = run_folder(config)
         self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._folder / "rollouts", ignore_errors=True)
+        undo_from(self._folder, start_step)
         resolved: dict[str, Any] = {}
         bound = None
         if experiment is not None:
@@ -104,8 +115,8 @@ class _Writer:
             resolved = dataclasses.asdict(experiment)
             bound = experiment.rollout.max_head_offpolicyness if isinstance(experiment, GRPOConfig) else None
         self._bound = bound
-        self._sinks = open_sinks(config, folder=self._folder, resolved=resolved)
-        self._rows = (self._folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._sinks = open_sinks(config, folder=self._folder, resolved=resolved, start_step=start_step)
+        self._rows = (self._folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
         self._line_freq_steps = config.line_freq_steps
         self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=bound)

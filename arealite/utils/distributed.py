@@ -11,13 +11,18 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+
+from arealite.utils import beacon
+
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _generations = itertools.count()
@@ -30,7 +35,8 @@ def join_default_group(timeout_s: float) -> None:
     global _members, _is_ours
     with _lock:
         if not dist.is_initialized():
-            _create_default_group(timedelta(seconds=timeout_s))
+            with beacon.waiting("all ranks to meet", on="ranks"):
+                _create_default_group(timedelta(seconds=timeout_s))
             _is_ours = True
         _members += 1
 
@@ -78,7 +84,9 @@ def all_reduce(
 ) -> torch.Tensor:
     """Return the reduction of `values` over the group, on their own device; they are left as they are."""
     reduced = values.detach().cpu().clone()
-    dist.all_reduce(reduced, op=op, group=group)
+    with beacon.waiting("a sum over all ranks", on="ranks"):
+        dist.all_reduce(reduced, op=op, group=group)
+    beacon.tick()
     return reduced.to(values.device)
 
 
@@ -89,10 +97,23 @@ def all_reduce_numbers(
     return all_reduce(torch.tensor(list(values), dtype=torch.float64), op, group).tolist()
 
 
+def agreed(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run one phase on this rank and return its result; raise on every rank if it failed on any (collective)."""
+    try:
+        outcome = action()
+    except Exception as error:
+        raise_on_every_rank(error, group)
+        raise
+    raise_on_every_rank(None, group)
+    return outcome
+
+
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise this rank's error, or RuntimeError with the first failed rank's text. Every rank calls this."""
     texts: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    with beacon.waiting("the outcome on all ranks", on="ranks"):
+        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    beacon.tick()
     if error is not None:
         raise error
     for rank, text in enumerate(texts):

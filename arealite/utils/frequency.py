@@ -7,7 +7,8 @@ everywhere, and where a clock is involved rank 0 decides for all.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -55,6 +56,16 @@ class Frequency:
             self._restart()
             self._is_first_due = False
         return is_due
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next answer depends on."""
+        elapsed_s = time.monotonic() - self._began
+        return {"num_steps": self._num_steps, "elapsed_s": elapsed_s, "is_first_due": self._is_first_due}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from a state; the limits stay those of the configuration."""
+        self._num_steps, self._is_first_due = state["num_steps"], state["is_first_due"]
+        self._began = time.monotonic() - state["elapsed_s"]
 
     def _restart(self) -> None:
         self._num_steps = 0

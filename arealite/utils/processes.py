@@ -49,6 +49,26 @@ def is_alive(pid: int) -> bool:
     return stat is not None and stat[0] not in "ZX"
 
 
+def identity(pid: int) -> str:
+    """Name a living process so that no later one of the same pid is taken for it: `<pid>-<start in clock ticks>`."""
+    fields = _fields(pid)
+    if fields is None:
+        raise ProcessLookupError(pid)
+    return f"{pid}-{fields[19]}"
+
+
+def state_of(pid: int) -> str | None:
+    """Return the kernel's letter: R runs, S sleeps, D waits for a disk or device, T is stopped, Z has ended."""
+    stat = _stat(pid)
+    return None if stat is None else stat[0]
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return how long a process has run so far."""
+    fields = _fields(pid)
+    return None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def descendants(pid: int) -> list[int]:
     """Return the living children of a process, their children and so on, parents first."""
     children: dict[int, list[int]] = {}
@@ -141,12 +161,17 @@ def describe_exit(status: int) -> str:
 
 def _stat(pid: int) -> tuple[str, int] | None:
     """Return state and parent of a process."""
+    fields = _fields(pid)
+    return None if fields is None else (fields[0], int(fields[1]))
+
+
+def _fields(pid: int) -> list[str] | None:
+    """Return `/proc/<pid>/stat` from the state on, the third field of proc(5)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, parent, *_ = text[text.rindex(")") + 1 :].split()
-    return state, int(parent)
+    return text[text.rindex(")") + 1 :].split()
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,8 +1,10 @@
-"""One seed for every random number generator of a process."""
+"""The random number generators of a process: one seed for all of them, and their states as plain data."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,3 +15,37 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of all generators (of CUDA: the current device's) as JSON-able values."""
+    version, words, gauss = random.getstate()
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    numpy_words = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in numpy_state["state"].items()
+    }
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": numpy_state | {"state": numpy_words},
+        "torch": _to_hex(torch.get_rng_state()),
+        "cuda": _to_hex(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Make all generators go on from what `rng_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    words = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**state["numpy"], "state": state["numpy"]["state"] | {"key": words}})
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_hex(state["cuda"]))
+
+
+def _to_hex(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from arealite.utils import beacon
+
 Reduction = Literal["mean", "sum", "min", "max"]
 
 
@@ -93,7 +95,8 @@ def _merge_ranks(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return metrics, times_s
     ranks: list[tuple[dict[str, _Reduced], dict[str, float]]] = [({}, {})] * dist.get_world_size()
-    dist.all_gather_object(ranks, (metrics, times_s))
+    with beacon.waiting("the metrics of all ranks", on="ranks"):
+        dist.all_gather_object(ranks, (metrics, times_s))
     merged: dict[str, _Reduced] = {}
     for of_rank, _ in ranks:
         for key, metric in of_rank.items():

@@ -40,7 +40,7 @@ class RLVRWorkflow(RolloutWorkflow):
         tokenizer: Any,
         enable_thinking: bool = False,
         reward_timeout: float = 15.0,
-        num_reward_workers: int = 1,
+        num_reward_workers: int = 2,
     ) -> None:
         self.gconfig = gconfig
         self.tokenizer = tokenizer

@@ -21,6 +21,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import publish_weights
 from arealite.reward import gsm8k_reward_fn
 from arealite.trainer.evaluator import Evaluator
+from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.hf import load_hf_tokenizer
@@ -44,6 +45,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         valid_dataset = load_split(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
+    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
     # How an episode runs: sample a group of answers, then score each.
     workflow = RLVRWorkflow(gsm8k_reward_fn, config.gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout)
@@ -66,14 +68,18 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     rollout.initialize(None, ft_spec)
     cleanup.callback(rollout.destroy)
 
-    # The servers started from `actor.path`; from here on they hold what the actor holds.
-    publish_weights(actor, rollout, version=0)
-
     evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
     saver = Saver(config.saver, ft_spec)
-    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config)
 
-    for step in range(ft_spec.total_train_steps):
+    # An interrupted run goes on as if nothing had happened, any other one from step 0.
+    cleanup.enter_context(recover)
+    start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
+    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+
+    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    publish_weights(actor, rollout, version=start_step)
+
+    for step in range(start_step, ft_spec.total_train_steps):
         with stats.timer("eval"):
             stats.add(evaluator.evaluate(rollout, step))
         with stats.timer("rollout"):
@@ -91,6 +97,8 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         saver.save(actor, step, tokenizer=tokenizer)
         stats.add(rollout.metrics())
         stats.commit(step)
+        with stats.timer("recover"):
+            recover.save(step)
 
     # What became of it: one more evaluation, the final model, the report.
     stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))

@@ -5,12 +5,14 @@
 """
 
 import sys
+from contextlib import ExitStack
 
 from arealite.api.cli_args import SFTConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import load_split
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.frequency import Frequency
@@ -18,28 +20,39 @@ from arealite.utils.hf import load_hf_tokenizer
 
 
 def main(argv: list[str]) -> None:
+    with ExitStack() as cleanup:  # ends what was started, also after an error
+        train(argv, cleanup)
+
+
+def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, SFTConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
     # Demonstrations to learn from, and held-out ones whose loss is only ever measured.
     data = config.train_dataset
     train_dataset = load_split(data, "train", tokenizer=tokenizer, seed=config.seed)
-    loader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
-    train_batches = sft_batches(loader, tokenizer.pad_token_id)
+    train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+    train_batches = sft_batches(train_dataloader, tokenizer.pad_token_id)
     valid_batch = None
     if config.valid_dataset is not None:
         valid_dataset = load_split(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
         loader = PromptLoader(valid_dataset, len(valid_dataset), shuffle=False)
         valid_batch = next(sft_batches(loader, tokenizer.pad_token_id))
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
+    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
     model = FSDPLMEngine(config.model)
     model.initialize(None, ft_spec)
+    cleanup.callback(model.destroy)
     evaluation = Frequency.from_config(config.evaluator, ft_spec, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
-    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config)
 
-    for step in range(ft_spec.total_train_steps):
+    # An interrupted run goes on as if nothing had happened, any other one from step 0.
+    cleanup.enter_context(recover)
+    start_step = recover.load(model, train_dataloader, clocks={"evaluation": evaluation, "saver": saver})
+    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+
+    for step in range(start_step, ft_spec.total_train_steps):
         if valid_batch is not None and evaluation.check():
             with stats.timer("eval"):
                 stats.add({"eval/loss": model.evaluate_lm(valid_batch)})
@@ -49,6 +62,8 @@ def main(argv: list[str]) -> None:
             stats.add(model.train_lm(batch))
         saver.save(model, step, tokenizer=tokenizer)
         stats.commit(step)
+        with stats.timer("recover"):
+            recover.save(step)
 
     # The final model, its held-out loss and the report.
     if valid_batch is not None:
@@ -56,7 +71,6 @@ def main(argv: list[str]) -> None:
         stats.commit(ft_spec.total_train_steps)
     saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     stats.close()
-    model.destroy()
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def test_a_retried_episode_samples_anew_and_servers_are_on_record() -> None:
 
 def test_a_server_that_serves_older_weights_is_found_out() -> None:
     server = ScriptedServer(version=1)
-    with connected(server, episode_retries=0, max_failed_episodes=0) as engine:
+    with connected(server, episode_retries=0, max_failed_share=0.0) as engine:
         engine.set_version(2)
         with pytest.raises(EpisodeError, match=r"must be at least 2 .* got 1"):
             engine.prepare_batch([[{"input_ids": PROMPT}]], SamplingWorkflow(max_new_tokens=2))

@@ -253,6 +253,23 @@ def test_disk(stack: contextlib.ExitStack, tmp_path: Path) -> None:
     assert [server.version for server in engine.servers.servers] == [7, 7]
 
 
+@pytest.mark.parametrize("backend", ["lite", "sglang"])
+def test_servers_flush_their_cache_with_the_last_of_the_weights(
+    stack: contextlib.ExitStack, tmp_path: Path, backend: str
+) -> None:
+    server = ScriptedServer()
+    engine = connect(stack, server, backend=backend)
+    publish(engine, Sender(), by_broadcast(), 1.0)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "weights").write_text("two")
+    meta = WeightUpdateMeta(type="disk", path=str(tmp_path / "w"), version=2, timeout_s=10.0)
+    future = engine.update_weights(meta)
+    meta.uploaded.set_result(None)
+    future.result(10)
+    assert [update["flush_cache"] for update in server.updates] == [False, True, True]
+    assert [update["weight_version"] for update in server.updates] == [None, "1", "2"]
+
+
 def test_generation_goes_on_token_exactly_across_updates(stack: contextlib.ExitStack) -> None:
     server = ScriptedServer(token_delay_s=0.004)
     engine, sender = connect(stack, server), Sender()

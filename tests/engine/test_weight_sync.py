@@ -205,7 +205,7 @@ RANK = """
 import sys
 import time
 import torch
-from arealite.api.cli_args import InferenceEngineConfig, PPOActorConfig
+from arealite.api.cli_args import InferenceEngineConfig, PPOActorConfig, WeightCheckConfig
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import publish_weights
@@ -213,7 +213,9 @@ torch.set_num_threads(1)
 _, model_path, address = sys.argv
 actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32"))
 actor.initialize(None, None)
-rollout = RemoteSGLangEngine(InferenceEngineConfig(backend="lite", server_addrs=[address]))
+rollout = RemoteSGLangEngine(InferenceEngineConfig(
+    backend="lite", server_addrs=[address], weight_check=WeightCheckConfig(canary_tokens=0)
+))
 rollout.initialize(None, None)
 for version in (1, 2):
     started = time.monotonic()

@@ -100,8 +100,18 @@ def test_sglang_servers_and_devices(load, sglang, nvidia_smi):
     assert jobs[1].command[jobs[1].command.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
     assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
     trainer = trainer_job(
-        config, roles, entry=Path("e.py"), argv=["a=b"], server_addrs="h:1", master_port=9, streams=["x"], report="y"
+        config,
+        roles,
+        entry=Path("e.py"),
+        argv=["a=b"],
+        server_addrs="h:1",
+        master_port=9,
+        scratch=Path("s"),
+        is_restart=True,
+        streams=["x"],
+        report="y",
     )
+    assert trainer.env["AREAL_RECOVER_RUN"] == "1" and flags_of(trainer.command)["--log-dir"] == "s"
     assert trainer.env["CUDA_VISIBLE_DEVICES"] == "4,5,6"
     assert trainer.env["AREAL_LLM_SERVER_ADDRS"] == "h:1"
     assert trainer.command[-2:] == ["e.py", "a=b"]

@@ -1,8 +1,10 @@
 import asyncio
 import ctypes
 import importlib
+import logging
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -51,6 +53,44 @@ def dies(completions: str, **kwargs) -> float:
     if completions == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
     return 1.0
+
+
+def backtracks(completions: str, **kwargs) -> float:
+    """Take for ever inside the regular expression engine, or no time at all."""
+    return float(re.match(r"(a+)+b", completions) is None)
+
+
+def multiplies(completions: str, **kwargs) -> float:
+    """Take for ever inside integer arithmetic, which no signal handler interrupts, or no time at all."""
+    return float(pow(3, int(completions)) > 0)
+
+
+hoard: list[bytes] = []
+
+
+def hoards(completions: str, **kwargs) -> float:
+    hoard.append(b"x" * int(completions))
+    return float(os.getpid())
+
+
+def swells(completions: str, **kwargs) -> float:
+    """Take memory step by step until somebody intervenes."""
+    while completions == "swell":
+        hoard.append(b"x" * 2**20)
+        time.sleep(0.001)
+    return 1.0
+
+
+def starts_a_program_and_dies(completions: str, **kwargs) -> float:
+    program = os.fork()
+    if program == 0:
+        time.sleep(600)
+    Path(completions).write_text(str(program))
+    os._exit(7)
+
+
+def complains_at_length(**kwargs) -> float:
+    raise ValueError("x" * 10**7)
 
 
 def returns(value, **kwargs):
@@ -148,6 +188,101 @@ async def test_a_call_that_never_returns_is_killed_and_delays_nobody(runner_of) 
     assert await asyncio.gather(*(runner(completions="fine") for _ in range(4))) == [1.0] * 4
 
 
+@pytest.mark.parametrize(("reward_fn", "endless"), [(backtracks, "a" * 64), (multiplies, str(10**9))])
+async def test_while_one_call_computes_for_ever_in_c_others_take_their_normal_time(
+    runner_of, reward_fn, endless: str
+) -> None:
+    runner = runner_of(reward_fn, timeout=1.5, num_workers=2)
+    await asyncio.gather(*(runner(completions="1") for _ in range(8)))
+    began = time.monotonic()
+    await asyncio.gather(*(runner(completions="1") for _ in range(100)))
+    normal_s = time.monotonic() - began
+    hanging = asyncio.create_task(failure(runner, completions=endless))
+    began, slowest_s = time.monotonic(), 0.0
+    while time.monotonic() < began + 2.5:  # also while the worker is being replaced
+        asked = time.monotonic()
+        assert await runner(completions="1") == 1.0
+        slowest_s = max(slowest_s, time.monotonic() - asked)
+        await asyncio.sleep(0.005)
+    assert (await hanging).kind == "timeout"
+    assert slowest_s < 0.5, (slowest_s, normal_s)
+
+
+async def test_a_replacement_is_ready_before_it_is_needed(tmp_path: Path, monkeypatch, runner_of) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "import ctypes, time\ntime.sleep(0.8)\n"
+        "def score(completions, **kwargs):\n    return float(completions == 'fine' or ctypes.PyDLL(None).pause())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    runner = runner_of(importlib.import_module("slow_to_import").score, timeout=0.3, num_workers=1)
+    assert await runner(completions="fine") == 1.0
+    for _ in range(2):
+        await asyncio.sleep(1.2)
+        assert (await failure(runner, completions="hang")).kind == "timeout"
+        began = time.monotonic()
+        assert await runner(completions="fine") == 1.0
+        assert time.monotonic() - began < 0.4
+
+
+async def test_a_spare_that_died_is_not_used(runner_of) -> None:
+    runner = runner_of(dies, num_workers=1)
+    assert await runner(completions="fine") == 1.0
+    runner._spare.process.kill()
+    runner._spare.process.wait()
+    assert (await failure(runner, completions="die")).kind == "crash"
+    assert await runner(completions="fine") == 1.0
+
+
+async def test_a_worker_that_leaks_is_replaced_between_calls_and_it_is_logged(runner_of, caplog) -> None:
+    runner = runner_of(hoards, num_workers=1, max_growth_gib=0.05)
+    with caplog.at_level(logging.INFO, "arealite.reward"):
+        pids = [await runner(completions=str(14 * 2**20)) for _ in range(12)]
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [4, 4, 4], "four calls of 14 MiB are above 51 MiB"
+    assert not any(is_alive(int(pid)) for pid in set(pids))
+    assert sum("hoards is replaced" in record.message for record in caplog.records) == 3
+
+
+async def test_a_call_that_takes_too_much_memory_is_a_crash_with_that_reason(runner_of) -> None:
+    runner = runner_of(swells, num_workers=1, timeout=30, max_growth_gib=0.1)
+    error = await failure(runner, completions="swell")
+    assert error.kind == "crash" and "GiB taken in one call, more than 0.1" in str(error)
+    assert await runner(completions="fine") == 1.0
+
+
+async def test_a_stopped_worker_is_a_timeout_even_if_it_takes_nothing_in(runner_of) -> None:
+    runner = runner_of(where, num_workers=1, timeout=0.5)
+    pid = int(await runner())
+    os.kill(pid, signal.SIGSTOP)
+    error = await failure(runner, prompt="long" * 10**6)
+    assert error.kind == "timeout" and not is_alive(pid)
+    assert await runner() != pid
+
+
+async def test_a_worker_killed_in_the_middle_of_a_call_is_a_crash(runner_of) -> None:
+    runner = runner_of(hangs_in_c, num_workers=1, timeout=30)
+    assert await runner(completions="fine") == 1.0
+    call = asyncio.create_task(failure(runner, completions="hang"))
+    await asyncio.sleep(0.1)
+    (worker,) = (one for one in runner._workers if one is not runner._spare)
+    os.kill(worker.process.pid, signal.SIGKILL)
+    error = await call
+    assert error.kind == "crash" and "SIGKILL" in str(error)
+    assert await runner(completions="fine") == 1.0
+
+
+async def test_a_crash_is_seen_at_once_even_if_a_child_holds_the_socket(runner_of, tmp_path) -> None:
+    note = tmp_path / "pid"
+    began = time.monotonic()
+    error = await failure(runner_of(starts_a_program_and_dies, timeout=30), completions=str(note))
+    os.kill(int(note.read_text()), signal.SIGKILL)
+    assert error.kind == "crash" and "exit status 7" in str(error) and time.monotonic() - began < 5
+
+
+async def test_a_long_explanation_is_shortened(runner_of) -> None:
+    error = await failure(runner_of(complains_at_length))
+    assert error.kind == "exception" and len(str(error)) < 50_000 and "ValueError: xxx" in str(error)
+
+
 async def test_what_a_hanging_reward_has_started_ends_with_it(runner_of, tmp_path) -> None:
     note = tmp_path / "pid"
     assert (await failure(runner_of(starts_a_program_and_hangs, timeout=0.5), completions=str(note))).kind == "timeout"
@@ -202,12 +337,12 @@ def test_functions_that_no_worker_can_import_are_refused_at_once() -> None:
 async def test_close_ends_workers_in_the_middle_of_a_call(runner_of) -> None:
     runner = runner_of(hangs_in_c, timeout=60)
     call = asyncio.create_task(failure(runner, completions="hang"))
-    while not runner._workers:
+    while len(runner._workers) < 2:  # the one in the call, and the spare
         await asyncio.sleep(0.01)
-    (worker,) = runner._workers
+    workers = list(runner._workers)
     await asyncio.to_thread(runner.close)
     assert (await call).kind == "crash"
-    assert not is_alive(worker.process.pid)
+    assert not any(is_alive(worker.process.pid) for worker in workers)
     with pytest.raises(RuntimeError, match="close"):
         await runner(completions="a")
 

@@ -1,12 +1,7 @@
-"""The real executor against an adversary that decides which episode ends next, and how.
-
-The adversary moves only when the executor has nothing left to do but wait (or while the trainer trains), so that it
-holds back what is due for as long as anything else can end, and a run depends on its seed alone.
-"""
+"""The real executor against an adversary that decides which episode ends next, and how."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import random
@@ -18,82 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from testing_workflows import IdleEngine, waiting_trajectory
+from testing_adversary import RETRIES, CorneredExecutor, HeldWorkflow
+from testing_workflows import IdleEngine
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import PromptId
-from arealite.api.workflow_api import RolloutWorkflow
-from arealite.rollout.episode import Episode, current_episode
-from arealite.rollout.executor import RolloutExecutor
 
-_RETRIES = 1
 _VERSIONS = 10
-
-
-class HeldWorkflow(RolloutWorkflow):
-    """Its episodes end when and as the adversary says."""
-
-    def __init__(self, rng: random.Random, straggler_share: float) -> None:
-        self.rng = rng
-        self.straggler_share = straggler_share
-        self.is_kind = False
-        """Accept whatever ends."""
-        self.held: list[tuple[Episode, asyncio.Future[str]]] = []
-        self.rejected: list[int] = []
-        self.failed: list[int] = []
-
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
-        episode = current_episode.get()
-        assert episode is not None
-        ending: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.held.append((episode, ending))
-        outcome = await ending
-        index = episode.prompt_id.index
-        if outcome == "fail":
-            self.failed += [index] * (episode.attempt == _RETRIES)
-            raise OSError("flaky")
-        if outcome != "accept":
-            self.rejected.append(index)
-        if outcome == "reject":
-            return None
-        trajectory = waiting_trajectory(index, engine.get_version())
-        trajectory["versions"][0, 1] = episode.head_version
-        trajectory["rewards"][0] = -1.0 if outcome == "filter" else 1.0
-        return trajectory
-
-    def end_one(self) -> None:
-        """End an episode of the newest head, or sometimes of any."""
-        self.rng.shuffle(self.held)
-        if self.rng.random() < self.straggler_share:
-            self.held.sort(key=lambda one: one[0].head_version)
-        _, ending = self.held.pop()
-        outcomes, weights = ("accept", "fail", "reject", "filter"), (14, 3, 2, 1)
-        ending.set_result("accept" if self.is_kind else self.rng.choices(outcomes, weights)[0])
-
-    async def end_some(self) -> None:
-        """End any number of episodes, and let the executor note it."""
-        for _ in range(self.rng.randint(0, len(self.held))):
-            self.end_one()
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-
-class CorneredExecutor(RolloutExecutor):
-    """Lets the adversary move before each wait."""
-
-    adversary: HeldWorkflow
-
-    async def _wait_for_change(self, deadline: float | None) -> bool:
-        self.adversary.end_one()
-        return await super()._wait_for_change(deadline)
 
 
 class Run:
     """A trainer of `_VERSIONS` batches that keeps books of its own."""
 
     def __init__(self, rng: random.Random, straggler_share: float, **config: Any) -> None:
-        config |= {"episode_retries": _RETRIES, "max_failed_episodes": 10**6, "episode_timeout": 10.0}
+        config |= {"episode_retries": RETRIES, "episode_timeout": 10.0, "max_failed_share": 1.0}
         self.engine = IdleEngine(InferenceEngineConfig(**config), CorneredExecutor)
         self.executor = self.engine.executor
         assert isinstance(self.executor, CorneredExecutor)

@@ -19,7 +19,17 @@ from testing_workflows import IdleEngine, WaitingWorkflow, waiting_trajectory
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import EpisodeError, EpisodeTimeoutError, RewardError, ServerError, TrajectoryError
+from arealite.api.errors import (
+    ContextOverflowError,
+    EnvError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    ParseError,
+    RewardError,
+    ServerError,
+    TrajectoryError,
+    UnreachableError,
+)
 from arealite.api.io_struct import PromptId
 from arealite.rollout import executor as executor_module
 from arealite.rollout.episode import current_episode, sampling_seed
@@ -272,7 +282,7 @@ def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngin
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
             episode = current_episode.get()
             assert episode is not None
-            seeds.extend(episode.next_sampling_seed() for _ in range(2))
+            seeds.extend(episode.sampling_seed(episode.next_sample()) for _ in range(2))
             if episode.attempt == 0:
                 raise OSError("flaky")
             return await super().arun_episode(engine, data)
@@ -286,14 +296,126 @@ def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngin
         assert len(set(seeds)) == 4
 
 
+def test_a_retry_waits_while_paused(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1)
+    workflow = fail_first(OSError("flaky"), 1)
+    engine.executor.submit({"delay_s": 0.1}, workflow)
+    engine.executor.pause()
+    with pytest.raises(TimeoutError):
+        engine.executor.wait(1, timeout=0.3)
+    assert len(workflow.started) == 1
+    engine.executor.resume()
+    engine.executor.wait(1)
+    assert len(workflow.started) == 2
+
+
+def test_a_prompt_that_is_too_long_is_not_tried_again(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1, episode_retries=3)
+    workflow = WaitingWorkflow()
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        if row["prompt_id"].index == 0:
+            raise ContextOverflowError("no room")
+        return waiting_trajectory(row["prompt_id"].index, 0)
+
+    workflow.act = act
+    assert prompts_of(engine.executor.prepare_batch([rows(2)], workflow)) == [1]
+    assert workflow.started.count(PromptId(0, 0)) == 1
+
+
+@pytest.mark.parametrize("by", ["workflow", "filter"])
+def test_rejecting_everything_ends_in_an_error(start: Callable[..., IdleEngine], by: str) -> None:
+    engine = start(consumer_batch_size=2, max_rejected_in_a_row=7)
+    workflow = WaitingWorkflow((lambda engine, row: None) if by == "workflow" else WaitingWorkflow().act)
+    with pytest.raises(EpisodeError, match=rf"at most 7 episodes must be rejected .* got 8 \(8 by {by}\)"):
+        engine.executor.prepare_batch([rows(4)], workflow, should_accept=lambda one: False)
+    with pytest.raises(EpisodeError, match="got 8"):
+        engine.executor.wait(1)
+
+
+def test_rejections_between_accepted_episodes_are_no_error(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=4, max_rejected_in_a_row=7)
+    workflow = WaitingWorkflow(
+        lambda engine, row: None if row["prompt_id"].index % 6 else waiting_trajectory(row["prompt_id"].index, 0)
+    )
+    loader = (rows(6, first) for first in itertools.count(0, 6))
+    assert prompts_of(engine.executor.prepare_batch(loader, workflow, lambda one: True)) == [0, 6, 12, 18]
+    assert engine.executor.metrics()["rollout/rejected_workflow"] == engine.executor.stats.rejected >= 15
+
+
+def test_failures_long_ago_are_forgiven(start: Callable[..., IdleEngine]) -> None:
+    """A share of the recent episodes may fail for ever; the same number at once stops the run."""
+    engine = start(consumer_batch_size=5, episode_retries=0, failure_window=10, max_failed_share=0.2)
+    workflow = WaitingWorkflow()
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        if row["prompt_id"].index % 6 == 0:
+            raise OSError("every sixth")
+        return waiting_trajectory(row["prompt_id"].index, 0)
+
+    workflow.act = act
+    loader = (rows(6, first) for first in itertools.count(0, 6))
+    for version in range(8):
+        engine.executor.prepare_batch(loader, workflow)
+        engine.set_version(version + 1)
+    assert engine.executor.stats.failed >= 8
+
+
+@pytest.mark.parametrize(("overdue", "taken_at_2"), [("drop", [3]), ("train", [0]), ("wait", [0])])
+def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str, taken_at_2: list[int]) -> None:
+    """Prompt 0 starts at version 0 and ends after version 1 began; the bound is 0 or 1."""
+    engine = start(
+        consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=8, overdue=overdue, episode_timeout=5.0
+    )
+    ended = threading.Event()
+    cancelled: list[int] = []
+
+    class FirstIsSlow(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            index = data["prompt_id"].index
+            try:
+                version = engine.get_version()
+                while index == 0 and not ended.is_set():
+                    await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                cancelled.append(index)
+                raise
+            return waiting_trajectory(index, version)
+
+    loader = (rows(1, first) for first in itertools.count())
+    workflow = FirstIsSlow()
+    assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == [1]
+    engine.set_version(1)
+    if overdue == "wait":
+        engine.executor.submit({"prompt_id": PromptId(9, 9)}, workflow)
+        with pytest.raises(TimeoutError):
+            engine.executor.wait(1, timeout=0.3)
+        ended.set()
+        assert prompts_of(engine.executor.wait(1)) == [0]
+        assert engine.executor.stats.rejected == 0
+        return
+    assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == [2]
+    engine.set_version(2)
+    ended.set()
+    time.sleep(0.1)
+    assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == taken_at_2
+    assert engine.executor.metrics().get("rollout/rejected_overdue", 0) == (overdue == "drop")
+    assert cancelled == ([0] if overdue == "drop" else [])
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (RewardError("no"), "reward"),
-        (ServerError("no"), "server"),
+        (RewardError("no"), "reward_exception"),
+        (RewardError("no", kind="contract"), "reward_contract"),
+        (ServerError("no"), "server_error"),
+        (UnreachableError("no"), "server_unreachable"),
+        (ContextOverflowError("no"), "context_overflow"),
+        (EnvError("no"), "environment"),
+        (ParseError("no"), "parse"),
         (ZeroDivisionError("no"), "workflow"),
         (TimeoutError("the user's own"), "workflow"),
-        (ExceptionGroup("several", [RewardError("no")]), "reward"),
+        (ExceptionGroup("several", [RewardError("no", kind="timeout")]), "reward_timeout"),
         (asyncio.CancelledError(), "workflow"),
     ],
 )
@@ -312,7 +434,9 @@ def test_dropped_episodes_are_counted_by_kind(start: Callable[..., IdleEngine], 
 
 @pytest.mark.parametrize("call", ["prepare_batch", "wait", "run_all"])
 def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., IdleEngine], call: str) -> None:
-    engine = start(consumer_batch_size=2, max_failed_episodes=3, episode_retries=0, max_concurrent_rollouts=2)
+    engine = start(
+        consumer_batch_size=2, max_failed_share=0.3, failure_window=10, episode_retries=0, max_concurrent_rollouts=2
+    )
     workflow = fail_first(ZeroDivisionError("reward / 0"), 10**9)
     calls = {
         "prepare_batch": lambda: engine.executor.prepare_batch([rows(2)], workflow),
@@ -320,7 +444,8 @@ def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., Id
         "run_all": lambda: engine.executor.run_all(rows(6), workflow),
     }
     with pytest.raises(
-        EpisodeError, match=r"at most 3 .* got [4-6] \([4-6] workflow\).*ZeroDivisionError: reward / 0"
+        EpisodeError,
+        match=r"(?s)at most 3 of the last 10 .* got [4-6]\..*[4-6] x workflow \(ZeroDivisionError at .*, the last:\nTraceback",
     ) as caught:
         calls[call]()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -329,8 +454,8 @@ def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., Id
 
 
 def test_an_episode_has_a_deadline(start: Callable[..., IdleEngine]) -> None:
-    engine = start(consumer_batch_size=1, episode_timeout=0.1, episode_retries=0, max_failed_episodes=0)
-    with pytest.raises(EpisodeError, match=r"\d timeout") as caught:
+    engine = start(consumer_batch_size=1, episode_timeout=0.1, episode_retries=0, max_failed_share=0.0)
+    with pytest.raises(EpisodeError, match=r"\d x timeout") as caught:
         engine.executor.prepare_batch([rows(1, delay_s=60.0)], WaitingWorkflow())
     assert isinstance(caught.value.__cause__, EpisodeTimeoutError)
 
@@ -368,9 +493,9 @@ def test_malformed_trajectories_name_the_key(
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
             return change(waiting_trajectory(0, 4))
 
-    engine = start(episode_retries=0, max_failed_episodes=0)
+    engine = start(episode_retries=0, max_failed_share=0.0)
     engine.set_version(4)
-    with pytest.raises(EpisodeError, match=r"\d trajectory") as caught:
+    with pytest.raises(EpisodeError, match=r"\d x trajectory") as caught:
         engine.executor.prepare_batch([rows(1)], Malformed())
     assert isinstance(caught.value.__cause__, TrajectoryError)
     with pytest.raises(TrajectoryError, match=message):
@@ -390,7 +515,7 @@ def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine]) -> None:
 
 
 def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEngine]) -> None:
-    engine = start(episode_retries=0, max_failed_episodes=0)
+    engine = start(episode_retries=0, max_failed_share=0.0)
     with pytest.raises(EpisodeError, match="Await agenerate there instead"):
         engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: engine.executor.wait(1)))
 
@@ -436,8 +561,27 @@ def test_run_all_takes_old_tokens_only_for_evaluations(start: Callable[..., Idle
     assert engine.executor.run_all(rows(1, behind=0), OneVersionBehind())["versions"].max() == 2
     evaluated = engine.executor.run_all(rows(2, behind=1), OneVersionBehind(), is_evaluation=True)
     assert prompts_of(evaluated) == [0, 1] and evaluated["versions"].max() == 1
-    with pytest.raises(EpisodeError, match=r"got none .*'trajectory': 2"):
+    with pytest.raises(EpisodeError, match=r"got none .*'failed_trajectory': 2"):
         engine.executor.run_all(rows(2, behind=1), OneVersionBehind())
+
+
+def test_an_evaluation_has_one_version(start: Callable[..., IdleEngine]) -> None:
+    """A server that was late with the weights answered one of three; it is asked again."""
+    engine = start(consumer_batch_size=1)
+    asked: list[int] = []
+
+    class OneIsLate(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
+            index = data["prompt_id"].index
+            asked.append(index)
+            is_late = index == 1 and (asked.count(1) == 1 or data["is_always_late"])
+            return waiting_trajectory(index, 2 if is_late else 3)
+
+    batch = engine.executor.run_all(rows(3, is_always_late=False), OneIsLate(), is_evaluation=True)
+    assert prompts_of(batch) == [0, 1, 2] and sorted(asked) == [0, 1, 1, 2]
+    assert set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {3}
+    with pytest.raises(EpisodeError, match="must use one version of the weights: got 3"):
+        engine.executor.run_all(rows(3, is_always_late=True), OneIsLate(), is_evaluation=True)
 
 
 def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
@@ -511,13 +655,14 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
 
 
 def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
-    (tmp_path / "exp").write_text("a file where the folder should be")
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "rollouts").write_text("a file where the folder should be")
     engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="exp", max_head_offpolicyness=9)
     engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
-    with pytest.raises(OSError, match="exp"):
+    with pytest.raises(OSError, match="rollouts"):
         for _ in range(8):
             engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
             time.sleep(0.05)
-    with pytest.raises(OSError, match="exp"):
+    with pytest.raises(OSError, match="rollouts"):
         engine.executor.close()
     engine.executor._store = None

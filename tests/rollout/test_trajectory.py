@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing_workflows import WaitingWorkflow, waiting_trajectory
+from tensordict import TensorDict
+from testing_workflows import waiting_trajectory
 
 from arealite.api.io_struct import PromptId
-from arealite.rollout.episode import Episode, sampling_seed
-from arealite.rollout.trajectory import FinishedEpisode, assemble_batch, balance, split_batch
+from arealite.rollout.episode import sampling_seed
+from arealite.rollout.trajectory import assemble_batch, balance, split_batch
 from arealite.utils.tensors import concat_padded_tensors
 
 
-def group(index: int, num_samples: int, length: int) -> FinishedEpisode:
-    trajectory = concat_padded_tensors([waiting_trajectory(index, 0, length) for _ in range(num_samples)])
-    return FinishedEpisode(Episode(PromptId(0, index), 0, 0, 1), WaitingWorkflow(), trajectory)
+def group(index: int, num_samples: int, length: int) -> TensorDict:
+    return concat_padded_tensors([waiting_trajectory(index, 0, length) for _ in range(num_samples)])
 
 
 def test_a_batch_numbers_its_episodes() -> None:

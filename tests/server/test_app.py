@@ -106,6 +106,7 @@ async def test_a_reply_has_sglangs_shape_and_the_models_logprobs(client: Client,
         "completion_tokens": 20,
         "weight_version": "0",
         "weight_versions": [{"version": "0", "start": 0, "end": 20}],
+        "stale_kv_tokens": 0,
     }
 
 
@@ -213,7 +214,7 @@ async def test_pause_abort_and_continue(client: Client) -> None:
     assert (await client.post("/continue_generation", {"torch_empty_cache": False}))[0] == 200
     assert (await held)["output_ids"] == replies[0]["output_ids"][:5]
     assert (await client.post("/flush_cache"))[0] == 200
-    assert (await client.post("/pause_generation", {"mode": "in_place"}))[0] == 400
+    assert (await client.post("/pause_generation", {"mode": "sideways"}))[0] == 400
 
 
 async def test_bodyless_posts_of_older_clients_work(client: Client) -> None:

@@ -1,0 +1,123 @@
+"""`arealite ledger`: the audit of a run folder, as tables or as one JSON object.
+
+Exit status: 0 when every prompt is accounted for, 1 when one is lost, repeated or missing (2, from the front door: the
+folder can't be read).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from arealite.rollout.audit import Audit, audit
+from arealite.rollout.bias import Bias
+
+_MAX_NAMES = 10
+_STATES = ("trained", "rejected", "failed", "accepted", "running", "issued", "retried")
+"""In the order in which they are shown."""
+_TITLES = {
+    "latency_s": ("latency", "seconds", "slowest", "fastest"),
+    "tokens": ("length", "mean tokens", "longest", "shortest"),
+}
+
+
+def show_ledger(run_folder: str, *, as_json: bool) -> int:
+    """Print what became of the prompts of a run."""
+    result = audit(run_folder)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(result), "adds_up": result.adds_up}))
+    else:
+        _print(result, Console(highlight=False))
+    return 0 if result.is_clean else 1
+
+
+def _print(result: Audit, console: Console) -> None:
+    console.print(_totals(result))
+    for bias in result.bias:
+        if bias.parts:
+            console.print(_deciles(bias))
+            console.print(_comparison(bias) + "\n")
+    for line in _verdict(result):
+        console.print(line, soft_wrap=True)
+
+
+def _totals(result: Audit) -> Table:
+    table = _table("Prompts by state")
+    table.add_column("state", no_wrap=True)
+    for name in ("prompts", "share", "samples", "tokens"):
+        table.add_column(name, justify="right")
+    for state in sorted(result.states, key=_order):
+        count, of_state = result.states[state], result.samples.get(state, {})
+        if state.startswith("retried_"):
+            table.add_row(_worded(state), f"{count:,}", "", "", "")
+        else:
+            numbers = [f"{of_state.get(name, 0):,}" for name in ("samples", "tokens")]
+            table.add_row(_worded(state), f"{count:,}", _percent(count / result.issued), *numbers)
+    return table
+
+
+def _deciles(bias: Bias) -> Table:
+    title, unit, *_ = _TITLES[bias.measure]
+    table = _table(f"Bias by {title}")
+    table.add_column(unit, justify="right", no_wrap=True)
+    table.add_column("settled", justify="right", no_wrap=True)
+    table.add_column("trained", justify="right", no_wrap=True)
+    table.add_column("dropped, % by reason")
+    for part in bias.parts:
+        shares = part.dropped_shares.items()
+        dropped = ", ".join(f"{outcome.partition('_')[2]} {100 * share:.1f}" for outcome, share in shares)
+        table.add_row(f"{part.low:.4g} .. {part.high:.4g}", f"{part.settled:,}", _percent(part.trained_share), dropped)
+    if bias.unmeasured:
+        table.add_row("unknown", f"{bias.unmeasured:,}", "", "")
+    return table
+
+
+def _comparison(bias: Bias) -> str:
+    *_, high, low = _TITLES[bias.measure]
+    if bias.difference is None or bias.standard_error is None:
+        return "One prompt shows no bias."
+    difference, error = 100 * bias.difference, 100 * bias.standard_error
+    judgement = "within" if abs(difference) <= 2 * error else "beyond"
+    return (
+        f"Trained share of the {high} minus the {low}: {difference:+.1f} ± {error:.1f} points, "
+        f"{judgement} two standard errors."
+    )
+
+
+def _verdict(result: Audit) -> list[str]:
+    checkpoint = "no checkpoint" if result.checkpoint_step is None else f"checkpoint of step {result.checkpoint_step}"
+    lines = [
+        f"issued {result.issued:,} = trained {result.trained:,} + rejected {result.rejected:,} + failed "
+        f"{result.failed:,} + pending {result.pending:,}{'' if result.adds_up else ': DOES NOT ADD UP'}",
+        f"provisional {result.provisional:,} of the trained ({checkpoint})",
+        f"lost {'unknown' if result.lost is None else _named(result.lost, result.lost_ids)}",
+        f"repeated {_named(result.repeated, result.repeated_ids)}",
+    ]
+    return lines + result.notes
+
+
+def _named(count: int, names: list[str]) -> str:
+    rest = ", ..." if count > _MAX_NAMES else ""
+    return f"{count:,}" + (f": {', '.join(names[:_MAX_NAMES])}{rest}" if names else "")
+
+
+def _worded(outcome: str) -> str:
+    """Return `failed: reward_timeout` for `failed_reward_timeout`."""
+    state, _, reason = outcome.partition("_")
+    return f"{state}: {reason}" if reason else state
+
+
+def _order(outcome: str) -> tuple[int, str]:
+    return _STATES.index(outcome.partition("_")[0]), outcome
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

@@ -1,0 +1,127 @@
+"""Which servers answer: suspects get no requests while others can take them, and requests are not left with the dead.
+
+A server that has requests in flight and gives no sign of life for a while is asked for /health. One that doesn't answer
+that either becomes a suspect, and its requests are given up so that another server can take them; if there is none,
+they go on waiting for it. A suspect is readmitted when it answers /health. Invariant: while another server could take
+a request, it waits for a dead one no longer than about `quiet_s + 2 * health_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine
+from typing import Any
+
+from arealite.api.errors import ServerError, UnreachableError
+from arealite.engine.server_http import Json, ServerHttp
+from arealite.engine.server_set import Server, ServerSet
+
+logger = logging.getLogger("arealite.client")
+
+_FIRST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 1.0
+
+
+class Liveness:
+    """Posts requests and watches the servers that have some; lives in one event loop."""
+
+    def __init__(
+        self,
+        http: ServerHttp,
+        servers: ServerSet,
+        may_generate: asyncio.Event,
+        *,
+        quiet_s: float = 4.0,
+        health_s: float = 8.0,
+    ) -> None:
+        self._http = http
+        self._servers = servers
+        self._may_generate = may_generate
+        """Nobody is judged while it is cleared: a paused server may have nothing to say."""
+        self._quiet_s = quiet_s
+        self._health_s = health_s
+        self._leashes: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)
+        """One per request in flight."""
+        self._heard_at: defaultdict[Server, float] = defaultdict(float)
+        """When a server gave its last sign of life."""
+        self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}
+        self._start(("watch", None), self._watch())
+
+    async def post(self, server: Server, endpoint: str, payload: Json, *, timeout_s: float) -> Json:
+        """Post, and raise UnreachableError if the server turns out to be dead while another is alive."""
+        leashes = self._leashes[server]
+        leash = asyncio.timeout(None)
+        try:
+            async with leash:
+                leashes.add(leash)
+                reply = await self._http.post(server.address, endpoint, payload, timeout_s=timeout_s)
+        except TimeoutError:
+            raise UnreachableError(
+                f"POST http://{server.address}{endpoint} must reach a live server: got no answer to /health within "
+                f"{self._health_s:g} s. Look at its log; the request goes to another server."
+            ) from None
+        finally:
+            leashes.discard(leash)
+        self._heard_at[server] = asyncio.get_running_loop().time()
+        return reply
+
+    def suspect(self, server: Server) -> None:
+        """Prefer other servers until this one answers /health."""
+        if server.is_reachable:
+            server.is_reachable = False
+            logger.warning("server %s does not answer, others take over", server.address)
+            self._start(("readmit", server), self._readmit(server))
+
+    async def is_healthy_by(self, address: str, deadline: float) -> bool:
+        """Ask for /health with growing pauses until it answers or the deadline passes."""
+        loop = asyncio.get_running_loop()
+        pause_s = _FIRST_PAUSE_S
+        while (left_s := deadline - loop.time()) > 0:
+            if await self._is_healthy(address, min(left_s, self._health_s)):
+                return True
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        return False
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._quiet_s / 4)
+            for server in self._servers.servers:
+                is_quiet = loop.time() - self._heard_at[server] > self._quiet_s
+                if self._leashes[server] and is_quiet and self._may_generate.is_set():
+                    self._start(("examine", server), self._examine(server))
+
+    async def _examine(self, server: Server) -> None:
+        """Ask a quiet server for /health, and give its requests up if it says nothing and another one is alive."""
+        asked_at = asyncio.get_running_loop().time()
+        if await self._is_healthy(server.address, self._health_s):
+            self._heard_at[server] = asked_at
+        if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
+            return
+        self.suspect(server)
+        if self._servers.has_reachable():
+            for leash in self._leashes[server]:
+                leash.reschedule(asked_at)
+
+    async def _readmit(self, server: Server) -> None:
+        if await self.is_healthy_by(server.address, float("inf")):
+            server.is_reachable = True
+            logger.warning("server %s answers again", server.address)
+
+    async def _is_healthy(self, address: str, timeout_s: float) -> bool:
+        try:
+            await self._http.get(address, "/health", timeout_s=timeout_s)
+        except ServerError:
+            return False
+        return True
+
+    def _start(self, key: tuple[str, Server | None], coroutine: Coroutine[Any, Any, None]) -> None:
+        """Start a task unless the same one runs already."""
+        if key in self._tasks:
+            coroutine.close()
+            return
+        task = self._tasks[key] = asyncio.create_task(coroutine)
+        task.add_done_callback(lambda _: self._tasks.pop(key))

@@ -1,0 +1,85 @@
+"""Whether a run trains on the prompts it issued, or on the quick and short ones among them.
+
+Settled prompts are sorted by a measure and cut into ten parts of (nearly) equal size. If what was dropped does not
+depend on the measure, the share that was trained is the same in all; the slowest (longest) part is compared with the
+fastest (shortest) by the difference of two proportions:
+
+    p_high - p_low,    standard error = sqrt(p_high (1 - p_high) / n_high + p_low (1 - p_low) / n_low)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Measure = Literal["latency_s", "tokens"]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """One prompt that was trained, rejected or failed, and what is known of it."""
+
+    outcome: str
+    """`trained`, `rejected_<reason>` or `failed_<kind>`."""
+    latency_s: float | None
+    tokens: float | None
+    """Mean over the group."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tenth of the settled prompts."""
+
+    low: float
+    """Smallest value of the measure."""
+    high: float
+    """Largest value of the measure."""
+    settled: int
+    trained_share: float
+    dropped_shares: dict[str, float]
+    """By outcome."""
+
+
+@dataclass(frozen=True)
+class Bias:
+    """How outcomes depend on one measure."""
+
+    measure: Measure
+    unmeasured: int
+    """Settled prompts without a value, which are in no part."""
+    parts: list[Part]
+    """Ascending; fewer than ten if there are fewer prompts."""
+    difference: float | None
+    """Trained share of the highest part minus that of the lowest; None with fewer than two parts."""
+    standard_error: float | None
+
+
+def bias_of(settled: Sequence[Settled], *, by: Measure, num_parts: int = 10) -> Bias:
+    """Compare the outcomes of prompts of different latency or length."""
+    measured = [(value, one) for one in settled if (value := getattr(one, by)) is not None]
+    measured.sort(key=lambda pair: pair[0])
+    num_parts = min(num_parts, len(measured))
+    cuts = [len(measured) * part // num_parts for part in range(num_parts + 1)] if measured else []
+    parts = [_part(measured[start:end]) for start, end in itertools.pairwise(cuts)]
+    difference = error = None
+    if len(parts) > 1:
+        difference = parts[-1].trained_share - parts[0].trained_share
+        error = math.sqrt(_variance(parts[-1]) + _variance(parts[0]))
+    return Bias(by, len(settled) - len(measured), parts, difference, error)
+
+
+def _part(measured: Sequence[tuple[float, Settled]]) -> Part:
+    count = len(measured)
+    outcomes = Counter(one.outcome for _, one in measured)
+    trained = outcomes.pop("trained", 0)
+    dropped = {outcome: number / count for outcome, number in outcomes.most_common()}
+    return Part(measured[0][0], measured[-1][0], count, trained / count, dropped)
+
+
+def _variance(part: Part) -> float:
+    """Return the variance of the trained share, if prompts are independent."""
+    return part.trained_share * (1 - part.trained_share) / part.settled

@@ -1,0 +1,257 @@
+"""The ledger's SQLite file: one writer thread, group commits, readers at any time.
+
+What one transition writes (an event: rows by table) is in one transaction, and transactions keep the order of events,
+so the file always holds a prefix of what was noted. A commit survives the death of the process, a flush also that of
+the machine. Rows travel as JSON, one statement per table and commit: the writer needs the interpreter lock a few
+times per commit instead of once per row, and does not lag behind a busy event loop.
+
+What the rows mean is left to `ledger.py`; `audit.py` reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arealite.api.errors import LedgerError
+from arealite.api.io_struct import PromptId
+
+Row = tuple[Any, ...]
+Event = Mapping[str, Iterable[Row]]
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS prompts(
+    ticket INTEGER PRIMARY KEY, epoch INTEGER, idx INTEGER, is_counted INTEGER, state TEXT, reason TEXT,
+    attempt INTEGER, head_version INTEGER, trained_version INTEGER, latency_s REAL,
+    issued_at INTEGER, changed_at INTEGER, issued_unix_s REAL, changed_unix_s REAL
+);
+CREATE TABLE IF NOT EXISTS samples(
+    ticket INTEGER, sample INTEGER, tokens INTEGER, latency_s REAL, num_interrupts INTEGER, server TEXT,
+    PRIMARY KEY (ticket, sample)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS retries(position INTEGER PRIMARY KEY, ticket INTEGER, kind TEXT);
+CREATE TABLE IF NOT EXISTS cursors(position INTEGER PRIMARY KEY, state TEXT);
+CREATE TABLE IF NOT EXISTS checkpoints(step INTEGER PRIMARY KEY, position INTEGER);
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value INTEGER);
+CREATE VIEW IF NOT EXISTS sample_states AS
+    SELECT samples.*, prompts.state, prompts.reason FROM samples JOIN prompts USING (ticket);
+"""
+_NUM_COLUMNS = {"prompts": 14, "samples": 6, "retries": 3, "cursors": 2, "checkpoints": 2, "meta": 2}
+_WRITE = {
+    table: f"INSERT OR REPLACE INTO {table} SELECT "
+    + ", ".join(f"json_extract(value, '$[{column}]')" for column in range(count))
+    + " FROM json_each(?)"
+    for table, count in _NUM_COLUMNS.items()
+}
+_REDONE = "(changed_at > :position OR state IN ('issued', 'running', 'accepted'))"
+_ROLLBACK = (
+    f"DELETE FROM samples WHERE ticket IN (SELECT ticket FROM prompts WHERE {_REDONE})",
+    "DELETE FROM prompts WHERE issued_at > :position",
+    "DELETE FROM retries WHERE position > :position",
+    "DELETE FROM cursors WHERE position > :position",
+    "DELETE FROM checkpoints WHERE position > :position",
+    "UPDATE prompts SET state = 'issued', reason = NULL, attempt = 0, head_version = -1, trained_version = NULL, "
+    f"latency_s = NULL, changed_at = issued_at, changed_unix_s = issued_unix_s WHERE {_REDONE}",
+)
+
+_GROUP_S = 0.01
+"""How long a commit waits for more events."""
+_GROUP_EVENTS = 1000
+"""So many do not wait. A commit takes no more, as making their JSON stops the event loop."""
+_MAX_BACKLOG = 100_000
+"""Events in memory; with more, the caller waits for the disk."""
+_FLUSH_S = 30.0
+
+
+class Reissued(NamedTuple):
+    """A prompt that is to run again."""
+
+    ticket: int
+    prompt_id: PromptId
+    is_counted: bool
+    issued_at: int
+    issued_unix_s: float
+
+
+class LedgerFile:
+    """Appends events to a file that others may read meanwhile."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._database = _open_for_writing(path)
+        self._queue: deque[tuple[int, Event]] = deque()
+        self._noted, self._urgent = threading.Event(), threading.Event()
+        self._progress = threading.Condition()
+        self._committed = self._synced = self._wanted = self.last_position()
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write_on, name="arealite-ledger", daemon=True)
+        self._thread.start()
+
+    def append(self, position: int, event: Event) -> None:
+        """Note an event and return at once; positions never fall."""
+        self._queue.append((position, event))
+        if not self._noted.is_set():
+            self._noted.set()
+        if len(self._queue) >= _GROUP_EVENTS:
+            self._urgent.set()
+            if len(self._queue) >= _MAX_BACKLOG:
+                self.flush(position)
+
+    def flush(self, position: int) -> None:
+        """Wait until everything up to a position is on the disk."""
+        self._wanted = max(self._wanted, position)
+        self._urgent.set()
+        self._noted.set()
+        with self._progress:
+            self._progress.wait_for(lambda: self._synced >= position or self._error is not None, _FLUSH_S)
+        self.check()
+        if self._synced < position:
+            raise LedgerError(
+                f"{self.path} must take {len(self._queue)} events within {_FLUSH_S:g} s: it did not. "
+                "Put cluster.fileroot on a faster disk."
+            )
+
+    def check(self) -> None:
+        """Raise what the writer raised."""
+        if self._error is not None:
+            raise LedgerError(
+                f"{self.path} must be writable: got {self._error}. Free the disk, then resume the run."
+            ) from self._error
+
+    def close(self) -> None:
+        """Write what was noted and let the file go."""
+        self._is_closing = True
+        self._urgent.set()
+        self._noted.set()
+        self._thread.join(_FLUSH_S)
+        if self._thread.is_alive():
+            raise LedgerError(f"{self.path} must be closed within {_FLUSH_S:g} s: it was not. Look at the disk.")
+        self._database.close()
+        self.check()
+
+    # Called while nothing has been appended
+
+    def last_position(self) -> int:
+        """Return the highest position that was ever written."""
+        found = self._database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+        return int(found[0]) if found else 0
+
+    def rollback(self, position: int) -> None:
+        """Undo what was written after a position, and reopen what was not settled at it."""
+        with transaction(self._database):
+            for statement in _ROLLBACK:
+                self._database.execute(statement, {"position": position})
+
+    def read_issued(self) -> list[Reissued]:
+        """Return the prompts that wait to run, in the order of their tickets."""
+        columns = "ticket, epoch, idx, is_counted, issued_at, issued_unix_s"
+        rows = self._database.execute(f"SELECT {columns} FROM prompts WHERE state = 'issued' ORDER BY ticket")
+        return [Reissued(row[0], PromptId(row[1], row[2]), bool(row[3]), row[4], row[5]) for row in rows]
+
+    def read_counts(self) -> tuple[int, Counter[str]]:
+        """Return the last ticket and how many prompts are in which state, and were retried for which reason."""
+        (last_ticket,) = self._database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()
+        return last_ticket, count_states(self._database)
+
+    # The writer thread
+
+    def _write_on(self) -> None:
+        try:
+            while not (self._is_closing and not self._queue):
+                if not self._queue:
+                    self._noted.wait()
+                if len(self._queue) < _GROUP_EVENTS:
+                    self._urgent.wait(_GROUP_S)
+                self._noted.clear()
+                self._urgent.clear()
+                self._commit([self._queue.popleft() for _ in range(min(len(self._queue), _GROUP_EVENTS))])
+                self._sync()
+        except Exception as error:
+            self._error = error
+        with self._progress:
+            self._progress.notify_all()
+
+    def _commit(self, events: list[tuple[int, Event]]) -> None:
+        if not events:
+            return
+        rows: dict[str, dict[Row, Row]] = {}
+        for _, event in events:
+            for table, changed in event.items():
+                key_length = 2 if table == "samples" else 1
+                rows.setdefault(table, {}).update((row[:key_length], row) for row in changed)
+        position = max(self._committed, *(position for position, _ in events))
+        rows["meta"] = {("position",): ("position", position)}
+        with transaction(self._database):
+            for table, changed in rows.items():
+                self._database.execute(_WRITE[table], (json.dumps(list(changed.values())),))
+        self._committed = position
+
+    def _sync(self) -> None:
+        if self._synced < self._wanted <= self._committed:
+            self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            with self._progress:
+                self._synced = self._committed
+                self._progress.notify_all()
+
+
+def open_for_reading(path: str | os.PathLike[str]) -> sqlite3.Connection:
+    """Open the ledger of a run, alive or not, without ever changing it."""
+    if not os.path.exists(path):
+        raise LedgerError(f"{path} must exist: it does not. Name the folder of a run.")
+    # Without a log beside it nobody writes, and a folder that can't be written must be readable too.
+    options = "mode=ro" if os.path.exists(f"{path}-wal") else "mode=ro&immutable=1"
+    return _connected(path, f"{Path(path).absolute().as_uri()}?{options}")
+
+
+@contextlib.contextmanager
+def transaction(database: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """Do all or nothing; for readers (`DEFERRED`) see one moment."""
+    database.execute(f"BEGIN {kind}")
+    try:
+        yield
+    except BaseException:
+        database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")
+
+
+def count_states(database: sqlite3.Connection) -> Counter[str]:
+    """Count prompts by `<state>[_<reason>]` and retries by `retried_<kind>`."""
+    counts: Counter[str] = Counter()
+    for state, reason, count in database.execute("SELECT state, reason, count(*) FROM prompts GROUP BY state, reason"):
+        counts[f"{state}_{reason}" if reason else state] = count
+    for kind, count in database.execute("SELECT kind, count(*) FROM retries GROUP BY kind"):
+        counts[f"retried_{kind}"] = count
+    return counts
+
+
+def _open_for_writing(path: str) -> sqlite3.Connection:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    database = _connected(path, f"{Path(path).absolute().as_uri()}?mode=rwc")
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = NORMAL")
+    database.executescript(_SCHEMA)
+    database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    return database
+
+
+def _connected(path: str | os.PathLike[str], uri: str) -> sqlite3.Connection:
+    try:
+        database = sqlite3.connect(uri, uri=True, timeout=_FLUSH_S, isolation_level=None, check_same_thread=False)
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise LedgerError(f"{path} must be a ledger that SQLite can open: got {error}. Use another copy.") from error
+    if num_tables and version != _SCHEMA_VERSION:
+        database.close()
+        raise LedgerError(f"{path} must be of version {_SCHEMA_VERSION}: got {version}. Use the release that wrote it.")
+    return database

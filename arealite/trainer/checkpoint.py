@@ -1,0 +1,119 @@
+"""Folders of recovery checkpoints as files: sealed by a manifest, published whole, verified, pruned.
+
+A folder `step_<N>` appears by one rename, after everything in it lies on the disk. Its `manifest.json` names size and
+SHA-256 of every other file and of its own contents, so a file that is missing, cut off or changed anywhere is
+noticed. What the files mean is left to `recover`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypedDict
+
+from arealite.trainer.run_folder import publish_folder
+
+MANIFEST = "manifest.json"
+
+
+class Entry(TypedDict):
+    """What the manifest knows of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def entries_of(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Bring files to the disk and return their entries of the manifest."""
+    paths = [folder / name for name in names]
+    for path in paths:
+        _sync(path)
+    return {path.name: _entry(path) for path in paths}
+
+
+def seal(folder: Path, files: Mapping[str, Entry]) -> None:
+    """Write the manifest of a folder whose other files are on the disk."""
+    (folder / MANIFEST).write_bytes(_render(files))
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def publish(unfinished: Path, path: Path) -> None:
+    """Give a sealed folder its final name, in place of one that has it."""
+    publish_folder(unfinished, path)
+    _sync(path.parent)
+
+
+def find_damage(folder: Path) -> str | None:
+    """Say what is wrong with a checkpoint; None if it is whole."""
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    try:
+        files: dict[str, Entry] = json.loads(raw)["files"]
+        is_whole = raw == _render(files)
+    except (ValueError, KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
+        return f"{MANIFEST} is cut off or was changed"
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(lambda item: _file_damage(folder / item[0], item[1]), files.items())
+        return next((text for text in found if text is not None), None)
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the published checkpoints with their steps, newest first; none without a folder."""
+    paths = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    return sorted(((int(path.name.removeprefix("step_")), path) for path in paths), reverse=True)
+
+
+def prune(folder: Path, *, keep_last: int, scores: Mapping[int, float]) -> None:
+    """Remove all but the newest checkpoints and the one with the highest score (of equal ones the oldest)."""
+    known = checkpoints(folder)
+    best = max((step for step, _ in known if step in scores), key=lambda step: (scores[step], -step), default=None)
+    kept = {step for step, _ in known[:keep_last]} | {best}
+    for step, path in known:
+        if step not in kept:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint so that it never looks whole while only a part of it is left."""
+    unfinished = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    path.rename(unfinished)
+    shutil.rmtree(unfinished)
+
+
+def _entry(path: Path) -> Entry:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file_damage(path: Path, expected: Entry) -> str | None:
+    if not path.is_file():
+        return f"{path.name} is missing"
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        return f"{path.name} has {size} bytes instead of {expected['bytes']}"
+    return None if _entry(path) == expected else f"{path.name} was changed"
+
+
+def _render(files: Mapping[str, Entry]) -> bytes:
+    """Return the one way to write a manifest, so that no byte of it can differ unnoticed."""
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": digest}, sort_keys=True, indent=1).encode()

@@ -1,0 +1,33 @@
+"""Which prompt of a data set comes when: a pure function of a few numbers.
+
+A *cursor* is the mapping `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_last}`: it holds all that
+is needed to name every prompt before it, also long after the run and without the data set.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def order_of_epoch(dataset_size: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
+    """Return the indices of a data set in the order in which an epoch meets them."""
+    order = list(range(dataset_size))
+    if shuffle:
+        random.Random(f"prompts-{seed}-{epoch}").shuffle(order)
+    return order
+
+
+def length_of_epoch(dataset_size: int, *, batch_size: int, drop_last: bool) -> int:
+    """Return how many prompts an epoch yields; with `drop_last` the rest that fills no batch is skipped."""
+    return dataset_size // batch_size * batch_size if drop_last else dataset_size
+
+
+def passed_prompts(cursor: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield epoch and index of every prompt before a cursor, in the order of the run."""
+    size, last_epoch = cursor["dataset_size"], cursor["epoch"]
+    length = length_of_epoch(size, batch_size=cursor["batch_size"], drop_last=cursor["drop_last"])
+    for epoch in range(last_epoch + 1):
+        order = order_of_epoch(size, epoch=epoch, seed=cursor["seed"], shuffle=cursor["shuffle"])
+        yield from ((epoch, index) for index in order[: cursor["position"] if epoch == last_epoch else length])

@@ -1,0 +1,106 @@
+"""The run that faults are injected into: a tiny model, a dozen asynchronous steps, real processes, a marker on each.
+
+The marker, a variable of the environment that all descendants inherit, tells what belongs to the run also when its
+parents are gone. The run's temporary folder is its own, so that whatever is left in it was left by the run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arealite.utils.processes import spawn
+
+REPOSITORY = Path(__file__).parents[2]
+ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
+CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
+MARKER = "AREALITE_CHAOS_RUN"
+_LEFT_OUT = ("OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run: what it is and how to start it."""
+
+    folder: Path
+    """Of everything about the run; its name is the marker."""
+    model: Path
+    allocation: str
+    server_addrs: tuple[str, ...] = ()
+    steps: int = 12
+    batch_size: int = 6
+    group_size: int = 4
+    bound: int = 2
+    retries: int = 2
+    overrides: tuple[str, ...] = field(default=())
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "runs" / "chaos" / "run"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "tmp"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment of everything that belongs to the run."""
+        kept = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
+        return kept | {MARKER: str(self.folder), "TMPDIR": str(self.temporary)}
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the arguments of a launcher: entry script, config, overrides."""
+        overrides = {
+            "actor.path": self.model,
+            "cluster.fileroot": self.folder / "runs",
+            "experiment_name": "chaos",
+            "trial_name": "run",
+            "allocation_mode": self.allocation,
+            "total_train_steps": self.steps,
+            "gconfig.n_samples": self.group_size,
+            "gconfig.max_new_tokens": 24,
+            "train_dataset.path": "story?train=200&test=10",
+            "train_dataset.batch_size": self.batch_size,
+            "evaluator.freq_steps": 5,
+            "rollout.max_concurrent_rollouts": 2 * self.batch_size,
+            "rollout.max_head_offpolicyness": self.bound,
+            "rollout.server_addrs": f"[{','.join(self.server_addrs)}]",
+            "rollout.weight_update_timeout": 20,
+            "rollout.setup_timeout": 60,
+            "rollout.episode_timeout": 60,
+            "rollout.request_timeout": 30,
+            "recover.mode": "auto",
+            "recover.freq_steps": 1,
+            "recover.retries": self.retries,
+            "launcher.stall_timeout": 90,
+        }
+        return [str(ENTRY), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items()), *self.overrides]
+
+    def launch(self, number: int) -> Launcher:
+        """Start the launcher for the `number`-th time."""
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        output = self.folder / f"launcher-{number}.txt"
+        with output.open("wb") as file:
+            command = [sys.executable, "-m", "arealite.launcher.local", *self.arguments]
+            process = spawn(command, env=self.environment, cwd=self.folder, stdout=file, stderr=file)
+        return Launcher(process, output)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A started launcher and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def causes(self) -> list[str]:
+        """Return why it has restarted the run, and why it ended if it failed."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        causes = [line.partition("because ")[2] for line in lines if "restart " in line and " because " in line]
+        if self.process.returncode not in (0, None):
+            causes.append(next((line for line in reversed(lines) if "stopping everything" in line), "no word"))
+        return causes

@@ -1,0 +1,80 @@
+"""What a run does right now, read from its folder: faults land in chosen phases, at random delays after these marks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Moment = Literal["start", "batch", "published", "checkpoint", "step"]
+"""The run starts or has been hit | a batch was handed out, so logprobs, update and publication follow | new weights
+are out, so a checkpoint is copied | it is being written | a step is told, so the wait for the next batch follows."""
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+SPAN_S: dict[Moment, float] = {"start": 14.0, "batch": 0.8, "published": 0.2, "checkpoint": 0.15, "step": 0.6}
+"""About how long the phase after each mark lasts: random delays are drawn from there."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment that has come."""
+
+    moment: Moment
+    step: int
+    seen_at: float
+    """Of time.monotonic."""
+
+
+class Marks:
+    """The marks seen so far; `look` often."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last: dict[Moment, int] = {}
+        self.seen: list[Mark] = []
+
+    def add(self, moment: Moment, step: int) -> None:
+        """Note a mark."""
+        self.seen.append(Mark(moment, step, time.monotonic()))
+
+    def look(self) -> None:
+        """Note what has changed since the last look."""
+        now: dict[Moment, int] = {
+            "batch": _last_number(self._folder / "rollouts", "step_", ".jsonl"),
+            "checkpoint": _last_number(self._folder / "recover", ".step_", ".unfinished"),
+            "published": _last_value(self._folder / "weights.jsonl", "version"),
+            "step": _last_value(self._folder / "metrics.jsonl", "step"),
+        }
+        for moment, step in now.items():
+            if step >= 0 and step != self._last.get(moment, -1):
+                self.add(moment, step)
+        self._last = now
+
+    @property
+    def newest(self) -> str:
+        """Describe the newest mark."""
+        mark = self.seen[-1]
+        return f"{time.monotonic() - mark.seen_at:.2f} s after {mark.moment} {mark.step if mark.step >= 0 else ''}"
+
+
+def _last_number(folder: Path, start: str, end: str) -> int:
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        names = os.listdir(folder)
+    numbers = [name.removeprefix(start).removesuffix(end) for name in names if name.startswith(start)]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+
+def _last_value(path: Path, key: str) -> int:
+    """Return a value of the last whole line of a file of JSON objects."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - 20_000))
+            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return -1
+    return int(json.loads(lines[-1])[key]) if lines else -1

@@ -1,0 +1,82 @@
+"""The processes of a run: by role below its launcher, and by the run's marker wherever they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args
+
+import psutil
+
+from arealite.utils.processes import descendants, is_alive
+from chaos.experiment import ENTRY, MARKER
+
+Role = Literal["server", "trainer", "launcher", "guard", "reward"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+def find(role: Role, launcher: int) -> list[int]:
+    """Return the processes of a role below a launcher (or the launcher)."""
+    return [launcher] if role == "launcher" else [pid for pid in descendants(launcher) if role_of(pid) == role]
+
+
+def role_of(pid: int) -> Role | None:
+    """Tell the role of a process by its command line; the supervising processes are all `guard`."""
+    words = _command(pid)
+    match words[1:3]:
+        case ["-m", "arealite.launcher.guard" | "torch.distributed.run" | "arealite.launcher.rank"]:
+            return "guard"
+        case ["-m", "arealite.server"]:
+            return "server"
+        case ["-m", "arealite.launcher.local"]:
+            return "launcher"
+        case [script, *_] if script == str(ENTRY):
+            return "trainer"
+        case ["-c", code] if "arealite.reward.worker" in code:
+            return "reward"
+    return None
+
+
+def describe(pid: int) -> str:
+    """Name a process."""
+    return f"{pid} ({role_of(pid) or ' '.join(_command(pid))[:120]})"
+
+
+def marked(folder: Path) -> Iterator[int]:
+    """Yield the living processes that carry the marker of the run in `folder`, ourselves excepted."""
+    marker = f"{MARKER}={folder}".encode()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid() and is_alive(int(name)):
+            try:
+                environment = Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:  # gone, or of another user
+                continue
+            if marker in environment.split(b"\0"):
+                yield int(name)
+
+
+def listening_ports(pids: list[int]) -> set[int]:
+    """Return the ports on which processes listen."""
+    return {
+        connection.laddr.port
+        for connection in psutil.net_connections("inet")
+        if connection.pid in pids and connection.status == psutil.CONN_LISTEN
+    }
+
+
+def orphaned_ports(ports: set[int], folder: Path) -> set[int]:
+    """Return which of a run's ports it still listens on; another program may have taken one meanwhile."""
+    ours = {None, *marked(folder)}
+    return {
+        connection.laddr.port
+        for connection in psutil.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports and connection.pid in ours
+    }
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []

@@ -1,0 +1,124 @@
+"""The real executor, ledger and rollout store under any sequence of batches, checkpoints and crashes.
+
+A machine trains, takes checkpoints and dies, and keeps books of its own: what survives must hold each prompt once.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from tensordict import TensorDict
+from testing_adversary import RETRIES, CorneredExecutor, HeldWorkflow
+from testing_workflows import IdleEngine
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.dataset.loader import PromptLoader
+from arealite.rollout.audit import audit
+
+_ROWS = 13
+
+
+class Machine(RuleBasedStateMachine):
+    """A trainer that may die at any moment between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.set_num_threads(1)
+        self.folder = tempfile.TemporaryDirectory()
+        self.trained: dict[str, int] = {}
+        """The step of each surviving prompt."""
+        self.checkpoint: dict[str, Any] | None = None
+
+    @initialize(
+        eta=st.integers(0, 3),
+        batch_size=st.integers(1, 4),
+        max_concurrent=st.sampled_from([2, 5, 64]),
+        overdue=st.sampled_from(["wait", "drop"]),
+        seed=st.integers(0, 2**32),
+    )
+    def begin(
+        self, eta: int, batch_size: int, max_concurrent: int, overdue: Literal["wait", "drop"], seed: int
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.config = InferenceEngineConfig(
+            consumer_batch_size=batch_size,
+            max_head_offpolicyness=eta,
+            max_concurrent_rollouts=max_concurrent,
+            overdue=overdue,
+            max_failed_share=1.0,
+            episode_retries=RETRIES,
+            episode_timeout=10.0,
+            fileroot=self.folder.name,
+            experiment_name="exp",
+            trial_name="trial",
+        )
+        self.start()
+
+    def start(self) -> None:
+        """Start a process: from the checkpoint if there is one."""
+        self.engine = IdleEngine(self.config, CorneredExecutor)
+        self.executor = self.engine.executor
+        assert isinstance(self.executor, CorneredExecutor)
+        self.workflow = self.executor.adversary = HeldWorkflow(self.rng, straggler_share=0.9)
+        self.loader = PromptLoader([{"row": i} for i in range(_ROWS)], 3, seed=5)
+        if self.checkpoint is not None:
+            self.loader.load_state_dict(self.checkpoint["cursor"])
+            self.executor.load_state_dict(self.checkpoint["rollout"])
+            self.engine.set_version(self.checkpoint["version"])
+
+    def keep(self, batch: TensorDict) -> None:
+        version = self.engine.version
+        is_sampled = batch["loss_mask"].bool()
+        assert version - int(batch["versions"][is_sampled].min()) <= self.config.max_head_offpolicyness
+        lines = (self.run_folder / "rollouts" / f"step_{version}.jsonl").read_text().splitlines()
+        for prompt_id in (json.loads(line)["prompt_id"] for line in lines):
+            assert prompt_id not in self.trained, f"{prompt_id} was trained in step {self.trained[prompt_id]} already"
+            self.trained[prompt_id] = version
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.folder.name) / "exp" / "trial"
+
+    @rule()
+    def train(self) -> None:
+        batch = self.executor.prepare_batch(self.loader, self.workflow, lambda one: bool(one["rewards"][0] > 0))
+        self.executor.state_dict()
+        self.keep(batch)
+        self.executor.loop.run(self.workflow.end_some())
+        self.engine.set_version(self.engine.version + 1)
+
+    @rule()
+    def take_checkpoint(self) -> None:
+        state = json.loads(json.dumps(self.executor.state_dict()))
+        version = self.engine.version
+        self.checkpoint = {"cursor": self.loader.state_dict(), "rollout": state, "version": version}
+        self.executor.note_checkpoint(version - 1, state["ledger_position"])
+
+    @rule()
+    def die(self) -> None:
+        """Lose all memory; an orderly close writes at least as much as a kill -9."""
+        self.executor.close()
+        version = 0 if self.checkpoint is None else self.checkpoint["version"]
+        self.trained = {prompt_id: step for prompt_id, step in self.trained.items() if step < version}
+        self.start()
+
+    def teardown(self) -> None:
+        if hasattr(self, "executor"):
+            self.workflow.is_kind = True
+            self.train()
+            self.executor.close()
+            found = audit(self.run_folder)
+            assert (found.lost, found.repeated, found.trained) == (0, 0, len(self.trained)), found
+        self.folder.cleanup()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

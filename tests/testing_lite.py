@@ -1,0 +1,45 @@
+"""Real embedded servers on real ports, in threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from typing import Any
+
+import torch
+from aiohttp import web
+from tiny_models import tokenizer
+from transformers import PreTrainedModel
+
+from arealite.generation.engine import GenerationEngine
+from arealite.generation.model_runner import ModelRunner
+from arealite.server.app import Server
+
+
+class LiteServer:
+    """One server; run it with `testing_server.serve`. `engine` and `model` are for what HTTP can't do."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int = 8, context: int = 256, **options: Any) -> None:
+        self.model = model
+        self.engine = GenerationEngine(ModelRunner(model, slots=slots, context=context), **options)
+        self.address = ""
+
+    def app(self) -> web.Application:
+        return Server(self.engine, tokenizer(), model_path="tiny").app
+
+    async def close(self, _: web.Application) -> None:
+        await asyncio.to_thread(self.engine.close)
+
+    def post(self, endpoint: str, **body: Any) -> dict[str, Any]:
+        """Post as someone who is not our client."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{self.address}{endpoint}", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            answer: dict[str, Any] = json.load(reply)
+        return answer
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return copies of all weights by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.utils.fingerprint import fingerprint, fingerprints, mismatched, model_fingerprint
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+LARGE = 600_000
+"""Elements of a tensor of several blocks."""
+
+
+def random(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def flip(tensor: torch.Tensor, index: int, bit: int) -> torch.Tensor:
+    """Return a copy with one bit of one element flipped."""
+    flipped = tensor.clone()
+    flipped.view(torch.uint8)[index * tensor.element_size() + bit // 8] ^= 1 << (bit % 8)
+    return flipped
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_bit_and_every_place_matters(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    tensor = random(data.draw(st.integers(0, 99)), data.draw(st.sampled_from([1, 7, 1000, LARGE])), dtype)
+    index = data.draw(st.integers(0, len(tensor) - 1))
+    other = data.draw(st.integers(0, len(tensor) - 1))
+    bit = data.draw(st.integers(0, 8 * tensor.element_size() - 1))
+    expected = fingerprint(tensor)
+    assert fingerprint(flip(tensor, index, bit)) != expected
+    exchanged = tensor.clone()
+    exchanged[[index, other]] = tensor[[other, index]]
+    assert (fingerprint(exchanged) == expected) == (tensor[index].item() == tensor[other].item())
+    assert index == other or fingerprint(flip(flip(tensor, index, bit), other, bit)) != expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wholesale_changes(dtype: torch.dtype) -> None:
+    tensor = random(0, LARGE, dtype)
+    changed = [-tensor, tensor.flip(0), tensor.roll(1), tensor.roll(2**18), torch.zeros_like(tensor), tensor * 2]
+    assert len({fingerprint(one) for one in (tensor, *changed)}) == 7
+    assert fingerprint(tensor.view(600, 1000).t()) == fingerprint(tensor.view(600, 1000).t().contiguous())
+    assert fingerprint(torch.tensor([0.0], dtype=dtype)) != fingerprint(torch.tensor([-0.0], dtype=dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, LARGE), max_size=4))
+def test_parts_add_up(dtype: torch.dtype, cuts: list[int]) -> None:
+    tensor = random(1, LARGE, dtype)
+    bounds = [0, *sorted(cuts), LARGE]
+    parts = [fingerprint(tensor[start:end], start) for start, end in itertools.pairwise(bounds)]
+    assert sum(parts) % 2**64 == fingerprint(tensor)
+
+
+def test_the_definition_by_a_loop_in_python() -> None:
+    tensor = torch.tensor([1.5, -2.0, 3.25])
+    mask, total = 2**64 - 1, 0
+    for index, bits in enumerate(tensor.view(torch.int32).tolist()):
+        state = (index + 1) * 0x9E3779B97F4A7C15 & mask
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
+        total += ((state ^ state >> 31) | 1) * bits
+    assert fingerprint(tensor) == total & mask
+
+
+def test_names_of_what_differs() -> None:
+    tensors = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.zeros(2)}
+    told = fingerprints(tensors)
+    assert told["a"] == told["b"] and all(len(value) == 16 for value in told.values())
+    assert mismatched(tensors, told) == []
+    assert mismatched(tensors | {"b": -torch.ones(3)}, told) == ["b"]
+    assert mismatched({"a": tensors["a"], "d": tensors["c"]}, told) == ["b", "c", "d"]
+    whole = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    assert model_fingerprint(whole) == model_fingerprint(dict(reversed(whole.items())))
+    assert model_fingerprint(whole) != model_fingerprint(whole | {"c": 1})
+
+
+def test_another_process_computes_the_same() -> None:
+    program = "import torch; from arealite.utils.fingerprint import fingerprint as f; print(f(torch.arange(3e5)))"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    out = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+    assert int(out) == fingerprint(torch.arange(3e5))
