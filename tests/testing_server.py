@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import json
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,7 +50,7 @@ class ScriptedServer:
     tells: Literal["spans", "single", "nothing"] = "spans"
     has_sessions: bool = True
     failures: list[int | str] = field(default_factory=list)
-    """What the next calls of /generate answer: a status, or `hang up`."""
+    """What the next calls of /generate answer: a status, `hang up`, `truncated`, `nan`, or `slow` (1 s late)."""
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Endpoint -> status and message that it always answers."""
     is_healthy: bool = True
@@ -115,9 +117,25 @@ class ScriptedServer:
                 assert request.transport is not None
                 request.transport.close()
                 return web.Response()
-            return web.json_response({"error": {"message": "scripted"}}, status=int(failure))
+            if failure == "slow":
+                await asyncio.sleep(1)
+            elif isinstance(failure, str):
+                return await self._answer_badly(failure, body)
+            else:
+                return web.json_response({"error": {"message": "scripted"}}, status=failure)
         await self._resumed.wait()
+        if len(body["input_ids"]) >= self.context:
+            message = f"The input ({len(body['input_ids'])} tokens) is longer than the model's context length"
+            return web.json_response({"error": {"message": f"{message} ({self.context} tokens)."}}, status=400)
         return web.json_response(await self._sample(body))
+
+    async def _answer_badly(self, how: str, body: dict[str, Any]) -> web.Response:
+        reply = await self._sample(body)
+        reply["meta_info"]["output_token_logprobs"][-1][0] = math.nan
+        text = json.dumps(reply)
+        return web.Response(
+            text=text[: len(text) // 2] if how == "truncated" else text, content_type="application/json"
+        )
 
     async def _sample(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, params = body["input_ids"], body["sampling_params"]

@@ -316,6 +316,10 @@ class InferenceEngineConfig(Block):
     """Seconds that a workflow may block the event loop before its line is reported."""
     weight_check: WeightCheckConfig = field(default_factory=WeightCheckConfig)
     """Proof that the servers hold the trainer's weights."""
+    replay_from: str = ""
+    """Run folder whose stored batches are played again instead of sampling; `arealite replay` sets it."""
+    replay_step: NonNegativeInt = 0
+    """The step after which a replay ends."""
 
 
 @dataclass

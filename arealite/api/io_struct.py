@@ -139,6 +139,8 @@ class WeightUpdateMeta:
     nccl_backend: Literal["nccl", "gloo"] = "gloo"
     """Transport of the group; the receiving engine fills it in."""
     timeout_s: float = 120.0
+    holds_requests: bool = False
+    """Whether interrupted requests wait for `resume`, and not only until the servers have the weights."""
     wants_fingerprints: bool = False
     """Whether the receivers verify what they get; the receiving engine fills it in."""
     fingerprints: dict[str, str] = field(default_factory=dict)

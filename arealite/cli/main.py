@@ -49,6 +49,17 @@ def _parser() -> argparse.ArgumentParser:
     tiny_model.add_argument("--seed", type=int, default=1, help="seed of the random weights (default 1)")
     tiny_model.set_defaults(run=_tiny_model)
 
+    replay = commands.add_parser(
+        "replay",
+        help="execute a training step of a run again, and tell whether it gives the same weights",
+        description="Execute a training step of a run again, also of an asynchronous one, from the newest checkpoint "
+        "before it and the stored rollouts, without servers. On a CPU the weights must be bit-identical.",
+        epilog="exit status: 0 the weights are bit-identical, 1 they differ, 2 the folder does not hold what it takes",
+    )
+    replay.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
+    replay.add_argument("--step", type=int, required=True, help="the step, counted from 0")
+    replay.set_defaults(run=_replay)
+
     report = commands.add_parser("report", help="write report.html for a run folder")
     report.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
     report.set_defaults(run=_report)
@@ -76,6 +87,12 @@ def _tiny_model(args: argparse.Namespace) -> int:
 
     print(write_tiny_model(out=args.out, corpus=args.corpus, seed=args.seed))
     return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from arealite.cli.replay import replay
+
+    return replay(args.run_folder, args.step)
 
 
 def _report(args: argparse.Namespace) -> int:

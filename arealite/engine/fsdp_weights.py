@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
@@ -109,9 +108,9 @@ def fingerprint_shards(model: PreTrainedModel) -> str:
     values: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} must be sharded"
-        _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        elements_per_row = math.prod(parameter.shape[1:])
-        values[name] = fingerprint(parameter.to_local(), offsets[0] * elements_per_row)
+        mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+        first_row = min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)  # FSDP splits like torch.chunk
+        values[name] = fingerprint(parameter.to_local(), first_row * math.prod(parameter.shape[1:]))
     summands = torch.tensor([value - (value >> 63 << 64) for value in values.values()])  # int64 wraps as mod 2^64 does
     totals = all_reduce(summands).tolist()
     return model_fingerprint(dict(zip(values, totals, strict=True)))

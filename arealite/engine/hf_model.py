@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -22,6 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
+from arealite.utils.disk import writing
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -99,7 +101,8 @@ def write_checkpoint(
     """
     os.makedirs(path, exist_ok=True)
     written: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
-    save_torch_state_dict(written, path)
+    with writing(path, SafetensorError):
+        save_torch_state_dict(written, path)
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(path)

@@ -29,6 +29,7 @@ from arealite.api.errors import ConfigError, ContextOverflowError, ServerError, 
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, PromptId, RolloutStat, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.liveness import Liveness
+from arealite.engine.replay import Player
 from arealite.engine.server_http import Json, ServerHttp, StatusError
 from arealite.engine.server_set import Server, ServerSet, parse_addresses
 from arealite.rollout.collective import RankZeroExchange
@@ -36,6 +37,7 @@ from arealite.rollout.episode import SampleRecord, current_episode, sampling_see
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import beacon
+from arealite.utils.garbage import QuietCollector
 
 logger = logging.getLogger("arealite.client")
 
@@ -81,6 +83,8 @@ class RemoteInferenceEngine(InferenceEngine):
         self.servers = ServerSet()
         self._version = 0
         self._executor: RolloutExecutor | None = None
+        self._player: Player | None = None
+        """Takes the executor's place in a replay."""
         self._exchange = RankZeroExchange()
         self._num_loose_requests = 0
         self._num_generated_tokens = 0
@@ -96,12 +100,16 @@ class RemoteInferenceEngine(InferenceEngine):
         """Wait until the servers (`addr`, the config's, or the environment's) are ready and start the runtime."""
         if _rank() != 0:
             return
+        if self.config.replay_from:
+            self._player = Player(self.config.replay_from)
+            return
         addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(ADDRESSES_VARIABLE, ""))
         if not addresses:
             raise ConfigError(
                 f"rollout.server_addrs or the variable {ADDRESSES_VARIABLE} must name servers: got neither. "
                 "Start through a launcher, or set rollout.server_addrs=[host:port]."
             )
+        self._collector = QuietCollector()
         self._executor = RolloutExecutor(self.config, self)
         try:
             self._executor.loop.run(self._connect(addresses))
@@ -321,15 +329,27 @@ class RemoteInferenceEngine(InferenceEngine):
 
     async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | None:
         """Return what the server sampled; None if it is gone, which is no fault of its weights."""
+        num_failures = 0
+        while True:
+            try:
+                return await self._ask_canary(server, req)
+            except ServerError as error:
+                num_failures += 1
+                if num_failures <= self.config.request_retries and _may_retry(error):
+                    await asyncio.sleep(_backoff_s(num_failures))
+                elif isinstance(error, UnreachableError):
+                    self._liveness.suspect(server)
+                    return None
+                else:
+                    raise
+
+    async def _ask_canary(self, server: Server, req: ModelRequest) -> Canary:
         timeout_s = self.config.weight_update_timeout
         seed = sampling_seed(self.config.seed, PromptId(-1, 0), sample=0, attempt=0)
         endpoint, payload = self._canary_call(req, seed)
-        try:
-            model = await self._http.get(server.address, "/get_model_info", timeout_s=timeout_s)
-            reply = await self._http.post(server.address, endpoint, payload, timeout_s=timeout_s)
-        except UnreachableError:
-            self._liveness.suspect(server)
-            return None
+        tells_dtype = self.config.backend == "lite"
+        model = await self._http.get(server.address, "/model_info", timeout_s=timeout_s) if tells_dtype else {}
+        reply = await self._http.post(server.address, endpoint, payload, timeout_s=timeout_s)
         segment = self._parse_segment(server.address, reply, req.gconfig.max_new_tokens)
         if not segment.tokens:
             raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
@@ -340,6 +360,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._version = version
         if self._executor is not None:
             self._executor.set_version(version)
+            self._collector.collect()
 
     def get_version(self) -> int:
         """Return the version."""
@@ -349,19 +370,20 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         """Queue one episode and return at once (rank 0)."""
-        self._require_executor().submit(data, workflow)
+        if self._player is None:
+            self._require_executor().submit(data, workflow)
 
     def wait(
         self, count: int, timeout: float | None = None, should_accept: Callable[[TensorDict], bool] | None = None
     ) -> TensorDict:
         """Return `count` accepted trajectories, oldest first (rank 0). Raises TimeoutError, and then loses nothing."""
+        if self._player is not None:
+            return self._player.play(self._version)
         return self._require_executor().wait(count, timeout, should_accept)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
         """Run one episode per item of rank 0's `data` now and return this rank's share of what was accepted."""
-        return self._exchange.scatter(
-            lambda world_size: split_batch(self._require_executor().run_all(data, workflow), world_size)
-        )
+        return self._share_out(lambda: self._require_executor().run_all(data, workflow))
 
     def prepare_batch(
         self,
@@ -370,11 +392,16 @@ class RemoteInferenceEngine(InferenceEngine):
         should_accept: Callable[[TensorDict], bool] | None = None,
     ) -> TensorDict:
         """Keep episodes in flight and return this rank's share of the next batch of bounded staleness."""
-        return self._exchange.scatter(
-            lambda world_size: split_batch(
-                self._require_executor().prepare_batch(dataloader, workflow, should_accept), world_size
-            )
-        )
+        return self._share_out(lambda: self._require_executor().prepare_batch(dataloader, workflow, should_accept))
+
+    def _share_out(self, collect: Callable[[], TensorDict]) -> TensorDict:
+        """Collect a batch on rank 0, or play one, and return this rank's share."""
+
+        def shares(world_size: int) -> list[TensorDict]:
+            batch = collect() if self._player is None else self._player.play(self._version)
+            return split_batch(batch, world_size)
+
+        return self._exchange.scatter(shares)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return means over all samples.
@@ -383,7 +410,10 @@ class RemoteInferenceEngine(InferenceEngine):
         """
 
         def evaluate(world_size: int) -> list[dict[str, float]]:
-            batch = self._require_executor().run_all(data, workflow, is_evaluation=True)
+            if self._player is None:
+                batch = self._require_executor().run_all(data, workflow, is_evaluation=True)
+            else:
+                batch = self._player.play(self._version, is_evaluation=True)
             num_failed = len(data) - batch["group_index"].unique().numel()
             return [_means(batch) | {"num_failed": float(num_failed)}] * world_size
 
@@ -395,9 +425,13 @@ class RemoteInferenceEngine(InferenceEngine):
             self._executor.pause()
 
     def resume(self) -> None:
-        """Start episodes again."""
+        """Start episodes again, and let requests go on that a publication holds."""
         if self._executor is not None:
+            self._executor.loop.run(self._let_generate())
             self._executor.resume()
+
+    async def _let_generate(self) -> None:
+        self._may_generate.set()
 
     def state_dict(self) -> dict[str, Any]:
         """Make what became of all prompts durable, and return what `load_state_dict` needs; empty except on rank 0."""

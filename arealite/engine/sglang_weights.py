@@ -161,7 +161,8 @@ class WeightReceiver:
                 raise WeightUpdateError(f"every server must go on after an update of its weights: {error}") from error
             logger.warning("a server did not go on after a failed update of its weights: %s", error)
         finally:
-            publication.may_generate.set()
+            if failure is not None or not publication.meta.holds_requests:
+                publication.may_generate.set()
 
 
 class Publication:
@@ -318,6 +319,7 @@ class Publication:
         """Run the transfer, but end at once with the sender's error if it fails."""
         task = asyncio.create_task(transfer)
         sender = asyncio.wrap_future(self._uploaded)
+        sender.add_done_callback(lambda one: one.exception())  # its failure is no news when the transfer has failed
         try:
             await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():

@@ -18,6 +18,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.canary import check_canary
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.engine.replay import compare_weights
 from arealite.engine.weight_log import note_weights
 from arealite.utils import beacon
 from arealite.utils.distributed import agreed
@@ -29,12 +30,10 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     How they travel is `rollout.weight_update`: by broadcast, or through a checkpoint in the run folder; how that is
     verified is `rollout.weight_check`. Raises WeightUpdateError within thrice `rollout.weight_update_timeout` seconds.
     """
-    meta = _new_update(actor, rollout, version)
-    received = agreed(lambda: _start_receiving(rollout, meta))
-    agreed(lambda: _transfer(actor, meta, received))
-    check_canary(actor, rollout, version)
-    if rollout.config.weight_check.fingerprint:
-        _log_weights(actor, rollout, version)
+    if rollout.config.replay_from:
+        compare_weights(actor, rollout.config, version)
+    else:
+        _publish(actor, rollout, version)
     rollout.set_version(version)
     rollout.resume()
     actor.set_version(version)
@@ -56,6 +55,15 @@ def _transfer(actor: TrainEngine, meta: WeightUpdateMeta, received: Future[None]
                 received.result(timeout=2 * meta.timeout_s)
 
 
+def _publish(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
+    meta = _new_update(actor, rollout, version)
+    received = agreed(lambda: _start_receiving(rollout, meta))
+    agreed(lambda: _transfer(actor, meta, received))
+    check_canary(actor, rollout, version)
+    if rollout.config.weight_check.fingerprint:
+        _log_weights(actor, rollout, version)
+
+
 def _log_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
     """Note in the run folder which weights this version is."""
     fingerprint = actor.fingerprint()
@@ -64,13 +72,14 @@ def _log_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
 
 
 def _new_update(actor: TrainEngine, rollout: RemoteInferenceEngine, version: int) -> WeightUpdateMeta:
-    config = rollout.config
-    if config.weight_update == "disk":
-        path = os.path.join(config.fileroot, config.experiment_name, config.trial_name, "weight_update")
-        return WeightUpdateMeta("disk", version=version, path=path, timeout_s=config.weight_update_timeout)
+    """Describe the update. Requests wait until the servers are proved, who are idle until then and answer at once."""
+    config, is_disk = rollout.config, rollout.config.weight_update == "disk"
+    path = os.path.join(config.fileroot, config.experiment_name, config.trial_name, "weight_update")
     return WeightUpdateMeta(
-        "nccl",
+        "disk" if is_disk else "nccl",
         version=version,
-        nccl_param_specs=actor.get_param_specs(),
+        path=path if is_disk else None,
+        nccl_param_specs=[] if is_disk else actor.get_param_specs(),
         timeout_s=config.weight_update_timeout,
+        holds_requests=True,
     )

@@ -8,12 +8,15 @@ Each log file gets the lines as a reader would see them: without colours, and wi
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import re
 import sys
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO, Literal
+
+from arealite.utils.disk import explain
 
 Show = Literal["all", "warnings", "nothing"]
 
@@ -149,12 +152,22 @@ class Output:
         self._log.close()
 
     def _finish(self, lines: list[str]) -> None:
+        self._write_log("".join(line + "\n" for line in lines))
         for line in lines:
-            self._log.write(line + "\n")
             self.tail.append(line)
             if not self._passes_through and self._is_shown(line):
                 self._console.line(line, prefix=self._prefix)
-        self._log.flush()
+
+    def _write_log(self, text: str) -> None:
+        """Write to the log file; one that can't be written ends with a word about it, and the console goes on."""
+        try:
+            self._log.write(text)
+            self._log.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._log.close()
+            self._log = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            self._console.line(f"ERROR: this log ends here: {explain(error, self.path)}", prefix=self.name)
 
     def _is_shown(self, line: str) -> bool:
         """Tell whether a line goes to the console; indented lines follow the line they belong to."""

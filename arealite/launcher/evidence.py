@@ -23,7 +23,7 @@ from typing import Any
 
 from arealite.utils.beacon import STACKS_SIGNAL
 from arealite.utils.disk import free_space
-from arealite.utils.processes import cpu_seconds, descendants, identity, send_signal, state_of
+from arealite.utils.processes import catches, cpu_seconds, descendants, identity, send_signal, state_of
 from arealite.utils.source_lines import SourceLine, users_line
 
 _STACKS_S = 2.0
@@ -191,7 +191,8 @@ def _stacks(folder: Path, pids: Sequence[int]) -> tuple[dict[int, str], dict[int
     """Return stacks and names of the processes that write their own, and the stacks of others."""
     files: dict[int, Path] = {}
     for pid in pids:
-        files |= {pid: path for path in folder.glob(f"*.{_identity(pid)}.txt")}
+        if catches(pid, STACKS_SIGNAL):  # it would end others, also one that is just ending
+            files.update((pid, path) for path in folder.glob(f"*.{_identity(pid)}.txt"))
     sizes = {pid: path.stat().st_size for pid, path in files.items()}
     for pid in files:
         send_signal(pid, STACKS_SIGNAL)

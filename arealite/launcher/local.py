@@ -14,6 +14,7 @@ import argparse
 import ast
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -24,16 +25,23 @@ import yaml
 from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.console import Console
-from arealite.launcher.roles import SERVER_ADDRS_VARIABLE, Roles, check_roles, server_jobs, trainer_job
+from arealite.launcher.roles import (
+    SERVER_ADDRS_VARIABLE,
+    Roles,
+    check_roles,
+    server_jobs,
+    trainer_job,
+    trainer_threads,
+)
 from arealite.launcher.stall import StallPolicy
-from arealite.launcher.supervisor import STALLED, Ending, Supervisor
+from arealite.launcher.supervisor import Ending, Supervisor
 from arealite.utils.file_lock import file_lock
 from arealite.utils.network import hold_port, port_of
 
 _CONFIG_FAILED = 2
 _SETUP_TIMEOUT_S = 600.0
 """Of fine-tuning, whose start is the loading of its model."""
-_LOCK_TIMEOUT_S = 15.0
+_LOCK_TIMEOUT_S = 5.0
 """So long may the end of another launcher of the same run take."""
 
 
@@ -92,13 +100,16 @@ async def _run(config: GRPOConfig | SFTConfig, roles: Roles, *, entry: Path, arg
     if not (folder / "recover").exists():
         for log in (folder / "logs").glob("*.log"):  # of a run that this one replaces
             log.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"entry": str(entry), "argv": list(argv), "trainer_threads": trainer_threads(config, roles)}
+    (folder / "run.json").write_text(json.dumps(record) + "\n", encoding="utf-8")  # `arealite replay` reads it
     retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
     cause = ""
     for attempt in range(retries + 1):
         restart = f"restart {attempt} of {retries}, because {cause}" if attempt else None
         ending = await _attempt(config, roles, entry=entry, argv=argv, restart=restart)
         cause = ending.reason
-        if ending.status == _CONFIG_FAILED or not (ending.is_failure or ending.status == STALLED):
+        if not ending.is_failure or ending.status == _CONFIG_FAILED:
             break
     return ending.status
 

@@ -90,10 +90,11 @@ def check_roles(config: GRPOConfig | SFTConfig) -> Roles:
     _check_trainers(mode)
     _check_model(config)
     foreign_servers = _foreign_servers(config)
-    starts_servers = mode.gen_dp_size > 0 and not foreign_servers
+    is_replay = isinstance(config, GRPOConfig) and bool(config.rollout.replay_from)
+    starts_servers = mode.gen_dp_size > 0 and not foreign_servers and not is_replay
     if starts_servers:
         _check_servers(config, mode)
-    if isinstance(config, GRPOConfig) and mode.gen_dp_size == 0 and not foreign_servers:
+    if isinstance(config, GRPOConfig) and mode.gen_dp_size == 0 and not foreign_servers and not is_replay:
         raise ConfigError(
             f"allocation_mode must name servers for reinforcement learning: got {mode}. "
             f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
@@ -152,7 +153,7 @@ def trainer_job(
     env = _environment(
         config.launcher.trainer_env_vars,
         CUDA_VISIBLE_DEVICES=roles.trainer_gpus,
-        OMP_NUM_THREADS=str(config.launcher.trainer_threads or _trainer_threads(config, roles)),
+        OMP_NUM_THREADS=str(trainer_threads(config, roles)),
         **({RESTART_VARIABLE: str(int(is_restart))} | ({SERVER_ADDRS_VARIABLE: server_addrs} if server_addrs else {})),
     )
     return Job("torchrun", [sys.executable, *torchrun, *rank, str(entry), *argv], env)
@@ -274,8 +275,11 @@ def _flags(options: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def _trainer_threads(config: GRPOConfig | SFTConfig, roles: Roles) -> int:
-    """Share out the cores that the servers leave; threads that fight for a core are many times slower."""
+def trainer_threads(config: GRPOConfig | SFTConfig, roles: Roles) -> int:
+    """Return what was asked for, or share out the cores that the servers leave; threads that fight for a core are many
+    times slower."""
+    if config.launcher.trainer_threads is not None:
+        return config.launcher.trainer_threads
     cores = len(os.sched_getaffinity(0)) - roles.num_servers * config.lite.threads
     return max(1, cores // max(1, roles.num_ranks))
 

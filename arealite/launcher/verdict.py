@@ -15,7 +15,7 @@ from arealite.launcher.evidence import Evidence, Process, ServerState, Wait, sta
 from arealite.utils.source_lines import users_line
 
 _SILENT_S = 5.0
-"""A process that publishes twice a second and has not for so long is not able to."""
+"""A process that publishes twice a second and has not for so long, or half the stall, is not able to."""
 _BUSY_SHARE = 0.5
 
 
@@ -33,7 +33,7 @@ class Verdict:
         """Return what the user reads."""
         since = "" if self.since is None else f", for {evidence.now - self.since:.0f} s"
         head = f"stalled: nothing has moved for {evidence.stalled_s:.0f} s, because of {self.culprit}, which"
-        return [f"{head} {self.reason}{since}. {self.advice}", *(f"    {text}" for text in self.waiting)]
+        return [f"{head} {self.reason}{since}.", *(f"    {text}" for text in (self.advice, *self.waiting))]
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -50,8 +50,10 @@ def _stopped(evidence: Evidence) -> Verdict | None:
     for one in evidence.processes:
         if one.state in "Tt":
             since = one.progress.published if one.progress else None
-            how = "is stopped by a signal (state T)" if one.state == "T" else "is held by a debugger (state t)"
-            return Verdict(_of(one), how, since, f"Continue it with kill -CONT {one.pid}, or end the debugger.")
+            if one.state == "t":
+                return Verdict(_of(one), "is held by a debugger (state t)", since, "Let the debugger continue it.")
+            advice = f"Continue it with kill -CONT {one.pid}."
+            return Verdict(_of(one), "is stopped by a signal (state T)", since, advice)
     return None
 
 
@@ -85,7 +87,8 @@ def _python_lock(evidence: Evidence) -> Verdict | None:
     """A process whose threads can't run, because C code keeps Python's lock."""
     for one in evidence.publishing():
         assert one.progress is not None
-        if evidence.now - one.progress.published > _SILENT_S and one.state != "D":
+        silent_s = evidence.now - one.progress.published
+        if silent_s > max(_SILENT_S, evidence.stalled_s / 2) and one.state != "D":
             reason = f"keeps Python's lock in C code: {_users_lines(one)}"
             return Verdict(_of(one), reason, one.progress.published, "Call it in another process.")
     return None
@@ -133,7 +136,7 @@ def _silent_server(evidence: Evidence) -> Verdict | None:
     for server in evidence.servers:
         process = processes.get(server.name)
         since = process.progress.moved if process and process.progress else None
-        who = f"{server.name} at {server.address}" + (f" (pid {process.pid})" if process else "")
+        who = f"{server.name if process is None else _of(process)} at {server.address}"
         if server.answer is None:
             where = f" It is {_doing(process)}." if process and process.stacks else ""
             return Verdict(who, f"does not answer GET /server_info ({server.error})", since, f"Look at its log.{where}")

@@ -104,7 +104,9 @@ class RewardRunner:
             worker = self._take_spare()
             if worker is None:
                 return "crash", "the end of its runner"
-            kind, value = worker.wait_ready()
+            with beacon.waiting(f"a worker of reward function {self.name} to start", "reward", pid=worker.process.pid):
+                kind, value = worker.wait_ready()
+            beacon.tick()
             if kind != "ready":
                 self._discard(worker)
                 return kind, value

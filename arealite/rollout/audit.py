@@ -28,7 +28,7 @@ from arealite.rollout.ledger_file import count_states, open_for_reading, transac
 from arealite.utils.data_order import passed_prompts
 
 _OPEN = ("issued", "running", "accepted")
-_LINE = re.compile(rb'\{"prompt_id": "(-?\d+)-(\d+)", "sample": (\d+)')
+_LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "sample": (\d+)')
 """How a line of a rollout file starts; the rest is large and not read."""
 
 
@@ -119,18 +119,19 @@ def passed_ids(cursor: Mapping[str, Any]) -> Iterator[PromptId]:
 
 def read_trained(folder: Path) -> tuple[set[PromptId], set[PromptId]]:
     """Return the prompts that a run's rollouts show as trained, and those of them that they show twice."""
-    step_of: dict[PromptId, str] = {}
+    step_of: dict[bytes, str] = {}
     repeated = set()
     for path in sorted(folder.glob("step_*.jsonl")):
-        in_file = set()
-        for prompt_id, sample in _read_lines(path):
-            if step_of.setdefault(prompt_id, path.name) != path.name or (prompt_id, sample) in in_file:
-                repeated.add(prompt_id)
-            in_file.add((prompt_id, sample))
-    return set(step_of), repeated
+        step, in_file = path.stem, set()
+        for name, sample in _read_lines(path):
+            if step_of.setdefault(name, step) != step or (name, sample) in in_file:
+                repeated.add(name)
+            in_file.add((name, sample))
+    return {_parsed(name) for name in step_of}, {_parsed(name) for name in repeated}
 
 
-def _read_lines(path: Path) -> Iterator[tuple[PromptId, int]]:
+def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Yield prompt and sample of each line, as they are written: a run has millions."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -141,8 +142,12 @@ def _read_lines(path: Path) -> Iterator[tuple[PromptId, int]]:
                     f"line {number} of {path} must start with its prompt_id and sample: got {line[:60]!r}. "
                     "Restore the file as the run wrote it."
                 )
-            epoch, index, sample = map(int, found.groups())
-            yield PromptId(epoch, index), sample
+            yield found[1], found[2]
+
+
+def _parsed(name: bytes) -> PromptId:
+    epoch, _, index = name.rpartition(b"-")
+    return PromptId(int(epoch), int(index))
 
 
 def _lost(story: _Story, shown: set[PromptId]) -> tuple[set[PromptId] | None, list[str]]:

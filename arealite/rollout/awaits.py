@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any
 
 from arealite.utils import beacon
@@ -74,13 +75,8 @@ def awaited_lines(task: asyncio.Task[Any]) -> list[SourceLine]:
 
 
 def _lines_of(coroutine: Any) -> Iterator[SourceLine]:
-    """Walk down `await`s of coroutines, generators and asynchronous generators."""
-    while coroutine is not None:
-        for kind, awaited in (("cr", "await"), ("gi", "yieldfrom"), ("ag", "await")):
-            frame, code = getattr(coroutine, f"{kind}_frame", None), getattr(coroutine, f"{kind}_code", None)
-            if code is not None:
-                yield line_of(code, frame and frame.f_lineno)
-                coroutine = getattr(coroutine, f"{kind}_{awaited}")
-                break
-        else:
-            return
+    """Walk down the `await`s of coroutines; what an `async for` awaits can't be seen."""
+    while isinstance(coroutine, CoroutineType):
+        frame = coroutine.cr_frame
+        yield line_of(coroutine.cr_code, frame and frame.f_lineno)
+        coroutine = coroutine.cr_await

@@ -4,7 +4,9 @@ Settled prompts are sorted by a measure and cut into ten parts of (nearly) equal
 depend on the measure, the share that was trained is the same in all; the slowest (longest) part is compared with the
 fastest (shortest) by the difference of two proportions:
 
-    p_high - p_low,    standard error = sqrt(p_high (1 - p_high) / n_high + p_low (1 - p_low) / n_low)
+    p_high - p_low,    standard error = sqrt(p (1 - p) (1 / n_high + 1 / n_low))
+
+with the pooled share `p`: the spread that chance alone gives if both parts are trained alike.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def bias_of(settled: Sequence[Settled], *, by: Measure, num_parts: int = 10) -> 
     difference = error = None
     if len(parts) > 1:
         difference = parts[-1].trained_share - parts[0].trained_share
-        error = math.sqrt(_variance(parts[-1]) + _variance(parts[0]))
+        error = _pooled_error(parts[0], parts[-1])
     return Bias(by, len(settled) - len(measured), parts, difference, error)
 
 
@@ -80,6 +82,7 @@ def _part(measured: Sequence[tuple[float, Settled]]) -> Part:
     return Part(measured[0][0], measured[-1][0], count, trained / count, dropped)
 
 
-def _variance(part: Part) -> float:
-    """Return the variance of the trained share, if prompts are independent."""
-    return part.trained_share * (1 - part.trained_share) / part.settled
+def _pooled_error(one: Part, other: Part) -> float:
+    count = one.settled + other.settled
+    share = (one.trained_share * one.settled + other.trained_share * other.settled) / count
+    return math.sqrt(share * (1 - share) * (1 / one.settled + 1 / other.settled))

@@ -53,8 +53,8 @@ class EpisodeRunner:
         """Note the end of an episode, except that nothing is accepted for good here."""
         ticket = submission.ticket
         record = episode.samples, asyncio.get_running_loop().time() - (submission.first_started_s or 0.0)
+        self.budgets.end(outcome if isinstance(outcome, Exception) else None)
         if isinstance(outcome, Exception):
-            self.budgets.fail(outcome)
             if ticket is not None:
                 self.ledger.fail(ticket, kind_of(outcome), *record)
         elif isinstance(outcome, str):

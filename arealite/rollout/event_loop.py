@@ -8,6 +8,7 @@ one call blocks for too long fails them with the line of that call. Coroutines h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -75,7 +76,7 @@ class EventLoopThread:
 
     def close(self, timeout_s: float) -> None:
         """Cancel every task and join the thread; one that does not end in time is left to the end of the process."""
-        if not self._ended.done():
+        with contextlib.suppress(RuntimeError):  # it has ended already
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
         beacon.withdraw(f"loop {self._thread.name}")
@@ -95,8 +96,8 @@ class EventLoopThread:
             except BaseException as error:
                 self._cause = error
             runner.run(self._wind_up())
-        self.watch.close()
         self._ended.set_result(None)
+        self.watch.close()
 
     async def _wind_up(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -38,6 +38,7 @@ from arealite.rollout.prompts import PromptSource, Row, named
 from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.store import RolloutStore
 from arealite.rollout.trajectory import assemble_batch
+from arealite.utils import beacon
 
 _GRACE_S = 30.0
 """Added to `episode_timeout` before a wait without any event gives up."""
@@ -96,6 +97,7 @@ class RolloutExecutor:
         self.loop = EventLoopThread(
             "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
         )
+        beacon.report("prompts by state", self._totals)
 
     # Called by the trainer's thread
 
@@ -180,7 +182,7 @@ class RolloutExecutor:
         """Return the counts since the run began, by metric name."""
         totals = self._totals()
         counts = {name: totals[name] for name in ("accepted", "rejected", "running")} | self._outcomes()
-        return {f"rollout/{name}": float(count) for name, count in counts.items()}
+        return {f"rollout/{name}": float(count) for name, count in counts.items()} | self.loop.watch.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Make everything so far durable and return what `load_state_dict` needs to go on from here."""

@@ -46,20 +46,19 @@ class Budgets:
         """The last failure of each cause."""
         self._rejected: Counter[str] = Counter()
 
-    def fail(self, error: Exception) -> None:
-        """Note an episode that failed for good."""
-        cause = _cause_of(error)
+    def end(self, error: Exception | None) -> None:
+        """Note an episode that ended, by which error if it failed for good."""
+        cause = None if error is None else _cause_of(error)
         self._recent.append(cause)
-        self._examples[cause] = error
+        if cause is not None and error is not None:
+            self._examples[cause] = error
 
     def reject(self, reason: str) -> None:
-        """Note an episode that the workflow or a filter rejected."""
-        self._recent.append(None)
+        """Note that the workflow or a filter rejected an episode."""
         self._rejected[reason] += 1
 
     def accept(self) -> None:
-        """Note an episode that was accepted for good."""
-        self._recent.append(None)
+        """Note that an episode was accepted for good."""
         self._rejected.clear()
 
     def check(self) -> None:

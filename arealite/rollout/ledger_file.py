@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
+from arealite.utils.disk import free_space
 
 Row = tuple[Any, ...]
 Event = Mapping[str, Iterable[Row]]
@@ -97,7 +98,7 @@ class LedgerFile:
         self._thread.start()
 
     def append(self, position: int, event: Event) -> None:
-        """Note an event and return at once; positions never fall."""
+        """Note an event that belongs to a position, and return at once."""
         self._queue.append((position, event))
         if not self._noted.is_set():
             self._noted.set()
@@ -108,10 +109,10 @@ class LedgerFile:
 
     def flush(self, position: int) -> None:
         """Wait until everything up to a position is on the disk."""
-        self._wanted = max(self._wanted, position)
-        self._urgent.set()
-        self._noted.set()
         with self._progress:
+            self._wanted = max(self._wanted, position)
+            self._urgent.set()
+            self._noted.set()
             self._progress.wait_for(lambda: self._synced >= position or self._error is not None, _FLUSH_S)
         self.check()
         if self._synced < position:
@@ -124,7 +125,8 @@ class LedgerFile:
         """Raise what the writer raised."""
         if self._error is not None:
             raise LedgerError(
-                f"{self.path} must be writable: got {self._error}. Free the disk, then resume the run."
+                f"{self.path} must be writable: got {self._error}, with {free_space(self.path)}. Free the disk, then "
+                "resume the run."
             ) from self._error
 
     def close(self) -> None:

@@ -50,12 +50,16 @@ class LoopWatch:
         self._reported: set[SourceLine] = set()
         self._ended = threading.Event()
         self._beat()
-        threading.Thread(target=self._watch, name="arealite-loop-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="arealite-loop-watch", daemon=True)
+        self._thread.start()
 
-    def lags(self) -> tuple[float, float]:
-        """Return the 99th percentile and the largest delay of the loop, in seconds, since the last call."""
+    def metrics(self) -> dict[str, float]:
+        """Return how late the loop was since the last call, a call that blocks it now included."""
         lags = sorted([*(self._lags.popleft() for _ in range(len(self._lags))), self._overdue_s()])
-        return lags[int(0.99 * (len(lags) - 1))], lags[-1]
+        return {
+            "rollout/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))],
+            "rollout/loop_lag_max_s": lags[-1],
+        }
 
     def describe(self) -> dict[str, Any]:
         """Return what a report on the loop shows."""
@@ -68,6 +72,7 @@ class LoopWatch:
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
+        self._thread.join(self._blocking_call_s)
 
     def _overdue_s(self) -> float:
         return max(0.0, time.monotonic() - self._due)

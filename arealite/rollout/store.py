@@ -17,6 +17,7 @@ from typing import Any
 
 from arealite.rollout.attempt import FinishedEpisode
 from arealite.rollout.stored_batch import columns_of
+from arealite.utils.disk import writing
 
 _FLUSH_S = 120.0
 """Deadline of what is still to be written."""
@@ -65,8 +66,9 @@ class RolloutStore:
             previous.result()
         batch = self._num_batches[name]
         self._num_batches[name] += 1
+        path = os.path.join(self.folder, f"{name}.jsonl")
         os.makedirs(self.folder, exist_ok=True)
-        with open(os.path.join(self.folder, f"{name}.jsonl"), "a", encoding="utf-8") as file:
+        with writing(path), open(path, "a", encoding="utf-8") as file:
             for one in finished:
                 file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
 

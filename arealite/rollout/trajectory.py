@@ -8,6 +8,7 @@ token older than the version its episode began with. A batch and its split depen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -58,7 +59,7 @@ def _check_shapes(trajectory: TensorDict) -> None:
 def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
     for key in ("rewards", "logprobs"):
         values = trajectory[key]
-        if not bool(torch.isfinite(values).all()):
+        if not math.isfinite(values.sum(dtype=torch.float64).item()):  # one cheap look; NaN and inf survive a sum
             bad = values[~torch.isfinite(values)][0].item()
             raise TrajectoryError(
                 f"trajectory[{key!r}] must be finite: got {bad}. Reject the episode or mend what computes it."
@@ -69,8 +70,7 @@ def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
             "trajectory['loss_mask'] must be 0 where attention_mask is 0: got a sampled token in the padding. "
             "Set attention_mask on every real token."
         )
-    versions = trajectory["versions"][is_sampled]
-    oldest = int(versions.min()) if versions.numel() else head_version
+    oldest = int(torch.where(is_sampled, trajectory["versions"], head_version).min())
     if oldest < head_version:
         raise TrajectoryError(
             f"trajectory['versions'] must be at least {head_version} on sampled tokens, the version that the episode "

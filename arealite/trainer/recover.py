@@ -154,7 +154,7 @@ class Recover:
             return None
         error = write.end(timeout_s)
         if error is None and self._rollout is not None and _rank() == 0:
-            self._rollout.note_checkpoint(write.step, write.snapshot.facts["rollout"]["position"])
+            self._rollout.note_checkpoint(write.step, write.snapshot.facts["rollout"]["ledger_position"])
         return error
 
     def _snapshot(self, step: int) -> Snapshot:
@@ -214,15 +214,17 @@ def _choose(folder: Path, mode: str) -> Path | None:
 
 
 def _replace(run_folder: Path) -> None:
-    """Remove what an earlier run could be resumed from; `StatsLogger` removes what it told."""
+    """Remove what an earlier run did with its prompts and could go on from; `StatsLogger` removes what it told."""
     rows, checkpoints = read_rows(run_folder), run_folder / "recover"
     ledger = list(run_folder.glob("ledger.sqlite*"))
     if rows or ledger or checkpoints.exists():
         num_steps = summarize(rows, max_head_offpolicyness=None)["steps"]
         print(f"replacing the run of {num_steps} steps in {run_folder}", flush=True)
+    if checkpoints.exists():  # first and at once: a checkpoint is worth nothing without its ledger
+        checkpoint.remove(checkpoints)
     for path in ledger:
         path.unlink()
-    shutil.rmtree(checkpoints, ignore_errors=True)
+    shutil.rmtree(run_folder / "rollouts", ignore_errors=True)
 
 
 def _remove_undone(folder: Path, step: int) -> None:

@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
+from arealite.utils.disk import writing
+
 
 class NamesRun(Protocol):
     """Config blocks that know which run they belong to."""
@@ -28,8 +30,9 @@ def run_folder(config: NamesRun) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a file that readers see whole or not at all."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    with writing(path):
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
 
 
 def publish_folder(unfinished: Path, path: Path) -> None:
@@ -50,13 +53,12 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def undo_from(folder: Path, step: int) -> None:
-    """Forget what a run wrote about step `step` and later ones, and its end: they are about to be done again."""
+    """Forget what a run told of step `step` and later ones, and of its end: they are about to be done again.
+
+    Its rollouts are the business of the rollout engine, its checkpoints of `recover`.
+    """
     rows = [row for row in read_rows(folder) if row["step"] < step]
     write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    for path in (folder / "rollouts").glob("*.jsonl"):
-        number = path.stem.rpartition("_")[2]
-        if number.isdecimal() and int(number) >= step:
-            path.unlink()
     for name in ("summary.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
 

@@ -27,6 +27,7 @@ from arealite.trainer.run_folder import read_rows, run_folder, summarize, undo_f
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import beacon
+from arealite.utils.disk import writing
 from arealite.utils.stats import Reduction, StatsTracker
 
 logger = logging.getLogger("arealite.stats")
@@ -48,7 +49,7 @@ class StatsLogger:
     ) -> None:
         """`experiment`, the whole config, is stored with the run and tells the staleness bound.
 
-        Metrics and rollouts of steps before `start_step` stay; later ones, of what is now done again, are removed.
+        Metrics of steps before `start_step` stay; later ones, of what is now done again, are removed.
         """
         self._tracker = StatsTracker()
         self._evaluated_version: float | None = None
@@ -127,8 +128,9 @@ class _Writer:
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         self._warn_of_nulls(step, metrics.keys() - finite.keys())
         row = {"step": step} | {key: finite.get(key) for key in metrics}
-        self._rows.write(json.dumps(row, allow_nan=False) + "\n")
-        self._rows.flush()
+        with writing(self._rows.name):
+            self._rows.write(json.dumps(row, allow_nan=False) + "\n")
+            self._rows.flush()
         is_shown = step % self._line_freq_steps == 0 or "eval/version" in metrics or "eval/loss" in metrics
         line = self._line.render(step, metrics) if is_shown else None
         if self.progress is not None:

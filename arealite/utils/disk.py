@@ -10,12 +10,13 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Turn an OSError of the block, which writes `path`, into one whose text explains it."""
+def writing(path: str | Path, *others: type[Exception]) -> Iterator[None]:
+    """Turn an OSError, or one of the `others`, of the block, which writes `path`, into one whose text explains it."""
+    errors: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
-    except OSError as error:
-        raise OSError(error.errno, explain(error, path)) from error
+    except errors as error:
+        raise OSError(explain(error, path)) from error
 
 
 def explain(error: BaseException, path: str | Path) -> str:
@@ -29,7 +30,7 @@ def explain(error: BaseException, path: str | Path) -> str:
 def free_space(path: str | Path) -> str:
     """Say how much of the disk under a path, which need not exist, is free."""
     folder = Path(path).absolute()
-    while not folder.exists():
+    while not folder.is_dir():
         folder = folder.parent
     usage, nodes = shutil.disk_usage(folder), os.statvfs(folder)
     text = f"{_size(usage.free)} of {_size(usage.total)} free in {folder}"

@@ -63,6 +63,15 @@ def state_of(pid: int) -> str | None:
     return None if stat is None else stat[0]
 
 
+def catches(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def cpu_seconds(pid: int) -> float | None:
     """Return how long a process has run so far."""
     fields = _fields(pid)

@@ -21,6 +21,12 @@ MARKER = "AREALITE_CHAOS_RUN"
 _LEFT_OUT = ("OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV")
 
 
+def environment(*, also_tests: bool = False) -> dict[str, str]:
+    """Return our environment with nothing of our own way of starting, and this very package (and this suite)."""
+    kept = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
+    return kept | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}" if also_tests else str(REPOSITORY)}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One run: what it is and how to start it."""
@@ -48,8 +54,7 @@ class Experiment:
     @property
     def environment(self) -> dict[str, str]:
         """Return the environment of everything that belongs to the run."""
-        kept = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
-        return kept | {MARKER: str(self.folder), "TMPDIR": str(self.temporary)}
+        return environment() | {MARKER: str(self.folder), "TMPDIR": str(self.temporary)}
 
     @property
     def arguments(self) -> list[str]:
@@ -73,6 +78,8 @@ class Experiment:
             "rollout.setup_timeout": 60,
             "rollout.episode_timeout": 60,
             "rollout.request_timeout": 30,
+            "actor.group_reward_norm": False,
+            "actor.reward_bias": -0.5,  # a random model earns nothing, and its weights would never change
             "recover.mode": "auto",
             "recover.freq_steps": 1,
             "recover.retries": self.retries,

@@ -89,6 +89,10 @@ def test_what_can_not_be_is_refused() -> None:
         PromptLoader(dataset(3), 1, seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="dataset_size must be 3"):
         PromptLoader(dataset(4), 1, seed=1).load_state_dict(state)
+    for change in ({"batch_size": 3}, {"shuffle": False}, {"drop_last": False}):
+        (key,) = change
+        with pytest.raises(ValueError, match=f"{key} must be .*, as when the cursor was saved: got"):
+            PromptLoader(dataset(3), **{"batch_size": 1, "seed": 1, **change}).load_state_dict(state)
 
 
 def test_collate_pads_on_the_right() -> None:

@@ -16,6 +16,7 @@ from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, TRAJECTORY_SHARES, pp
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.utils.fingerprint import fingerprint, model_fingerprint
 
 SPEC = FinetuneSpec(1, 100, 10)
 HERE = Path(__file__).parent
@@ -125,3 +126,12 @@ def test_a_rank_without_trajectories_reports_what_the_others_do(two: dict[str, A
 def test_a_failed_upload_raises_on_every_rank(two: dict[str, Any]) -> None:
     first, second = (rank["upload_error"] for rank in two["ranks"])
     assert second == f"RuntimeError: rank 0 failed: {first}"
+
+
+def test_a_fingerprint_of_shards_is_that_of_the_whole(two: dict[str, Any]) -> None:
+    whole = {name: fingerprint(tensor) for name, tensor in two["ranks"][0]["saved"].items()}
+    assert [rank["fingerprint"] for rank in two["ranks"]] == [model_fingerprint(whole)] * 2
+    name, tensor = next(iter(two["ranks"][0]["saved"].items()))
+    changed = tensor.clone()
+    changed.view(torch.int32).view(-1)[-1] ^= 1
+    assert model_fingerprint(whole | {name: fingerprint(changed)}) != two["ranks"][0]["fingerprint"]

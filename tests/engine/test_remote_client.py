@@ -21,10 +21,12 @@ from testing_workflows import SamplingWorkflow
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError, EpisodeError, ServerError
+from arealite.api.errors import ConfigError, ContextOverflowError, EpisodeError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
+from arealite.engine.server_http import StatusError
 from arealite.engine.server_set import ServerSet, parse_addresses
 from arealite.engine.sglang_remote import RemoteSGLangEngine, parse_segment
+from arealite.rollout.episode import Episode, current_episode
 
 PROMPT = [5, 6, 7]
 
@@ -139,7 +141,9 @@ def test_stop_and_context_end_a_completion() -> None:
         assert cut.stop_reason == "length" and cut.output_len == 7 and len(server.requests) == 1
 
 
-@pytest.mark.parametrize("failures", [[500, 503], ["hang up", 500], ["hang up", "hang up"]])
+@pytest.mark.parametrize(
+    "failures", [[500, 503], ["hang up", 500], ["hang up", "hang up"], ["truncated", "nan"], ["nan", 500]]
+)
 def test_failures_of_a_server_are_repaired(failures: list[int | str]) -> None:
     server = ScriptedServer(failures=failures)
     with connected(server) as engine:
@@ -169,6 +173,107 @@ def test_retries_end() -> None:
         with pytest.raises(ServerError, match=rf"{server.address}/generate must succeed: got status 500: .*scripted"):
             generate(engine, max_new_tokens=8)
         assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("failure", "error_type", "message"),
+    [
+        ("hang up", UnreachableError, "/generate must reach a server: got"),
+        ("truncated", ServerError, r"/generate must answer with JSON: got status 200 and \d+ bytes, unexpected end"),
+        ("nan", ServerError, r"/generate must answer with JSON: .*\[\[?NaN"),
+        ("slow", ServerError, r"/generate must answer within 0.3 s: got no answer"),
+        (502, StatusError, "/generate must succeed: got status 502: .*scripted"),
+    ],
+)
+def test_what_goes_wrong_to_the_end_says_what_it_was(
+    failure: int | str, error_type: type[ServerError], message: str
+) -> None:
+    server = ScriptedServer(failures=[failure] * 10)
+    with connected(server, request_retries=1, request_timeout=0.3 if failure == "slow" else 60.0) as engine:
+        with pytest.raises(ServerError, match=rf"{server.address}{message}") as caught:
+            generate(engine, max_new_tokens=1)
+        assert len(server.requests) == 2
+    assert type(caught.value) is error_type
+
+
+def test_a_server_whose_answers_are_bad_is_avoided_though_it_is_healthy() -> None:
+    """Its /health is fine, so it is readmitted at once; still no request of ours is lost to it."""
+    bad, good = ScriptedServer(failures=["nan"] * 100), ScriptedServer()
+    with connected(bad, good, request_retries=1) as engine:
+        for index in range(6):
+            response = generate(engine, rid=str(index), max_new_tokens=3)
+            assert response.server == good.address
+    check_exact(response, good.requests[-1]["sampling_params"]["sampling_seed"])
+    assert 1 <= len(bad.requests) <= 6
+
+
+def test_a_prompt_that_leaves_no_room_is_not_repeated() -> None:
+    server = ScriptedServer(context=3)
+    with connected(server) as engine:
+        with pytest.raises(ContextOverflowError, match=r"got 3 tokens .*longer than the model's context length"):
+            generate(engine, max_new_tokens=8)
+        assert len(server.requests) == 1
+
+
+def test_the_embedded_server_says_the_same_of_a_long_prompt() -> None:
+    engine = RemoteSGLangEngine(InferenceEngineConfig())
+    texts = (
+        "input_ids must hold 1 to 127 tokens: got 128. Shorten the prompt or serve with a larger context.",
+        "Requested token count exceeds the model's maximum context length of 128 tokens.",
+        "Input length (130) exceeds the maximum allowed length (128).",
+    )
+    assert all(engine._is_overflow(StatusError(text, 400)) for text in texts)
+    assert not engine._is_overflow(StatusError("top_p must be positive", 400))
+
+
+def test_completions_are_on_record_in_their_episode() -> None:
+    server = ScriptedServer(token_delay_s=0.01)
+    episodes: list[Episode] = []
+
+    class Recording(SamplingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+            episode = current_episode.get()
+            assert episode is not None
+            episodes.append(episode)
+            return await super().arun_episode(engine, data)
+
+    with connected(server) as engine:
+        aborting = threading.Timer(0.1, server.abort_all)
+        aborting.start()
+        row = {"input_ids": PROMPT, "prompt_id": PromptId(0, 0)}
+        engine.rollout_batch([row], Recording(n_samples=2, max_new_tokens=20))
+        aborting.join()
+    (episode,) = episodes
+    assert sorted(one.sample for one in episode.samples) == [0, 1]
+    assert {(one.tokens, one.num_interrupts, one.server) for one in episode.samples} == {(20, 1, server.address)}
+    assert all(0.2 <= one.latency_s < 5 for one in episode.samples)
+
+
+def test_a_request_does_not_wait_for_ever_for_the_end_of_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arealite.engine.remote_client._RESUME_GRACE_S", 0.1)
+    with connected(ScriptedServer(), weight_update_timeout=0.2) as engine:
+        engine._may_generate.clear()
+        with pytest.raises(ServerError, match=r"must go on within 0\.3 s"):
+            generate(engine, max_new_tokens=2)
+
+
+def test_a_server_that_only_aborts_does_not_keep_a_request_for_ever() -> None:
+    server = ScriptedServer(token_delay_s=0.05)
+    with connected(server, request_timeout=1.0) as engine:
+        is_over = threading.Event()
+
+        def abort() -> None:
+            while not is_over.wait(0.01):
+                server.abort_all()
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        try:
+            with pytest.raises(ServerError, match=r"must sample a token within 1 s: got \d+ empty aborts in a row"):
+                generate(engine, max_new_tokens=2)
+        finally:
+            is_over.set()
+            thread.join()
 
 
 def test_a_bad_request_is_not_repeated() -> None:

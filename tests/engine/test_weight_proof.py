@@ -7,20 +7,29 @@ import contextlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from aiohttp import web
 from safetensors.torch import save_file
 from testing_lite import LiteServer, weights_of
 from testing_server import ScriptedServer, serve
 
-from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig, WeightCheckConfig
+from arealite.api.cli_args import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    WeightCheckConfig,
+)
 from arealite.api.errors import WeightUpdateError
-from arealite.api.io_struct import FinetuneSpec, ParamSpec, WeightUpdateMeta
+from arealite.api.io_struct import FinetuneSpec, ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.engine.canary import check_canary
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
@@ -230,6 +239,13 @@ def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.
     with pytest.raises(WeightUpdateError, match=r"within 1e-12 of the trainer's: .* differs by"):
         publish_weights(actor, rollout, version=1)
     assert actor.get_version() == rollout.get_version() == 0
+    request = ModelRequest([5, 6], GenerationHyperparameters(max_new_tokens=4))
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(lambda: asyncio.run(rollout.agenerate(request)))
+        time.sleep(0.2)
+        assert not pending.done(), "nothing is sampled from weights that were not proved"
+        rollout.resume()
+        assert pending.result(10).output_versions == [1] * 4
 
 
 def test_a_canary_notices_another_version(stack: contextlib.ExitStack, model_path: str) -> None:
@@ -257,6 +273,33 @@ def test_a_server_that_is_gone_is_no_fault_of_its_weights(stack: contextlib.Exit
         publish_weights(actor, rollout, version=1)
     check_canary(actor, rollout, version=1)
     assert [server.is_reachable for server in rollout.servers.servers] == [True, False]
+
+
+class UnluckyServer(LiteServer):
+    """Answers its first requests for tokens with status 500."""
+
+    num_failures = 2
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.middlewares.append(self._fail)
+        return app
+
+    @web.middleware
+    async def _fail(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/generate" and self.num_failures > 0:
+            self.num_failures -= 1
+            return web.json_response({"error": {"message": "scripted"}}, status=500)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+
+def test_a_canary_has_as_many_tries_as_any_request(stack: contextlib.ExitStack, model_path: str) -> None:
+    server = UnluckyServer(tiny_models.build(tiny_models.config(), seed=3))
+    stack.enter_context(serve(server))
+    rollout = connect(stack, server)
+    publish_weights(make_actor(stack, model_path), rollout, version=1)
+    assert server.num_failures == 0 and rollout.metrics()["policy/canary_gap"] < 1e-5
 
 
 def test_canaries_pass_the_gate_that_pauses_episodes(stack: contextlib.ExitStack, model_path: str) -> None:

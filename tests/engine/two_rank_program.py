@@ -65,7 +65,7 @@ def main(model_path: str, resumed_path: str, out: Path) -> None:
     engine.load(SaveLoadMeta(resumed_path, with_optim=True))
     found["resumed"] = sft_steps(engine, [batch[SHARES["unequal"][rank]] for batch in BATCHES])
     engine.save(SaveLoadMeta(str(out / "saved"), with_optim=True))
-    found["saved"] = full_params(engine)
+    found["saved"], found["fingerprint"] = full_params(engine), engine.fingerprint()
     try:
         engine.upload_weights(WeightUpdateMeta(type="disk", path=str(out / "missing" / "\0")))
     except (RuntimeError, ValueError, OSError) as error:

@@ -4,16 +4,21 @@ Run by the local launcher from `test_stalls.py`, which finds the guilty lines by
 """
 
 import asyncio
+import contextlib
 import os
+import pathlib
+import resource
 import signal
 import sys
 import threading
 import time
 
-from arealite.api.cli_args import GRPOConfig, OptimizerConfig, SaverConfig, TrainEngineConfig, load_expr_config
+from planted_reward import deadlocked_reward
+from testing_workflows import IdleEngine, SamplingWorkflow, WaitingWorkflow, waiting_trajectory
+
+from arealite.api.cli_args import GRPOConfig, OptimizerConfig, TrainEngineConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec, PromptId
 from arealite.utils.processes import descendants
-from testing_workflows import IdleEngine, SamplingWorkflow, WaitingWorkflow, waiting_trajectory
 
 
 def prompts(count):
@@ -42,12 +47,6 @@ class Blocking(WaitingWorkflow):
         return waiting_trajectory(data["prompt_id"].index, 0)
 
 
-def deadlocked_reward(prompt, completions, prompt_ids, completion_ids, **data):
-    lock = threading.Lock()
-    with lock:
-        lock.acquire()  # guilty: reward_deadlock
-
-
 class Rewarded(WaitingWorkflow):
     def __init__(self):
         from arealite.reward.runner import RewardRunner
@@ -63,18 +62,16 @@ def stopped_server(config):
 
     engine = RemoteSGLangEngine(config.rollout)
     engine.initialize(None, None)
-    workflow = SamplingWorkflow(n_samples=2, max_new_tokens=400, ignore_eos=True)
+    workflow = SamplingWorkflow(n_samples=2, max_new_tokens=400, min_new_tokens=400)
     engine.rollout_batch(prompts(2), workflow)
     port = engine.servers.servers[0].address.rpartition(":")[2]
-    launcher = int(os.environ["LAUNCHER"])
-    server = next(
-        pid for pid in descendants(launcher) if is_server(open(f"/proc/{pid}/cmdline").read().split("\0"), port)
-    )
+    server = next(pid for pid in descendants(int(os.environ["LAUNCHER"])) if is_server(pid, port))
     threading.Timer(0.3, os.kill, (server, signal.SIGSTOP)).start()
     engine.rollout_batch(prompts(100), workflow)
 
 
-def is_server(command, port):
+def is_server(pid, port):
+    command = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     return command[1:3] == ["-m", "arealite.server"] and port in command
 
 
@@ -94,10 +91,18 @@ def full_disk(config):
 
     engine = FSDPEngine(TrainEngineConfig(path=config.actor.path, optimizer=OptimizerConfig()))
     engine.initialize(None, FinetuneSpec(1, 8, 8))
-    saver_config = SaverConfig(
-        experiment_name="exp", trial_name="trial", fileroot=config.cluster.fileroot, freq_steps=1
-    )
-    Saver(saver_config, FinetuneSpec(1, 8, 8)).save(engine, 0)
+    fill(config.cluster.fileroot)
+    Saver(config.saver, FinetuneSpec(1, 8, 8)).save(engine, 0)
+
+
+def fill(folder):
+    """Use up the small disk, or forbid this process to write larger files where there is none."""
+    if not os.path.ismount(folder):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+        return
+    with open(os.path.join(folder, "ballast"), "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 def main(argv):

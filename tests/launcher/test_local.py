@@ -241,3 +241,99 @@ def test_environment_of_the_trainer(launch_script):
 def test_importing_the_launcher_is_light():
     code = "import sys, arealite.launcher.local; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+RECOVER = ("recover.mode=auto", "recover.freq_steps=1", "recover.retries=2")
+
+
+def test_a_failed_run_is_started_again(launch_script, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    run = launch_script(
+        """
+        attempt = len(list(pathlib.Path(os.environ["PIDS"]).glob("trainer-*")))
+        note(f"trainer-{attempt}")
+        daemon(f"daemon-{attempt}")
+        print("attempt", attempt, os.environ["AREAL_RECOVER_RUN"])
+        if attempt < 2:
+            os.kill(os.getpid(), signal.SIGKILL if attempt else signal.SIGABRT)
+        print("others:", [path.name for path in pathlib.Path(os.environ["PIDS"]).iterdir() if "daemon" in path.name
+            and pathlib.Path("/proc", path.read_text()).exists()])
+        """,
+        *SFT,
+        *RECOVER,
+        TMPDIR=str(tmp_path / "tmp"),
+    )
+    assert run.end() == 0, run.output
+    assert [f"\nattempt {n} {int(n > 0)}\n" in run.output for n in range(3)] == [True] * 3
+    assert "restart 1 of 2, because trainer-0 failed with exit status 134 (SIGABRT)\n" in run.output
+    assert "restart 2 of 2, because trainer-0 failed with exit status 137 (SIGKILL)\n" in run.output
+    assert "others: ['daemon-2']" in run.output, "what the first attempts started has ended"
+    log = (run.logs / "trainer-0.log").read_text()
+    assert "attempt 0 0" in log and "attempt 2 1" in log
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not (run.logs.parent / ".torchrun").exists()
+
+
+def test_retries_come_to_an_end(launch_script):
+    run = launch_script("print('bye'); raise SystemExit(7)", *SFT, *RECOVER)
+    assert run.end() == 7
+    assert run.output.count("\nbye\n") == 3 and run.output.count("restart ") == 2
+
+
+def test_a_dead_server_is_a_reason_to_start_again(launch_script):
+    run = launch_script(
+        f"""
+        note(f"trainer-{{os.environ['RANK']}}")
+        if os.environ["AREAL_RECOVER_RUN"] == "0": {WAIT_FOREVER}
+        """,
+        *GRPO,
+        *RECOVER,
+        SERVER_START="""
+if not (pathlib.Path(os.environ["PIDS"]) / "dead").exists() and note("dead") is None: sys.exit(5)
+""",
+    )
+    assert run.end() == 0, run.output
+    assert "restart 1 of 2, because server-" in run.output
+
+
+def test_ctrl_c_is_the_last_word(launch_script):
+    """Also while everything is being stopped after a failure."""
+    run = launch_script(
+        f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note(f"trainer-{{os.environ['RANK']}}")
+        wait_for("trainer-0", "trainer-1")
+        if os.environ["RANK"] == "1": raise SystemExit(7)
+        {WAIT_FOREVER}
+        """,
+        "allocation_mode=d2",
+        "model.path=tiny",
+        *RECOVER,
+    )
+    while "stopping everything" not in run.output:
+        assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.output
+    assert "restart" not in run.output
+
+
+def test_resume_is_for_the_user_to_decide(launch_script):
+    run = launch_script("raise SystemExit(7)", *SFT, "recover.mode=resume", "recover.freq_steps=1")
+    assert run.end() == 7
+    assert "restart" not in run.output
+
+
+def test_two_launchers_do_not_share_a_run(launch_script, tmp_path):
+    run = launch_script(WAIT_FOREVER, *SFT)
+    run.wait_for("trainer-0")
+    command = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml", *SFT]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    second = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert second.returncode == 2
+    assert f"must belong to one run at a time: got process {run.process.pid}" in second.stderr
+    run.process.kill()
+    assert run.end() == -signal.SIGKILL
+    again = subprocess.run(
+        [*command, "cluster.n_nodes=2"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 2 and "n_nodes" in again.stderr

@@ -116,7 +116,24 @@ def test_every_key_reaches_the_service(
     del sys.modules[package]
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     init = {key: str(tmp_path) if value == "FOLDER" else value for key, value in init.items()}
+    if package == "wandb":
+        init["id"] = (tmp_path / ".wandb_id").read_text()
     assert calls == [["init", [], init], ["log", [{"reward/mean": 0.5}], {"step": 2}], ["finish", [], {}]]
+
+
+def test_a_run_that_goes_on_goes_on_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text(RECORDER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("RECORD", str(tmp_path / "calls.jsonl"))
+    config = config_of(tmp_path, wandb=WandBConfig(mode="offline"))
+    for start_step in (0, 5, 0):
+        open_sinks(config, folder=tmp_path, resolved={}, start_step=start_step)
+    del sys.modules["wandb"]
+    calls = [json.loads(line)[2] for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [call.get("resume") for call in calls] == [None, "allow", None]
+    first, resumed, fresh = (call["id"] for call in calls)
+    assert first == resumed != fresh
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,26 @@ def test_an_earlier_run_in_the_folder_is_replaced(tmp_path: Path) -> None:
     assert [row["reward/mean"] for row in read(tmp_path)] == [0.2]
 
 
+def test_a_run_that_goes_on_keeps_the_rows_before(tmp_path: Path) -> None:
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    for step in range(4):
+        stats.add({"optim/grad_norm": 0.1 * step, "perf/trained_tokens": 10.0, "eval/accuracy": step})
+        stats.commit(step)
+    stats.close()
+    folder, rows = tmp_path / "exp/t0", read(tmp_path)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "optim/gr')  # a crash
+    resumed = StatsLogger(stats_config(tmp_path), FT_SPEC, start_step=2)
+    assert read(tmp_path) == rows[:2]
+    assert not (folder / "summary.json").exists() and not (folder / "report.html").exists()
+    resumed.add({"optim/grad_norm": 7.0, "perf/trained_tokens": 5.0, "eval/accuracy": 9.0})
+    resumed.commit(2)
+    resumed.close()
+    assert [row["optim/grad_norm"] for row in read(tmp_path)] == [0.0, 0.1, 7.0]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["trained_tokens"], summary["accuracy_after"]) == (3, 25, 9.0)
+
+
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     stats = StatsLogger(stats_config(tmp_path), FT_SPEC)

@@ -54,3 +54,25 @@ def test_seconds() -> None:
     assert not frequency.check()
     time.sleep(0.06)
     assert [frequency.check(), frequency.check()] == [True, False]
+
+
+@given(st.integers(1, 5), st.booleans(), st.integers(0, 12), st.integers(0, 12))
+def test_goes_on_from_a_state(n: int, is_first_due: bool, before: int, after: int) -> None:
+    whole = Frequency(limit_steps=n, limit_s=None, is_first_due=is_first_due)
+    expected = [whole.check() for _ in range(before + after)]
+    first = Frequency(limit_steps=n, limit_s=None, is_first_due=is_first_due)
+    found = [first.check() for _ in range(before)]
+    second = Frequency(limit_steps=n, limit_s=None, is_first_due=is_first_due)
+    second.load_state_dict(first.state_dict())
+    assert found + [second.check() for _ in range(after)] == expected
+
+
+def test_seconds_go_on_too() -> None:
+    first = Frequency(limit_steps=None, limit_s=0.4)
+    assert not first.check()
+    time.sleep(0.25)
+    second = Frequency(limit_steps=None, limit_s=0.4)
+    second.load_state_dict(first.state_dict())
+    assert not second.check()
+    time.sleep(0.2)
+    assert second.check()

@@ -1,0 +1,88 @@
+"""`arealite replay`: execute one training step of a run again and tell whether it gives the same weights.
+
+It starts the run's own script through the local launcher, without servers, in a scratch folder, from the newest
+checkpoint before the step (or from the initial model); what the run sampled comes from its `rollouts/`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from arealite.api.errors import ConfigError
+from arealite.engine.weight_log import read_weights
+from arealite.launcher.local import launch
+from arealite.trainer.checkpoint import checkpoints, find_damage
+
+_NEVER = 10**9
+"""In steps."""
+
+
+def replay(run_folder: str, step: int) -> int:
+    """Replay a step and return the exit status: 0 the weights are bit-identical, 1 they differ, 2 it can't be done."""
+    folder = Path(run_folder).resolve()
+    record = _read(folder / "run.json")
+    config = _read(folder / "config.yaml")
+    checkpoint = _newest_before(folder, step)
+    _check(folder, first=0 if checkpoint is None else checkpoint[0] + 1, last=step)
+    with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
+        if checkpoint is not None:
+            recover = Path(scratch) / config["experiment_name"] / config["trial_name"] / "recover"
+            recover.mkdir(parents=True)
+            (recover / checkpoint[1].name).symlink_to(checkpoint[1], target_is_directory=True)
+        overrides = [
+            *_scratch_only(scratch),
+            f"recover.mode={'disabled' if checkpoint is None else 'resume'}",
+            f"recover.freq_steps={_NEVER}",
+            f"rollout.replay_from={folder}",
+            f"rollout.replay_step={step}",
+            f"launcher.trainer_threads={record['trainer_threads']}",  # another number sums in another order
+        ]
+        return launch(record["entry"], ["--config", str(folder / "config.yaml"), *overrides])
+
+
+def _scratch_only(scratch: str) -> Iterator[str]:
+    """Let the script write into the scratch folder, and no more than it must."""
+    yield f"cluster.fileroot={scratch}"
+    for block in ("saver", "evaluator", "recover", "stats_logger", "rollout"):
+        yield f"{block}.fileroot={scratch}"
+    for block in ("saver", "evaluator", "recover"):
+        yield from (f"{block}.freq_{unit}=null" for unit in ("epochs", "steps", "secs"))
+    yield from (f"stats_logger.{sink}.mode=disabled" for sink in ("wandb", "swanlab", "trackio"))
+    yield "stats_logger.tensorboard.path=null"
+
+
+def _newest_before(folder: Path, step: int) -> tuple[int, Path] | None:
+    """Return step and path of the newest whole checkpoint that was taken before a step."""
+    found = [(taken, path) for taken, path in checkpoints(folder / "recover") if taken < step]
+    return next(((taken, path) for taken, path in sorted(found, reverse=True) if find_damage(path) is None), None)
+
+
+def _check(folder: Path, *, first: int, last: int) -> None:
+    """Refuse what the run folder can't tell."""
+    missing = [n for n in range(first, last + 1) if not (folder / "rollouts" / f"step_{n}.jsonl").exists()]
+    if missing:
+        raise ConfigError(
+            f"{folder / 'rollouts'} must hold steps {first} to {last}: got no step_{missing[0]}.jsonl. "
+            "Choose a step that the run has trained."
+        )
+    if last + 1 not in read_weights(folder):
+        raise ConfigError(
+            f"{folder / 'weights.jsonl'} must hold the fingerprint of version {last + 1}: got none. "
+            "Run with rollout.weight_check.fingerprint=true, and choose a step that the run has finished."
+        )
+
+
+def _read(path: Path) -> dict[str, str]:
+    if not path.exists():
+        raise ConfigError(
+            f"a run folder must hold {path.name}: got none in {path.parent}. Name the folder of a run that a launcher "
+            "started and whose script gave StatsLogger its config."
+        )
+    text = path.read_text(encoding="utf-8")
+    content: dict[str, str] = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    return content

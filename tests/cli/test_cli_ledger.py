@@ -1,0 +1,85 @@
+"""`arealite ledger`, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from arealite.api.io_struct import PromptId
+from arealite.rollout.ledger import Ledger, SampleRecord
+from arealite.rollout.staleness import StalenessAccount
+
+ORDER = {"seed": 1, "dataset_size": 40, "batch_size": 40, "shuffle": False, "drop_last": True}
+
+
+def arealite(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "arealite.cli.main", *arguments]
+    env = os.environ | {"COLUMNS": "80"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+def make_run(folder: Path) -> None:
+    """Of 40 prompts the 4 slowest fail, the others are trained."""
+    account = StalenessAccount(batch_size=40, max_head_offpolicyness=0, max_concurrent=40)
+    ledger = Ledger(str(folder / "ledger.sqlite"), account)
+    prompt_ids = [PromptId(0, index) for index in range(40)]
+    tickets = ledger.issue(prompt_ids, cursor={"epoch": 0, "position": 40, **ORDER})
+    for ticket in tickets:
+        ledger.start(ticket, attempt=0, head_version=0)
+        samples = [SampleRecord(0, 100 * ticket, ticket / 4, 0, "127.0.0.1:1")]
+        if ticket > 36:
+            ledger.fail(ticket, "reward_timeout", samples, ticket / 4)
+        else:
+            ledger.accept(ticket, samples, ticket / 4)
+    ledger.train(tickets[:36], 0)
+    ledger.note_checkpoint(0, ledger.flush())
+    ledger.close()
+    (folder / "rollouts").mkdir()
+    lines = [json.dumps({"prompt_id": str(prompt_id), "sample": 0}) + "\n" for prompt_id in prompt_ids[:36]]
+    (folder / "rollouts" / "step_0.jsonl").write_text("".join(lines))
+
+
+def test_tables_of_a_clean_run(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    shown = arealite("ledger", str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert max(len(line) for line in shown.stdout.splitlines()) <= 80
+    assert "trained 36 90.0 % 36 66,600" in lines
+    assert "failed: reward_timeout 4 10.0 % 4 15,400" in lines
+    assert "0.25 .. 1 4 100.0 %" in lines and "9.25 .. 10 4 0.0 % reward_timeout 100.0" in lines
+    assert "Trained share of the slowest minus the fastest: -100.0 ± 35.4 points, beyond two" in lines
+    assert lines[-4:] == [
+        "issued 40 = trained 36 + rejected 0 + failed 4 + pending 0",
+        "provisional 0 of the trained (checkpoint of step 0)",
+        "lost 0",
+        "repeated 0",
+    ]
+
+
+def test_json_and_exit_status(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    rollouts = tmp_path / "rollouts" / "step_0.jsonl"
+    lines = rollouts.read_text().splitlines(keepends=True)
+    rollouts.write_text("".join(lines[1:]))
+    (tmp_path / "rollouts" / "step_1.jsonl").write_text(lines[5])
+    shown = arealite("ledger", str(tmp_path), "--json")
+    assert shown.returncode == 1
+    found = json.loads(shown.stdout)
+    names = ("issued", "trained", "provisional", "rejected", "failed", "pending", "lost", "repeated", "adds_up")
+    assert [found[name] for name in names] == [40, 36, 0, 0, 4, 0, 1, 1, True]
+    assert (found["lost_ids"], found["repeated_ids"]) == (["0-0"], ["0-5"])
+    assert found["states"] == {"failed_reward_timeout": 4, "trained": 36}
+    assert [bias["measure"] for bias in found["bias"]] == ["latency_s", "tokens"]
+    assert found["bias"][0]["difference"] == -1.0 and len(found["bias"][0]["parts"]) == 10
+    shown = arealite("ledger", str(tmp_path))
+    assert shown.returncode == 1 and shown.stdout.endswith("lost 1: 0-0\nrepeated 1: 0-5\n")
+
+
+def test_a_folder_without_a_ledger(tmp_path: Path) -> None:
+    shown = arealite("ledger", str(tmp_path))
+    assert shown.returncode == 2 and "LedgerError" in shown.stderr and "must exist" in shown.stderr
+    assert list(tmp_path.iterdir()) == []

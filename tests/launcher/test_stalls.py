@@ -1,0 +1,182 @@
+"""Six planted stalls under the real launcher, all at once: each verdict names its culprit by pid, line, rank or server.
+
+With RECORD_STALLS=<file> the verdicts are written there (they are shown in `docs/stalls.md`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tiny_models import save_qwen3
+
+from arealite.utils.processes import kill_tree, spawn, wait_gone
+
+HERE = Path(__file__).parent
+PROGRAM = HERE / "planted_stalls.py"
+DEADLINE_S = 150
+pytestmark = pytest.mark.xdist_group("launcher")
+
+NO_SERVER = ("allocation_mode=d1", "rollout.server_addrs=[127.0.0.1:9]")
+TWO_RANKS = ("allocation_mode=d2", "rollout.server_addrs=[127.0.0.1:9]")
+STALLS = {
+    "stopped_server": ("allocation_mode=lite.d1+d1",),
+    "absent_rank": TWO_RANKS,
+    "full_disk": (*NO_SERVER, "saver.freq_steps=1", "launcher.stall_timeout=60"),
+    "reward_deadlock": NO_SERVER,
+    "awaits_for_ever": NO_SERVER,
+    "blocking_sleep": NO_SERVER,
+}
+
+
+@dataclass
+class Stall:
+    """What became of one run."""
+
+    status: int
+    output: str
+    folder: Path
+
+    @property
+    def verdict(self) -> str:
+        return next(line for line in self.output.splitlines() if "stalled:" in line)
+
+    @property
+    def evidence(self) -> str:
+        (path,) = self.folder.glob("stall_*.txt")
+        return path.read_text()
+
+    def pid_of(self, name: str) -> int:
+        found = re.search(rf"^{name} \(pid (\d+)\)", self.evidence, re.MULTILINE)
+        assert found is not None, self.evidence
+        return int(found[1])
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder on a disk of 4 MiB, if we may mount one."""
+    folder = tmp_path_factory.mktemp("disk")
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    subprocess.run(command, capture_output=True, check=False)
+    yield folder
+    if folder.is_mount():
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def stalls(tmp_path_factory: pytest.TempPathFactory, small_disk: Path) -> Iterator[dict[str, Stall]]:
+    folder = tmp_path_factory.mktemp("stalls")
+    model = save_qwen3(folder / "model", seed=1)
+    config = {
+        "experiment_name": "exp",
+        "cluster": {"n_gpus_per_node": 0, "fileroot": str(folder)},
+        "train_dataset": {"path": "story", "batch_size": 8},
+        "gconfig": {"max_new_tokens": 100},
+        "actor": {"path": model},
+        "launcher": {"stall_timeout": 4},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    runs: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, overrides in STALLS.items():
+            runs[name] = _start(folder, name, small_disk if name == "full_disk" else folder, overrides)
+        statuses = {name: run.wait(DEADLINE_S) for name, run in runs.items()}
+    finally:
+        for run in runs.values():
+            kill_tree(run.pid)
+    found = {
+        name: Stall(
+            status,
+            (folder / f"{name}.txt").read_text(),
+            (small_disk if name == "full_disk" else folder) / "exp" / name,
+        )
+        for name, status in statuses.items()
+    }
+    if os.environ.get("RECORD_STALLS"):
+        Path(os.environ["RECORD_STALLS"]).write_text("\n".join(f"## {n}\n{stall.output}" for n, stall in found.items()))
+    yield found
+
+
+def _start(folder: Path, name: str, fileroot: Path, overrides: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
+    program = "import os, sys; os.environ['LAUNCHER'] = str(os.getpid()); from arealite.launcher.local import main; "
+    command = [sys.executable, "-c", program + "sys.exit(main(sys.argv[1:]))", PROGRAM, "--config"]
+    command += [folder / "config.yaml", f"trial_name={name}", f"cluster.fileroot={fileroot}", *overrides]
+    with (folder / f"{name}.txt").open("wb") as output:
+        environment = os.environ | {"PYTHONPATH": paths, "PLANTED": name, "OMP_NUM_THREADS": "1"}
+        return spawn(command, env=environment, stdout=output, stderr=output)
+
+
+def guilty_line(name: str) -> str:
+    """Return `file:line` of a `# guilty` comment."""
+    for path in (PROGRAM, HERE / "planted_reward.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.endswith(f"# guilty: {name}"):
+                return f"{path}:{number} in "
+    raise AssertionError(name)
+
+
+def test_server_stopped_by_a_signal(stalls):
+    stall = stalls["stopped_server"]
+    assert stall.status == 4, stall.output
+    pid = stall.pid_of("server-0")
+    assert f"because of server-0 (pid {pid}), which is stopped by a signal (state T), for " in stall.verdict
+    assert f"    Continue it with kill -CONT {pid}.\n" in stall.output
+    assert "RolloutExecutor._run_lane" in stall.output, "who waits for it is told"
+    assert wait_gone([pid], timeout_s=5) == set(), "a stopped process is ended as well"
+
+
+def test_rank_that_does_not_enter_a_collective(stalls):
+    stall = stalls["absent_rank"]
+    assert stall.status == 4, stall.output
+    assert f"because of trainer-1 (pid {stall.pid_of('trainer-1')}), which has not entered" in stall.verdict
+    assert f"runs at {guilty_line('absent_rank')}" in stall.verdict
+    assert f"trainer-0 (pid {stall.pid_of('trainer-0')}) waits for a sum over all ranks" in stall.output
+
+
+def test_deadlocked_reward(stalls):
+    stall = stalls["reward_deadlock"]
+    assert stall.status == 4, stall.output
+    assert "because of reward function deadlocked_reward (pid " in stall.verdict
+    assert f"which has not returned at {guilty_line('reward_deadlock')}deadlocked_reward" in stall.verdict
+
+
+def test_episode_that_awaits_for_ever(stalls):
+    stall = stalls["awaits_for_ever"]
+    assert stall.status == 4, stall.output
+    assert f"because of episode 0-5 in trainer-0 (pid {stall.pid_of('trainer-0')}), which awaits" in stall.verdict
+    assert f"awaits at {guilty_line('awaits_for_ever')}Awaiting.arun_episode, for " in stall.verdict
+
+
+def test_blocking_call_in_a_workflow(stalls):
+    stall = stalls["blocking_sleep"]
+    assert stall.status == 4, stall.output
+    line = guilty_line("blocking_sleep")
+    assert f"{line}Blocking.arun_episode blocks the rollout loop for 1." in stall.output, "it is warned of at once"
+    assert f"blocks the rollout loop at {line}Blocking.arun_episode" in stall.verdict
+
+
+def test_full_disk(stalls, small_disk):
+    """Not a stall: whoever can't write ends the run with path, error and free space, whatever becomes of the logs."""
+    stall = stalls["full_disk"]
+    assert stall.status == 1, stall.output
+    assert "launcher | trainer-0 failed with exit status 1; its last 20 lines:" in stall.output
+    (line,) = [line for line in stall.output.splitlines() if line.startswith("    ") and "must be writable" in line]
+    assert f"OSError: {stall.folder}/checkpoints/.step_0.unfinished must be writable" in line
+    if small_disk.is_mount():
+        assert "No space left on device" in line and "with 0.0 MiB of 4.0 MiB free" in line
+        assert "trainer-0 | ERROR: this log ends here" in stall.output
+    else:
+        assert "File too large" in line
+
+
+def test_nothing_is_left(stalls):
+    for stall in stalls.values():
+        assert {path.suffix for path in (stall.folder / "logs").iterdir()} == {".log"}

@@ -1,0 +1,230 @@
+"""The loop of a thread, with workflows that block it: found while they block, named by line, and waited for in vain no
+longer than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from arealite.api.errors import EpisodeTimeoutError
+from arealite.rollout import awaits
+from arealite.rollout.event_loop import EventLoopThread
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoopThread]:
+    loop = EventLoopThread("test-loop", blocking_call_s=0.2, max_blocked_s=60)
+    yield loop
+    loop.close(5)
+
+
+def block(seconds: float) -> None:
+    time.sleep(seconds)  # guilty
+
+
+async def block_in_a_coroutine(seconds: float) -> None:
+    block(seconds)
+
+
+def line_of(function: object, text: str) -> str:
+    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    return f"{__file__}:{first + next(index for index, line in enumerate(lines) if text in line)} in "
+
+
+def test_a_blocking_call_is_reported_once_per_line_while_it_blocks(loop, caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="arealite.rollout"):
+        blocked = loop.submit(block_in_a_coroutine(1.0))
+        deadline = time.monotonic() + 0.9
+        while loop.watch.blocking is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not blocked.done(), "it is found while it blocks"
+        assert str(loop.watch.blocking.line).startswith(line_of(block, "time.sleep"))
+        blocked.result(10)
+        loop.run(block_in_a_coroutine(0.5))
+    (record,) = caplog.records
+    found = re.fullmatch(r"(.*) in block blocks the rollout loop for (\d\.\d) s already: .*", record.getMessage())
+    assert found is not None and 0.2 <= float(found[2]) < 1.0
+    assert f"{found[1]} in " == line_of(block, "time.sleep")
+    loop.run(asyncio.sleep(0.3))
+    assert loop.watch.blocking is None
+
+
+def test_the_lag_is_a_metric(loop) -> None:
+    loop.run(asyncio.sleep(0.5))
+    quiet = loop.watch.metrics()
+    assert set(quiet) == {"rollout/loop_lag_p99_s", "rollout/loop_lag_max_s"}
+    assert 0 <= quiet["rollout/loop_lag_p99_s"] <= quiet["rollout/loop_lag_max_s"]
+    loop.run(block_in_a_coroutine(0.6))
+    loop.run(asyncio.sleep(0.1))
+    assert 0.5 <= loop.watch.metrics()["rollout/loop_lag_max_s"] < 0.6 + quiet["rollout/loop_lag_max_s"] + 0.5
+    blocked = loop.submit(block_in_a_coroutine(0.8))
+    time.sleep(0.6)
+    assert loop.watch.metrics()["rollout/loop_lag_max_s"] >= 0.4, "a call that still blocks counts"
+    blocked.result(10)
+
+
+def test_an_idle_or_busy_loop_is_not_blocked(loop, caplog) -> None:
+    async def work_in_pieces() -> None:
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0)
+
+    with caplog.at_level(logging.WARNING, logger="arealite.rollout"):
+        loop.run(work_in_pieces())
+        loop.run(asyncio.sleep(0.5))
+    assert not caplog.records
+
+
+def test_waiting_for_a_blocked_loop_ends() -> None:
+    loop = EventLoopThread("blocked-loop", blocking_call_s=0.1, max_blocked_s=0.7)
+    ended = threading.Event()
+
+    async def wait_in_vain() -> None:
+        ended.wait(30)
+
+    began = time.monotonic()
+    line = re.escape(line_of(wait_in_vain, "ended.wait"))
+    with pytest.raises(EpisodeTimeoutError, match=f"must turn within 0.7 s: {line}.*wait_in_vain blocks it"):
+        loop.run(wait_in_vain())
+    assert 0.7 <= time.monotonic() - began < 5
+    with pytest.raises(EpisodeTimeoutError):
+        loop.run(asyncio.sleep(0))
+    ended.set()
+    loop.close(10)
+
+
+def test_closing_a_blocked_loop_names_the_line(caplog) -> None:
+    loop = EventLoopThread("blocked-loop", blocking_call_s=0.1)
+    ended = threading.Event()
+    loop.submit(_wait(ended))
+    time.sleep(0.4)
+    with caplog.at_level(logging.WARNING, logger="arealite.rollout"):
+        loop.close(0.1)
+    assert f"did not end within 0.1 s: {line_of(_wait, 'ended.wait')}_wait blocks it" in caplog.text
+    ended.set()
+
+
+async def _wait(ended: threading.Event) -> None:
+    ended.wait(30)
+
+
+# Where episodes are
+
+
+async def episode(name: str, coroutine) -> None:
+    with awaits.running(name):
+        await coroutine
+
+
+async def wait_for_ever() -> None:
+    await asyncio.Event().wait()  # inner
+
+
+async def gather_some() -> None:
+    await asyncio.gather(asyncio.sleep(0), wait_for_ever(), wait_for_ever())
+
+
+async def await_a_task() -> None:
+    await asyncio.create_task(wait_for_ever())
+
+
+async def await_a_library() -> None:
+    async with asyncio.timeout(30):
+        await asyncio.wait_for(asyncio.shield(asyncio.Event().wait()), 30)  # library
+
+
+async def iterate() -> None:
+    async for _ in steps():
+        pass
+
+
+async def steps():
+    yield 1
+    await wait_for_ever()
+
+
+@pytest.mark.parametrize(
+    ("coroutine", "function", "text"),
+    [
+        (wait_for_ever, wait_for_ever, "# inner"),
+        (gather_some, wait_for_ever, "# inner"),
+        (await_a_task, wait_for_ever, "# inner"),
+        (await_a_library, await_a_library, "# library"),
+        (iterate, iterate, "async for"),
+    ],
+)
+def test_the_line_that_an_episode_awaits_at(loop, coroutine, function, text) -> None:
+    running = loop.submit(episode("0-7", coroutine()))
+    loop.run(asyncio.sleep(0.05))
+    (found,) = awaits.oldest()
+    running.cancel()
+    assert found["name"] == "0-7" and found["on"] == "code" and 0 < time.monotonic() - found["since"] < 5
+    assert found["line"] == line_of(function, text) + function.__qualname__
+    loop.run(asyncio.sleep(0.05))
+    assert awaits.oldest() == []
+
+
+def test_the_oldest_episodes_come_first(loop) -> None:
+    names = [f"0-{index}" for index in range(awaits.SHOWN + 5)]
+    running = [loop.submit(episode(name, wait_for_ever())) for name in names]
+    loop.run(asyncio.sleep(0.05))
+    assert [one["name"] for one in awaits.oldest()] == names[: awaits.SHOWN]
+    for one in running:
+        one.cancel()
+
+
+def test_looking_from_another_thread_never_fails(loop) -> None:
+    """Episodes come and go while a thread looks, as the one that publishes does."""
+
+    async def short(index: int) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    running = [loop.submit(episode(str(index), short(index))) for index in range(2000)]
+    look = functools.partial(awaits.oldest)
+    while not all(one.done() for one in running):
+        for one in look():
+            assert one["line"]
+    assert look() == []
+
+
+def test_waits_for_rewards_and_servers_are_told_apart(loop) -> None:
+    """A reward that is a coroutine of the user's own is user code again."""
+    from arealite.reward.runner import RewardRunner
+
+    runner = RewardRunner(slow_reward, timeout=60)
+    coroutine_runner = RewardRunner(slow_coroutine_reward, timeout=60)
+    running = [
+        loop.submit(episode("a", score(runner))),
+        loop.submit(episode("b", score(coroutine_runner))),
+    ]
+    loop.run(asyncio.sleep(0.1))
+    plain, coroutine = awaits.oldest()
+    assert (plain["on"], coroutine["on"]) == ("reward", "code")
+    assert plain["line"].endswith("in score") and coroutine["line"].endswith("in slow_coroutine_reward")
+    for one in running:
+        one.cancel()
+    runner.close()
+
+
+async def score(runner) -> None:
+    await runner(prompt="", completions="", prompt_ids=[], completion_ids=[])
+
+
+def slow_reward(prompt, completions, prompt_ids, completion_ids) -> float:
+    time.sleep(30)
+    return 0.0
+
+
+async def slow_coroutine_reward(prompt, completions, prompt_ids, completion_ids) -> float:
+    await asyncio.sleep(30)
+    return 0.0

@@ -1,0 +1,110 @@
+"""A scripted loop on the real engine, for `test_recover.py`: trains on batches that the data cursor picks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+from training_cases import token_batch, train_config
+
+from arealite.api.cli_args import RecoverConfig, SaverConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.dataset.loader import PromptLoader
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.logprobs import count_loss_tokens
+from arealite.engine.sft.loss import sft_loss_fn
+from arealite.trainer.recover import Recover
+from arealite.trainer.saver import Saver
+
+SPEC = FinetuneSpec(1, 40, 4)
+LENGTHS = [9, 4, 12, 3, 7, 11]
+
+
+class Counter:
+    """A rollout engine as far as recovery knows it."""
+
+    def __init__(self) -> None:
+        self.num_episodes = 0
+        self.noted: list[tuple[int, int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ledger_position": self.num_episodes} if dist.get_rank() == 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_episodes = state.get("ledger_position", 0)
+
+    def note_checkpoint(self, step: int, position: int) -> None:
+        self.noted.append((step, position))
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def state_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state, whole."""
+    state = engine.state_dict()
+    found = {name: full(tensor) for name, tensor in state["model"].items()}
+    for name, values in state["optimizer"]["state"].items():
+        found |= {f"{name}.{key}": full(value) for key, value in values.items()}
+    return found
+
+
+def train(
+    model: str,
+    folder: Path,
+    *,
+    steps: int,
+    stop_after: int | None = None,
+    fail_after: int | None = None,
+    trial_name: str = "t",
+    **config: Any,
+) -> dict[str, Any]:
+    """Run up to `steps` steps, or be cut off; return what came of it."""
+    names = {"experiment_name": "e", "trial_name": trial_name, "fileroot": str(folder)}
+    options = {"mode": "auto", "freq_steps": 2} | config
+    recover = Recover(RecoverConfig(**names, **options), SPEC)
+    engine = FSDPEngine(train_config(model, seed=3))
+    engine.initialize(None, SPEC)
+    loader = PromptLoader([{"number": number} for number in range(40)], 4)
+    rollout, saver = Counter(), Saver(SaverConfig(**names, freq_steps=3), SPEC)
+    found: dict[str, Any] = {"losses": {}, "draws": {}, "saved": []}
+    batches, rank = iter(loader), dist.get_rank()
+    try:
+        with recover:
+            start = found["start"] = recover.load(engine, loader, rollout=rollout, clocks={"saver": saver})
+            for step in range(start, steps):
+                batch = token_batch(LENGTHS, seed=next(batches)[0]["number"])
+                rows = list(range(rank, len(LENGTHS), dist.get_world_size()))
+                metrics = engine.train_batch(batch[rows], sft_loss_fn, count_loss_tokens)
+                engine.step_lr_scheduler()
+                engine.set_version(step + 1)
+                found["losses"][step] = metrics["loss"]
+                found["draws"][step] = (random.random(), torch.rand(1).item())
+                rollout.num_episodes += 6
+                if saver.save(engine, step) is not None:
+                    found["saved"].append(step)
+                recover.save(step)
+                if step == fail_after:
+                    raise ZeroDivisionError
+                if step == stop_after:
+                    break
+        return found | {"state": state_of(engine), "noted": rollout.noted, "version": engine.get_version()}
+    finally:
+        engine.destroy()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model, out = sys.argv[1], Path(sys.argv[2])
+    for index, options in enumerate(json.loads(sys.argv[3])):
+        found = train(model, out, **options)
+        torch.save(found, out / f"found_{index}_rank{os.environ['RANK']}.pt")

@@ -1,0 +1,270 @@
+"""Interrupted equals uninterrupted, on one and two ranks; what is damaged is never loaded; failures surface."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recover_program import train
+from training_cases import write_model
+
+from arealite.api.cli_args import RecoverConfig
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import FinetuneSpec
+from arealite.trainer.checkpoint import find_damage
+from arealite.trainer.recover import Recover
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("recover")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Seven steps without an interruption."""
+    return train(model, tmp_path_factory.mktemp("whole"), steps=7)
+
+
+@pytest.fixture(scope="module")
+def cut(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that ended after step 4, with checkpoints of steps 1 and 3."""
+    folder = tmp_path_factory.mktemp("cut")
+    train(model, folder, steps=7, stop_after=4)
+    return folder
+
+
+@pytest.fixture
+def folder(cut: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage and to go on in."""
+    shutil.copytree(cut, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["state"].keys() == expected["state"].keys()
+    assert {name for name, value in expected["state"].items() if not torch.equal(found["state"][name], value)} == set()
+    assert found["version"] == expected["version"]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder / "e/t/recover"))
+
+
+def test_resumed_equals_uninterrupted(model: str, whole: dict[str, Any], folder: Path) -> None:
+    assert checkpoints(folder) == ["step_1", "step_3"]
+    found = train(model, folder, steps=7)
+    assert found["start"] == 4 and whole["start"] == 0
+    for key in ("losses", "draws"):
+        assert found[key] == {step: whole[key][step] for step in (4, 5, 6)}
+    assert found["saved"] == [5] and whole["saved"] == [2, 5], "the saver's clock goes on"
+    assert_same_state(found, whole)
+    assert whole["noted"] == [(1, 12), (3, 24), (5, 36)] and found["noted"] == [(5, 36)]
+    assert checkpoints(folder) == ["step_3", "step_5"], "the newest two are kept"
+
+
+def test_what_is_newer_than_the_checkpoint_is_removed(model: str, folder: Path) -> None:
+    (folder / "e/t/recover/.step_4.unfinished").mkdir()
+    shutil.copytree(folder / "e/t/recover/step_1", folder / "e/t/recover/step_9")
+    (folder / "e/t/recover/step_9/state.json").unlink()
+    assert train(model, folder, steps=5)["start"] == 4
+    assert checkpoints(folder) == ["step_1", "step_3"]
+
+
+def damages(path: Path) -> dict[str, Callable[[], object]]:
+    """Ways to damage a file, with a seed per file."""
+    data, draw = path.read_bytes(), random.Random(path.name)
+    flipped, ends = draw.randrange(len(data)), draw.sample(range(len(data)), 20)
+    cuts = {f"cut at {end}": (lambda end=end: path.write_bytes(data[:end])) for end in ends}
+    return cuts | {
+        "a flipped bit": lambda: path.write_bytes(
+            data[:flipped] + bytes([data[flipped] ^ 1 << draw.randrange(8)]) + data[flipped + 1 :]
+        ),
+        "a byte more": lambda: path.write_bytes(data + b"\n"),
+        "gone": path.unlink,
+    }
+
+
+def test_every_damage_to_any_file_is_found(folder: Path) -> None:
+    newest = folder / "e/t/recover/step_3"
+    names = sorted(os.listdir(newest))
+    assert names == [".metadata", "__0_0.distcp", "manifest.json", "rng_0.json", "state.json"]
+    assert find_damage(newest) is None
+    for name in names:
+        data = (newest / name).read_bytes()
+        for what, damage in damages(newest / name).items():
+            damage()
+            found = find_damage(newest)
+            assert found is not None and found.startswith(name), f"{name}, {what}: {found}"
+        (newest / name).write_bytes(data)
+    assert find_damage(newest) is None
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "rng_0.json", "state.json"])
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    model: str, whole: dict[str, Any], folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / "e/t/recover/step_3" / name
+    random.Random(name).choice(list(damages(path).values()))()
+    with caplog.at_level(logging.WARNING, logger="arealite.recover"):
+        found = train(model, folder, steps=7)
+    assert found["start"] == 2 and found["losses"] == {step: whole["losses"][step] for step in range(2, 7)}
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "step_3" in warning and name in warning
+    assert_same_state(found, whole)
+
+
+def start(folder: Path, **config: Any) -> Recover:
+    names = {"experiment_name": "e", "trial_name": "t", "fileroot": str(folder)}
+    return Recover(RecoverConfig(**names, **{"mode": "auto", "freq_steps": 2} | config), FinetuneSpec(1, 40, 4))
+
+
+def test_nothing_is_replaced_when_all_are_damaged(folder: Path) -> None:
+    for step in (1, 3):
+        (folder / f"e/t/recover/step_{step}/manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="must hold a whole checkpoint: got 2 damaged ones"):
+        start(folder)
+    assert checkpoints(folder) == ["step_1", "step_3"]
+
+
+def test_resume_requires_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"must hold a checkpoint for recover\.mode=resume: got none"):
+        start(tmp_path, mode="resume")
+
+
+@pytest.mark.parametrize(
+    ("mode", "restart", "expected"),
+    [("disabled", "1", 0), ("fault", "0", 0), ("fault", "1", 4), ("auto", "0", 4), ("resume", "0", 4)],
+)
+def test_who_goes_on(
+    model: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    restart: str,
+    expected: int,
+) -> None:
+    monkeypatch.setenv("AREAL_RECOVER_RUN", restart)
+    (folder / "e/t/metrics.jsonl").write_text('{"step": 0, "optim/grad_norm": 1.0}\n' * 3)
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "rollouts"):
+        (folder / "e/t" / name).mkdir() if name == "rollouts" else (folder / "e/t" / name).touch()
+    assert train(model, folder, steps=5, mode=mode)["start"] == expected
+    is_fresh = expected == 0
+    said = capsys.readouterr().out
+    assert (f"replacing the run of 3 steps in {folder}/e/t\n" in said) == is_fresh
+    assert (f"going on after step 3, from {folder}/e/t/recover/step_3\n" in said) != is_fresh
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "rollouts"):
+        assert (folder / "e/t" / name).exists() != is_fresh
+    assert (folder / "e/t/recover").exists() == (mode != "disabled")
+
+
+def test_a_failed_write_stops_the_run_and_names_the_file_system(model: str, tmp_path: Path) -> None:
+    """The limit on the size of a file stands in for a full disk; what was published before stays."""
+    train(model, tmp_path, steps=2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            train(model, tmp_path, steps=7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    text = str(caught.value)
+    assert f"{tmp_path}/e/t/recover/step_3 must be writable: got " in text and "free" in text, text
+    assert caught.value.__cause__ is not None
+    assert train(model, tmp_path, steps=3)["start"] == 2
+    assert checkpoints(tmp_path) == ["step_1"]
+
+
+def test_the_error_of_a_run_comes_before_that_of_its_checkpoint(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "e/t").mkdir(parents=True)
+    (tmp_path / "e/t/recover").symlink_to(tmp_path / "nowhere/recover")
+    (tmp_path / "nowhere").touch()
+    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.ERROR, logger="arealite.recover"):
+        train(model, tmp_path, steps=7, freq_steps=1, keep_last=1, stop_after=None, fail_after=0)
+    assert ["step_0 must be writable" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_two_runs_do_not_share_a_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arealite.trainer.recover.LOCK_TIMEOUT_S", 0.1)
+    with (
+        start(tmp_path),
+        pytest.raises(TimeoutError, match=rf"{tmp_path}/e/t must belong to one run.*process {os.getpid()},"),
+    ):
+        start(tmp_path)
+    with start(tmp_path):
+        pass
+
+
+def run_on_two_ranks(model: str, out: Path, runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Do runs one after the other on two ranks; return by run what each rank found."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(HERE.parents[1]),
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "recover_program.py"), model, str(out), json.dumps(runs)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [
+        [torch.load(out / f"found_{index}_rank{rank}.pt", weights_only=False) for rank in range(2)]
+        for index in range(len(runs))
+    ]
+
+
+def test_two_ranks_and_a_change_of_ranks(model: str, whole: dict[str, Any], folder: Path) -> None:
+    """On two ranks resumed equals uninterrupted, and a run goes on from two ranks to one and from one to two."""
+    uninterrupted, _, resumed, moved = run_on_two_ranks(
+        model,
+        folder,
+        [
+            {"steps": 7, "trial_name": "whole"},
+            {"steps": 7, "stop_after": 4, "trial_name": "cut"},
+            {"steps": 7, "trial_name": "cut"},
+            {"steps": 6, "trial_name": "t"},
+        ],
+    )
+    for found, expected in zip(resumed, uninterrupted):
+        assert found["start"] == 4
+        for key in ("losses", "draws"):
+            assert found[key] == {step: expected[key][step] for step in (4, 5, 6)}
+        assert_same_state(found, expected)
+    assert resumed[0]["noted"] == [(5, 36)] and resumed[1]["noted"] == []
+    assert resumed[0]["draws"] != resumed[1]["draws"], "each rank has generators of its own"
+
+    for rank, found in enumerate(moved):
+        assert found["start"] == 4
+        assert list(found["losses"].values()) == pytest.approx([whole["losses"][step] for step in (4, 5)], abs=1e-5)
+        assert (found["draws"][4] == whole["draws"][4]) == (rank == 0), "a new rank gets a seed of its own"
+
+    back = train(model, folder, steps=7, trial_name="cut")
+    assert back["start"] == 6
+    assert back["losses"][6] == pytest.approx(whole["losses"][6], abs=1e-5)
+    assert back["draws"][6] == uninterrupted[0]["draws"][6]

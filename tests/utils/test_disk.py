@@ -1,0 +1,67 @@
+"""Errors of writers that name the file, the cause and the free space."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.utils.disk import explain, free_space, writing
+
+
+def test_a_failed_write_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "rows.jsonl"
+    with pytest.raises(OSError) as caught, writing(path):
+        path.write_text("x")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    text = str(caught.value)
+    assert text.startswith(f"{path} must be writable: got FileNotFoundError: [Errno 2] ")
+    assert f" free in {tmp_path}. Make room there" in text
+
+
+def test_only_errors_of_writing_are_explained(tmp_path: Path) -> None:
+    class LibraryError(Exception):
+        pass
+
+    with pytest.raises(KeyError), writing(tmp_path):
+        raise KeyError
+    with pytest.raises(LibraryError), writing(tmp_path):
+        raise LibraryError
+    with pytest.raises(OSError, match="must be writable: got LibraryError: full"), writing(tmp_path, LibraryError):
+        raise LibraryError("full")
+
+
+def test_free_space(tmp_path: Path) -> None:
+    usage = os.statvfs(tmp_path)
+    assert free_space(tmp_path / "not" / "yet").endswith(f"free in {tmp_path}")
+    assert f"of {usage.f_blocks * usage.f_frsize / 2**30:.1f} GiB free" in free_space(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    assert explain(OSError(errno.ENOSPC, "No space"), file).count(f"free in {tmp_path}. ") == 1
+
+
+def test_rows_of_metrics_that_can_not_be_written_end_the_run(tmp_path: Path) -> None:
+    """A process may write no file of more than 2 kB, as on a disk that is full."""
+    code = """
+import resource, sys
+from arealite.api.cli_args import StatsLoggerConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.trainer.stats_logger import StatsLogger
+config = StatsLoggerConfig(experiment_name="e", trial_name="t", fileroot=sys.argv[1])
+stats = StatsLogger(config, FinetuneSpec(1, 8, 8))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for step in range(100):
+    stats.add({f"metric/number_{index}": 0.5 for index in range(10)})
+    stats.commit(step)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    rows = tmp_path / "e" / "t" / "metrics.jsonl"
+    assert f"OSError: {rows} must be writable: got OSError: [Errno 27] File too large, with " in done.stderr
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 2000 and signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN
