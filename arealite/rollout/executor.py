@@ -143,8 +143,7 @@ class RolloutExecutor:
         Staleness throttles nothing here. An evaluation takes any version of the weights (a second engine may not be
         told), but one only: what other versions answered is asked again.
         """
-        if not is_evaluation:
-            self._begin()
+        self._begin()
         submissions = [Submission(self._named(row), workflow) for row in rows]
         finished = self.loop.run(self._run_lane(submissions, is_evaluation))
         if not finished:

@@ -40,8 +40,10 @@ class Budgets:
         self.failure_window = failure_window
         self.max_failed = int(max_failed_share * failure_window + 1e-9)
         self.max_rejected_in_a_row = max_rejected_in_a_row
-        self._recent: deque[str | None] = deque(maxlen=failure_window)
+        self._recent: deque[str | None] = deque([None] * failure_window)
         """The cause of each failure, None for an episode that ended otherwise."""
+        self._causes: Counter[str] = Counter()
+        """How often each occurs in `_recent`."""
         self._examples: dict[str, Exception] = {}
         """The last failure of each cause."""
         self._rejected: Counter[str] = Counter()
@@ -50,7 +52,10 @@ class Budgets:
         """Note an episode that ended, by which error if it failed for good."""
         cause = None if error is None else _cause_of(error)
         self._recent.append(cause)
+        if (forgotten := self._recent.popleft()) is not None:
+            self._causes[forgotten] -= 1
         if cause is not None and error is not None:
+            self._causes[cause] += 1
             self._examples[cause] = error
 
     def reject(self, reason: str) -> None:
@@ -63,7 +68,7 @@ class Budgets:
 
     def check(self) -> None:
         """Raise EpisodeError when a budget is spent."""
-        causes = Counter(cause for cause in self._recent if cause is not None)
+        causes = self._causes
         if causes.total() > self.max_failed:
             raise EpisodeError(
                 f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
@@ -78,6 +83,7 @@ class Budgets:
             )
 
     def _explain(self, causes: Counter[str]) -> str:
+        causes = +causes
         shown = causes.most_common(_SHOWN_CAUSES)
         parts = [f"{count} x {cause}, the last:\n{_traceback_of(self._examples[cause])}" for cause, count in shown]
         hidden = len(causes) - len(shown)

@@ -9,7 +9,6 @@ then the folders of the runs that have not are kept and named.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shutil
 import sys
@@ -17,12 +16,14 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from arealite.cli.tiny_model import write_tiny_model
 from chaos import kills
 from chaos.experiment import Experiment
 from chaos.flaky_proxy import REFUSED
 from chaos.fleet import fleet
+from chaos.kills import Outcome, Say
 from chaos.promises import Verdict, judge
 
 ALLOCATIONS = ("lite.d1p1t1+d1p1t1", "lite.d2p1t1+d2p1t1")
@@ -30,109 +31,99 @@ SERVED_ALLOCATION = "lite.d2p1t1+d1p1t1"
 TIMEOUT_S = 300.0
 
 
-class Voice:
-    """Prints lines with the time since the start of the run."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    def __call__(self, text: str) -> None:
-        print(f"  {self.seconds:6.1f} s  {text}", flush=True)
-
-
 def main() -> int:
     """Run everything and print the result."""
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a form of less than 3 minutes on 2 cores")
-    parser.add_argument("--seed", type=int, default=1, help="of the first run; each has the next one")
-    parser.add_argument("--runs", type=int, help="runs whose processes are killed")
-    parser.add_argument("--faulty", type=int, help="runs whose servers are unreliable")
-    parser.add_argument("--folder", type=Path, help="where to work; default is a new temporary folder")
+    parser.add_argument("--seed", type=int, default=1, help="of the first run of both sorts; the others count on")
+    parser.add_argument("--runs", type=int, help="runs whose processes are killed; default 10, or 2")
+    parser.add_argument("--faulty", type=int, help="runs whose servers are unreliable; default 3, or 1")
+    parser.add_argument("--folder", type=Path, help="where to work; default is the temporary folder")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="arealite-chaos-", dir=args.folder))
-    started = time.monotonic()
-    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
-    faults: Counter[str] = Counter()
-    verdicts: list[Verdict] = []
-    seeds = {"kills": _seeds(args.seed, args.runs, 2 if args.short else 10)}
-    seeds["servers"] = _seeds(args.seed, args.faulty, 1 if args.short else 3)
-    for seed in seeds["kills"]:
-        experiment = Experiment(folder / f"kills-{seed}", model, ALLOCATIONS[0 if args.short else seed % 2])
-        verdicts.append(suffer_kills(experiment, seed, 2 if args.short else 3, faults))
-    for seed in seeds["servers"]:
-        verdicts.append(suffer_servers(folder / f"servers-{seed}", model, seed, 0 if args.short else 2, faults))
-    broken = sum(bool(verdict.broken) for verdict in verdicts)
-    result = {
-        "faults": dict(sorted(faults.items())),
-        "runs": len(verdicts),
-        "broken_runs": broken,
-        "lost": sum(verdict.lost for verdict in verdicts),
-        "repeated": sum(verdict.repeated for verdict in verdicts),
-        "staleness_max": max(verdict.staleness_max for verdict in verdicts),
-        "seeds": seeds,
-        "wall_s": round(time.monotonic() - started),
-    }
-    if not broken:
-        shutil.rmtree(folder)
+    suite = Suite(Path(tempfile.mkdtemp(prefix="arealite-chaos-", dir=args.folder)))
+    num_runs, num_faulty = (2, 1) if args.short else (10, 3)
+    for seed in range(args.seed, args.seed + (num_runs if args.runs is None else args.runs)):
+        suite.kill_processes(seed, ALLOCATIONS[0 if args.short else seed % 2], number=2 if args.short else 3)
+    for seed in range(args.seed, args.seed + (num_faulty if args.faulty is None else args.faulty)):
+        suite.serve_badly(seed, number=0 if args.short else 2)
+    result = suite.result()
+    if result["broken_runs"] == 0:
+        shutil.rmtree(suite.folder)
     print(f"RESULT {json.dumps(result)}")
-    return 1 if broken else 0
+    return 0 if result["broken_runs"] == 0 else 1
 
 
-def suffer_kills(experiment: Experiment, seed: int, number: int, faults: Counter[str]) -> Verdict:
-    """Kill processes of one run."""
-    voice = Voice()
-    print(f"seed {seed}: {experiment.allocation}, {experiment.steps} steps, {number + 1} kills", flush=True)
-    plans = [kills.draw(seed, number=number, steps=experiment.steps), kills.draw_harmless(seed, steps=experiment.steps)]
-    outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S, say=voice)
-    faults.update(outcome.faults)
-    verdict = judge(experiment, outcome)
-    for cause in outcome.causes:
-        voice(f"it was started again because {cause}")
-    conclude(experiment.folder, verdict, voice)
-    return verdict
+class Suite:
+    """Runs under fire, one after the other, and what came of them."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started = time.monotonic()
+        self._model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+        self._faults: Counter[str] = Counter()
+        self._verdicts: dict[str, Verdict] = {}
 
-def suffer_servers(folder: Path, model: Path, seed: int, number: int, faults: Counter[str]) -> Verdict:
-    """Let the servers of one run misbehave, kill some of its processes too, and see that the servers survive it."""
-    voice = Voice()
-    with fleet(folder / "fleet", model, size=2, seed=seed) as servers:
-        experiment = Experiment(folder / "run", model, SERVED_ALLOCATION, server_addrs=servers.proxies)
-        print(f"seed {seed}: 2 unreliable servers, {experiment.steps} steps, {number + 1} kills", flush=True)
-        plan = kills.draw(seed, number=number, steps=experiment.steps, roles=("trainer", "launcher", "guard"))
-        outcome = kills.run(
-            experiment, plan, kills.draw_harmless(seed, steps=experiment.steps), timeout_s=TIMEOUT_S, say=voice
+    def kill_processes(self, seed: int, allocation: str, *, number: int) -> None:
+        """Kill `number` processes of a run that can't do without them, and a reward worker."""
+        voice = _introduce(f"seed {seed}: {allocation}, {number + 1} kills")
+        experiment = Experiment(self.folder / f"kills-{seed}", self._model, allocation)
+        plans = kills.draw(seed, number=number), kills.draw_harmless(seed)
+        outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S, say=voice)
+        self._conclude(experiment.folder, outcome, judge(experiment, outcome), voice)
+
+    def serve_badly(self, seed: int, *, number: int) -> None:
+        """Let the servers of a run misbehave, kill as above except for them, and see that they survive the run."""
+        voice = _introduce(f"seed {seed}: 2 unreliable servers, {number + 1} kills")
+        folder = self.folder / f"servers-{seed}"
+        with fleet(folder / "fleet", self._model, size=2, seed=seed) as servers:
+            experiment = Experiment(folder / "run", self._model, SERVED_ALLOCATION, server_addrs=servers.proxies)
+            plans = kills.draw(seed, number=number, roles=("trainer", "launcher", "guard")), kills.draw_harmless(seed)
+            outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S, say=voice)
+            found = servers.faults()
+            voice(f"proxies: {json.dumps(found)}")
+            outcome.faults += found.elements()
+            outcome.num_fatal += found[REFUSED]
+            verdict = judge(experiment, outcome)
+            verdict.broken += servers.complaints()
+        self._conclude(folder, outcome, verdict, voice)
+
+    def result(self) -> dict[str, Any]:
+        """Return what the last line tells."""
+        verdicts = self._verdicts.values()
+        return {
+            "faults": dict(sorted(self._faults.items())),
+            "runs": len(verdicts),
+            "broken_runs": sum(bool(verdict.broken) for verdict in verdicts),
+            "lost": sum(verdict.lost for verdict in verdicts),
+            "repeated": sum(verdict.repeated for verdict in verdicts),
+            "staleness_max": max((verdict.staleness_max for verdict in verdicts), default=-1),
+            "seeds": list(self._verdicts),
+            "wall_s": round(time.monotonic() - self._started),
+        }
+
+    def _conclude(self, folder: Path, outcome: Outcome, verdict: Verdict, voice: Say) -> None:
+        """Tell how a run has ended, and remove it if it was fine."""
+        self._faults.update(outcome.faults)
+        self._verdicts[folder.name] = verdict
+        for cause in outcome.causes:
+            voice(f"it had to start again: {cause}")
+        for text in verdict.broken:
+            voice(f"BROKEN {text}")
+        voice(
+            f"lost {verdict.lost}, repeated {verdict.repeated}, staleness at most {verdict.staleness_max}, "
+            f"prompts {json.dumps(verdict.states)}"
         )
-        broken = servers.faults()
-        voice(json.dumps(broken))
-        faults.update(outcome.faults)
-        faults.update(broken)
-        outcome.num_fatal += broken[REFUSED]
-        verdict = judge(experiment, outcome)
-        verdict.broken += servers.complaints()
-    for cause in outcome.causes:
-        voice(f"it was started again because {cause}")
-    conclude(folder, verdict, voice)
-    return verdict
+        if verdict.broken:
+            voice(f"see {folder}")
+        else:
+            shutil.rmtree(folder)
 
 
-def _seeds(first: int, given: int | None, default: int) -> list[int]:
-    return list(range(first, first + (default if given is None else given)))
-
-
-def conclude(folder: Path, verdict: Verdict, voice: Voice) -> None:
-    """Tell how a run has ended, and remove it if it was fine."""
-    for text in verdict.broken:
-        voice(f"BROKEN {text}")
-    told = dataclasses.asdict(verdict) | {"broken": len(verdict.broken)}
-    voice(json.dumps(told))
-    if verdict.broken:
-        voice(f"kept in {folder}")
-    else:
-        shutil.rmtree(folder)
+def _introduce(text: str) -> Say:
+    """Print the heading of a run, and return what prints lines below it, with the time since then."""
+    started = time.monotonic()
+    print(text, flush=True)
+    return lambda line: print(f"  {time.monotonic() - started:6.1f} s  {line}", flush=True)
 
 
 if __name__ == "__main__":

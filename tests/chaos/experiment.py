@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.utils.processes import spawn
@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
 CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
 MARKER = "AREALITE_CHAOS_RUN"
+STEPS = 12
 _LEFT_OUT = ("OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV")
 
 
@@ -36,12 +37,11 @@ class Experiment:
     model: Path
     allocation: str
     server_addrs: tuple[str, ...] = ()
-    steps: int = 12
+    steps: int = STEPS
     batch_size: int = 6
     group_size: int = 4
     bound: int = 2
     retries: int = 2
-    overrides: tuple[str, ...] = field(default=())
 
     @property
     def run_folder(self) -> Path:
@@ -85,7 +85,7 @@ class Experiment:
             "recover.retries": self.retries,
             "launcher.stall_timeout": 90,
         }
-        return [str(ENTRY), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items()), *self.overrides]
+        return [str(ENTRY), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items())]
 
     def launch(self, number: int) -> Launcher:
         """Start the launcher for the `number`-th time."""

@@ -72,26 +72,25 @@ def fleet(folder: Path, model: Path, *, size: int, seed: int) -> Iterator[Fleet]
             server, proxy = (f"{LOOPBACK}:{port}" for port in ports)
             faults = folder / f"faults-{index}.jsonl"
             refused = random.Random(f"{seed} refuses").randint(10, 60) if index == 0 else -1
-            flags = ["--slots", "64", "--context", "512", "--weight-version", "0", "--seed", str(index)]
-            _guard(
-                stack, folder, f"server-{index}", "arealite.server", "--model-path", model, "--port", ports[0], *flags
-            )
-            flags = ["--server", server, "--seed", f"{seed}{index}", "--refused", refused, "--faults", faults]
-            _guard(stack, folder, f"proxy-{index}", "chaos.flaky_proxy", "--port", ports[1], *flags)
+            served = ["--model-path", str(model), "--port", str(ports[0]), "--context", "512", "--seed", str(index)]
+            _guard(stack, folder / f"server-{index}.txt", "arealite.server", *served)
+            passed = ["--server", server, "--port", str(ports[1]), "--faults", str(faults), "--refused", str(refused)]
+            _guard(stack, folder / f"proxy-{index}.txt", "chaos.flaky_proxy", *passed, "--seed", f"{seed}{index}")
             members.append(Member(server, proxy, faults))
         for member in members:
             _wait_ready(member.proxy)
         yield Fleet(tuple(members))
 
 
-def _guard(stack: contextlib.ExitStack, folder: Path, name: str, module: str, *arguments: Any) -> None:
-    """Start a program that ends with us, and with the stack."""
-    output = stack.enter_context((folder / f"{name}.txt").open("wb"))
-    command = [sys.executable, "-m", "arealite.launcher.guard", sys.executable, "-m", module, *map(str, arguments)]
+def _guard(stack: contextlib.ExitStack, path: Path, module: str, *arguments: str) -> None:
+    """Start a program that ends with us, and with the stack; it writes to `path`."""
+    output = stack.enter_context(path.open("wb"))
+    command = [sys.executable, "-m", "arealite.launcher.guard", sys.executable, "-m", module, *arguments]
     env = environment(also_tests=True)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, cwd=REPOSITORY)
     stack.callback(process.wait, 20)
-    stack.enter_context(process.stdin)
+    assert process.stdin is not None
+    stack.enter_context(process.stdin)  # its end is the guard's sign to end
 
 
 def _wait_ready(address: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from arealite.utils.processes import descendants, is_alive, kill_tree, send_signal
-from chaos.experiment import Experiment, Launcher
+from chaos.experiment import STEPS, Experiment, Launcher
 from chaos.moments import MOMENTS, SPAN_S, Mark, Marks, Moment
 from chaos.victims import Role, describe, find, listening_ports
 
@@ -60,7 +60,7 @@ class Outcome:
     """Whether the last launcher has ended with status 0."""
 
 
-def draw(seed: int, *, number: int, steps: int, roles: Sequence[Role] = FATAL) -> list[Kill]:
+def draw(seed: int, *, number: int, steps: int = STEPS, roles: Sequence[Role] = FATAL) -> list[Kill]:
     """Return `number` fatal kills, in the order of their steps.
 
     They are numbered through all seeds, so that every role meets every moment.
@@ -75,7 +75,7 @@ def draw(seed: int, *, number: int, steps: int, roles: Sequence[Role] = FATAL) -
     return kills
 
 
-def draw_harmless(seed: int, *, steps: int) -> list[Kill]:
+def draw_harmless(seed: int, *, steps: int = STEPS) -> list[Kill]:
     """Return the kill of a reward worker, which no run may notice."""
     rng = random.Random(f"reward {seed}")
     return [_kill(rng, "reward", rng.choice(MOMENTS[1:]), rng.randint(0, steps - 3))]

@@ -114,7 +114,7 @@ def _tokens(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[st
             if not all(math.isfinite(row["logprobs"][at]) and row["logprobs"][at] <= 0 for at in trained):
                 yield f"{name} must have finite logprobs"
             if not math.isfinite(row["reward"]):
-                yield f"{name} must have a finite reward: got {row['rewards']}"
+                yield f"{name} must have a finite reward: got {row['reward']}"
 
 
 def _account(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[str]:

@@ -58,21 +58,20 @@ def marked(folder: Path) -> Iterator[int]:
 
 def listening_ports(pids: list[int]) -> set[int]:
     """Return the ports on which processes listen."""
-    return {
-        connection.laddr.port
-        for connection in psutil.net_connections("inet")
-        if connection.pid in pids and connection.status == psutil.CONN_LISTEN
-    }
+    return {port for port, pid in _listeners() if pid in pids}
 
 
 def orphaned_ports(ports: set[int], folder: Path) -> set[int]:
     """Return which of a run's ports it still listens on; another program may have taken one meanwhile."""
     ours = {None, *marked(folder)}
-    return {
-        connection.laddr.port
-        for connection in psutil.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports and connection.pid in ours
-    }
+    return {port for port, pid in _listeners() if port in ports and pid in ours}
+
+
+def _listeners() -> Iterator[tuple[int, int | None]]:
+    """Yield all ports on which someone listens, and who; None is nobody's."""
+    for connection in psutil.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr:
+            yield connection.laddr.port, connection.pid
 
 
 def _command(pid: int) -> list[str]:

@@ -40,7 +40,7 @@ class ScriptedSampler:
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
         try:
-            await asyncio.sleep(0.01 if text == "!" else 0.03)
+            await asyncio.sleep(0.01 if text == "!" else 0.2)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
