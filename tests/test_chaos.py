@@ -138,7 +138,7 @@ def test_ten_seeds_bring_every_role_to_every_moment() -> None:
     assert plans == [kills.draw(seed, number=3) for seed in range(1, 11)]
     for plan in plans:
         assert [kill.step for kill in plan] == sorted(kill.step for kill in plan)
-        assert all(1 <= kill.step <= 11 for kill in plan)
+        assert all(1 <= kill.step <= 11 + (kill.moment == "step") for kill in plan)
     short = [kill for seed in (1, 2) for kill in kills.draw(seed, number=2)]
     assert {kill.victim for kill in short} == set(kills.FATAL)
 
@@ -149,10 +149,13 @@ def test_marks_tell_what_a_run_does(tmp_path: Path) -> None:
     (tmp_path / "recover" / ".step_3.unfinished").mkdir(parents=True)
     for name in ("step_2.jsonl", "step_10.jsonl", "eval_step_11.jsonl"):
         (tmp_path / "rollouts" / name).touch()
+    (tmp_path / ".trainer.lock").write_text("17\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n{"step": 9}\n{"st')
     for _ in range(2):
         marks.look()
-    assert {(mark.moment, mark.step) for mark in marks.seen} == {("batch", 10), ("checkpoint", 3), ("step", 9)}
+    assert {(mark.moment, mark.step) for mark in marks.seen} == {
+        *(("batch", 10), ("checkpoint", 3), ("step", 9), ("resume", -1))
+    }
     (tmp_path / "rollouts" / "step_10.jsonl").unlink()
     marks.look()
     assert (marks.seen[-1].moment, marks.seen[-1].step) == ("batch", 2)

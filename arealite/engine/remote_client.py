@@ -224,6 +224,14 @@ class RemoteInferenceEngine(InferenceEngine):
                 if server.version != version:
                     continue  # which weights sampled which token can't be known: ask again
                 segment = replace(segment, versions=[version] * len(segment.tokens))
+            if segment.versions and min(segment.versions) < version:
+                self.servers.note_loss(server, version)
+                logger.warning(
+                    "server %s has lost weights %d and idles until the next: it sampled from %d. It must have started "
+                    "anew.",
+                    *(server.address, version, min(segment.versions)),
+                )
+                continue
             episode = current_episode.get()
             if episode is not None:
                 episode.servers.add(server.address)

@@ -2,8 +2,8 @@
 
 Servers come and go at any time. Invariant: a request goes only to a member that holds the newest published weights, to
 a reachable one while there is one, and requests with the same `rid` go to one server (which has their prefix cached)
-as long as that may be. A member with other weights, because it joined later or could not be reached, idles until it
-takes part in a publication.
+as long as that may be. A member with other weights, because it joined later, could not be reached or has started anew,
+idles until it takes part in a publication.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 _MAX_STICKY = 65536
 """Remembered rids; the oldest are forgotten first."""
+NO_VERSION = -1
+"""Of a server whose weights are unknown."""
 
 
 @dataclass(eq=False)
@@ -60,6 +62,12 @@ class ServerSet:
             self._version = version
             for server in receivers:
                 server.version = version
+
+    def note_loss(self, server: Server, version: int) -> None:
+        """Take it that a server no longer holds weights that it once took, unless newer ones have come meanwhile."""
+        with self._lock:
+            if server.version == version:
+                server.version = NO_VERSION
 
     @property
     def servers(self) -> list[Server]:

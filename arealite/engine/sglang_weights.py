@@ -25,7 +25,7 @@ from arealite.api.cli_args import WeightCheckConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.server_http import Json, ServerHttp, StatusError, bad_reply
-from arealite.engine.server_set import Server, ServerSet
+from arealite.engine.server_set import NO_VERSION, Server, ServerSet
 from arealite.utils.network import LOOPBACK, free_port, host_ip
 
 logger = logging.getLogger("arealite.client")
@@ -113,9 +113,10 @@ class WeightReceiver:
         await self._go_on(publication, None)
 
     def _agree(self, members: list[Server], meta: WeightUpdateMeta) -> None:
-        """Write the broadcast group of these servers into `meta`; that of the last time if they are the same."""
+        """Write the broadcast group of these servers into `meta`; that of the last time if they are all still in it."""
         servers = tuple(members)
-        if self._plan is None or self._plan.servers != servers:
+        has_left = any(server.version == NO_VERSION for server in servers)  # who has started anew is in no group
+        if self._plan is None or self._plan.servers != servers or has_left:
             address = LOOPBACK if all(_is_local(server.address) for server in servers) else host_ip()
             name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
             backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() and not self._is_lite else "gloo"

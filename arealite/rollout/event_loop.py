@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
@@ -21,6 +22,12 @@ from arealite.utils import beacon
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")
+
+_SWITCH_S = 0.001
+"""How long another thread of the process may compute before the loop gets Python's lock back; by default 5 ms."""
+
+_WIND_UP_ROUNDS = 3
+"""A task that is cancelled may have started another."""
 
 
 class EventLoopThread:
@@ -86,6 +93,7 @@ class EventLoopThread:
             logger.warning("the rollout loop did not end within %g s: %s blocks it", timeout_s, line)
 
     def _main(self) -> None:
+        sys.setswitchinterval(_SWITCH_S)
         with asyncio.Runner() as runner:
             self.watch = LoopWatch(
                 runner.get_loop(), blocking_call_s=self._blocking_call_s, max_blocked_s=self._max_blocked_s
@@ -100,10 +108,11 @@ class EventLoopThread:
         self.watch.close()
 
     async def _wind_up(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(_WIND_UP_ROUNDS):
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         for closer in self.closers:
             await closer()
 

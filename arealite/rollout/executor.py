@@ -46,6 +46,8 @@ _CLOSE_S = 10.0
 """How long cancelled tasks may take to end."""
 _REJECTED_BATCHES = 20
 """The default of `max_rejected_in_a_row`, in batches."""
+_STARTS_PER_TURN = 32
+"""Episodes started in one turn of the event loop: thousands at once would keep others waiting."""
 _UNNAMED_EPOCH = -1
 """Of prompts that were submitted without a `prompt_id`."""
 
@@ -84,6 +86,9 @@ class RolloutExecutor:
         self._ready: list[FinishedEpisode] = []
         self._unjudged: list[FinishedEpisode] = []
         self._is_paused = False
+        self._is_closed = False
+        self._is_starting = False
+        """More will start in the next turn of the loop."""
         self._num_unnamed = 0
         self._source: PromptSource | None = None
         self._open_prompts: list[tuple[int, PromptId]] | None = None
@@ -207,6 +212,7 @@ class RolloutExecutor:
 
     def close(self) -> None:
         """Cancel what runs, end the thread and finish writing rollouts and ledger."""
+        self._is_closed = True
         self.loop.close(_CLOSE_S)
         try:
             if self._store is not None:
@@ -310,11 +316,25 @@ class RolloutExecutor:
         return taken
 
     def _advance(self) -> None:
-        """Start what may start, and wake every wait."""
-        while self._queue and not self._is_paused and self._account.capacity() > 0:
-            self._start(self._queue.popleft())
+        """Start what may start, some in each turn of the loop, and wake every wait."""
+        if not self._is_starting:
+            for _ in range(_STARTS_PER_TURN):
+                if not self._may_start():
+                    break
+                self._start(self._queue.popleft())
+            else:
+                self._is_starting = True
+                asyncio.get_running_loop().call_soon(self._start_more)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _start_more(self) -> None:
+        self._is_starting = False
+        self._advance()
+
+    def _may_start(self) -> bool:
+        is_open = not (self._is_paused or self._is_closed)
+        return is_open and bool(self._queue) and self._account.capacity() > 0
 
     def _start(self, submission: Submission) -> None:
         ticket = submission.ticket

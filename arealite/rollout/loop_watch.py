@@ -57,8 +57,8 @@ class LoopWatch:
         """Return how late the loop was since the last call, a call that blocks it now included."""
         lags = sorted([*(self._lags.popleft() for _ in range(len(self._lags))), self._overdue_s()])
         return {
-            "rollout/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))],
-            "rollout/loop_lag_max_s": lags[-1],
+            "perf/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))],
+            "perf/loop_lag_max_s": lags[-1],
         }
 
     def describe(self) -> dict[str, Any]:

@@ -74,8 +74,9 @@ class RolloutStore:
 
     def _lines(self, one: FinishedEpisode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
         tokenizer = self._tokenizer_of(one.submission.workflow)
-        for sample, row in enumerate(one.trajectory.unbind(0)):
-            columns = columns_of(row)
+        tensors = dict(one.trajectory.items())
+        for sample in range(one.trajectory.batch_size[0]):
+            columns = columns_of({key: tensor[sample] for key, tensor in tensors.items()})
             tokens, loss_mask = columns["input_ids"], columns["loss_mask"]
             start = loss_mask.index(1) if 1 in loss_mask else len(tokens)
             yield {

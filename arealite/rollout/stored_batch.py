@@ -30,10 +30,10 @@ _DTYPES = {
 Line = Mapping[str, Any]
 
 
-def columns_of(row: TensorDict) -> dict[str, Any]:
+def columns_of(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return what a line says of a row of a trajectory; `read_batches` turns it back."""
     is_real = row["attention_mask"].bool()
-    dtypes = {key: str(row[key].dtype).removeprefix("torch.") for key in sorted(row.keys())}
+    dtypes = {key: str(row[key].dtype).removeprefix("torch.") for key in sorted(row)}
     return {
         **{key: row[key][is_real].tolist() for key in _PER_TOKEN},
         "reward": row["rewards"].item(),

@@ -8,9 +8,10 @@ token older than the version its episode began with. A batch and its split depen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -58,19 +59,19 @@ def _check_shapes(trajectory: TensorDict) -> None:
 
 def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
     for key in ("rewards", "logprobs"):
-        values = trajectory[key]
-        if not math.isfinite(values.sum(dtype=torch.float64).item()):  # one cheap look; NaN and inf survive a sum
-            bad = values[~torch.isfinite(values)][0].item()
+        values = _array(trajectory, key)
+        if not np.isfinite(values).all():
             raise TrajectoryError(
-                f"trajectory[{key!r}] must be finite: got {bad}. Reject the episode or mend what computes it."
+                f"trajectory[{key!r}] must be finite: got {values[~np.isfinite(values)][0]}. "
+                "Reject the episode or mend what computes it."
             )
-    is_sampled = trajectory["loss_mask"].bool()
-    if bool((is_sampled & ~trajectory["attention_mask"].bool()).any()):
+    is_sampled = _array(trajectory, "loss_mask") != 0
+    if (is_sampled & (_array(trajectory, "attention_mask") == 0)).any():
         raise TrajectoryError(
             "trajectory['loss_mask'] must be 0 where attention_mask is 0: got a sampled token in the padding. "
             "Set attention_mask on every real token."
         )
-    oldest = int(torch.where(is_sampled, trajectory["versions"], head_version).min())
+    oldest = np.where(is_sampled, _array(trajectory, "versions"), head_version).min()
     if oldest < head_version:
         raise TrajectoryError(
             f"trajectory['versions'] must be at least {head_version} on sampled tokens, the version that the episode "
@@ -81,6 +82,17 @@ def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
                 else "Update every server before calling set_version on the inference engine."
             )
         )
+
+
+def _array(trajectory: TensorDict, key: str) -> np.ndarray[Any, Any]:
+    """Return a key as numpy sees it: unlike torch, it keeps Python's lock, which would be long in coming back."""
+    try:
+        return trajectory[key].numpy()
+    except (TypeError, RuntimeError) as error:
+        raise TrajectoryError(
+            f"trajectory[{key!r}] must be a CPU tensor without gradient, of a type that numpy has: got {error}. "
+            "Convert it in arun_episode."
+        ) from error
 
 
 def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:

@@ -91,7 +91,7 @@ def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDi
     num_prompt, num_answer = response.input_len, response.output_len
     trajectory = {
         "input_ids": _tensor([response.input_tokens + response.output_tokens], np.int64),
-        "attention_mask": torch.ones(1, num_prompt + num_answer, dtype=torch.bool),
+        "attention_mask": _tensor([[True] * (num_prompt + num_answer)], np.bool_),
         "loss_mask": _tensor([[0] * num_prompt + [1] * num_answer], np.int64),
         "logprobs": _tensor([[0.0] * num_prompt + response.output_logprobs], np.float32),
         "versions": _tensor([[-1] * num_prompt + response.output_versions], np.int64),

@@ -26,7 +26,7 @@ from chaos.fleet import fleet
 from chaos.kills import Outcome, Say
 from chaos.promises import Verdict, judge
 
-ALLOCATIONS = ("lite.d1p1t1+d1p1t1", "lite.d2p1t1+d2p1t1")
+ALLOCATIONS = ("lite.d1p1t1+d2p1t1", "lite.d2p1t1+d1p1t1")
 SERVED_ALLOCATION = "lite.d2p1t1+d1p1t1"
 TIMEOUT_S = 300.0
 
@@ -43,7 +43,7 @@ def main() -> int:
     suite = Suite(Path(tempfile.mkdtemp(prefix="arealite-chaos-", dir=args.folder)))
     num_runs, num_faulty = (2, 1) if args.short else (10, 3)
     for seed in range(args.seed, args.seed + (num_runs if args.runs is None else args.runs)):
-        suite.kill_processes(seed, ALLOCATIONS[0 if args.short else seed % 2], number=2 if args.short else 3)
+        suite.kill_processes(seed, number=2 if args.short else 3)
     for seed in range(args.seed, args.seed + (num_faulty if args.faulty is None else args.faulty)):
         suite.serve_badly(seed, number=0 if args.short else 2)
     result = suite.result()
@@ -63,21 +63,32 @@ class Suite:
         self._faults: Counter[str] = Counter()
         self._verdicts: dict[str, Verdict] = {}
 
-    def kill_processes(self, seed: int, allocation: str, *, number: int) -> None:
+    def kill_processes(self, seed: int, *, number: int) -> None:
         """Kill `number` processes of a run that can't do without them, and a reward worker."""
-        voice = _introduce(f"seed {seed}: {allocation}, {number + 1} kills")
-        experiment = Experiment(self.folder / f"kills-{seed}", self._model, allocation)
-        plans = kills.draw(seed, number=number), kills.draw_harmless(seed)
+        experiment = Experiment(
+            self.folder / f"kills-{seed}",
+            self._model,
+            allocation=ALLOCATIONS[seed % 2],
+            weight_update="disk" if seed // 2 % 2 else "broadcast",
+            checkpoint_steps=1 + seed % 3,
+        )
+        voice = _introduce(
+            f"seed {seed}: {experiment.allocation}, weights by {experiment.weight_update}, a checkpoint every "
+            f"{experiment.checkpoint_steps} steps, {number + 1} kills"
+        )
+        plans = kills.draw(seed, number=number), kills.draw_one(seed, "reward")
         outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S, say=voice)
         self._conclude(experiment.folder, outcome, judge(experiment, outcome), voice)
 
     def serve_badly(self, seed: int, *, number: int) -> None:
-        """Let the servers of a run misbehave, kill as above except for them, and see that they survive the run."""
-        voice = _introduce(f"seed {seed}: 2 unreliable servers, {number + 1} kills")
+        """Let servers that the run did not start misbehave, kill one of them and `number` processes of the run, and see
+        that they are in order afterwards."""
+        voice = _introduce(f"seed {seed}: 2 unreliable servers, {number + 2} kills")
         folder = self.folder / f"servers-{seed}"
         with fleet(folder / "fleet", self._model, size=2, seed=seed) as servers:
             experiment = Experiment(folder / "run", self._model, SERVED_ALLOCATION, server_addrs=servers.proxies)
-            plans = kills.draw(seed, number=number, roles=("trainer", "launcher", "guard")), kills.draw_harmless(seed)
+            plans = [kills.draw_one(seed, "reward"), kills.draw_one(seed, "foreign_server")]
+            plans.append(kills.draw(seed, number=number, roles=("trainer", "launcher", "guard")))
             outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S, say=voice)
             found = servers.faults()
             voice(f"proxies: {json.dumps(found)}")

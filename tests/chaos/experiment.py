@@ -7,10 +7,12 @@ parents are gone. The run's temporary folder is its own, so that whatever is lef
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from arealite.utils.processes import spawn
 
@@ -42,6 +44,8 @@ class Experiment:
     group_size: int = 4
     bound: int = 2
     retries: int = 2
+    weight_update: Literal["broadcast", "disk"] = "broadcast"
+    checkpoint_steps: int = 1
 
     @property
     def run_folder(self) -> Path:
@@ -74,6 +78,7 @@ class Experiment:
             "rollout.max_concurrent_rollouts": 2 * self.batch_size,
             "rollout.max_head_offpolicyness": self.bound,
             "rollout.server_addrs": f"[{','.join(self.server_addrs)}]",
+            "rollout.weight_update": self.weight_update,
             "rollout.weight_update_timeout": 20,
             "rollout.setup_timeout": 60,
             "rollout.episode_timeout": 60,
@@ -81,7 +86,7 @@ class Experiment:
             "actor.group_reward_norm": False,
             "actor.reward_bias": -0.5,  # a random model earns nothing, and its weights would never change
             "recover.mode": "auto",
-            "recover.freq_steps": 1,
+            "recover.freq_steps": self.checkpoint_steps,
             "recover.retries": self.retries,
             "launcher.stall_timeout": 90,
         }
@@ -105,9 +110,11 @@ class Launcher:
     output: Path
 
     def causes(self) -> list[str]:
-        """Return why it has restarted the run, and why it ended if it failed."""
+        """Return why it has restarted the run, and why it ended if that was a failure."""
         lines = self.output.read_text(errors="replace").splitlines()
         causes = [line.partition("because ")[2] for line in lines if "restart " in line and " because " in line]
-        if self.process.returncode not in (0, None):
+        if self.process.returncode == -signal.SIGKILL:
+            causes.append("the launcher was killed")
+        elif self.process.returncode != 0:
             causes.append(next((line for line in reversed(lines) if "stopping everything" in line), "no word"))
         return causes

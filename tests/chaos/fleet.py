@@ -1,4 +1,5 @@
-"""Inference servers that the run did not start, each behind a flaky proxy; they must outlive the run unharmed."""
+"""Inference servers that the run did not start, each behind a flaky proxy; they must be in order
+when the run has ended, and one that was killed comes back by itself."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ class Member:
         """Say what is wrong with the server itself."""
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         try:
+            _wait_ready(self.server)
             answer = _ask(self.server, "/generate", json.dumps(body).encode())
         except OSError as error:
             return f"{type(error).__name__}: {error}"
@@ -73,7 +75,8 @@ def fleet(folder: Path, model: Path, *, size: int, seed: int) -> Iterator[Fleet]
             faults = folder / f"faults-{index}.jsonl"
             refused = random.Random(f"{seed} refuses").randint(10, 60) if index == 0 else -1
             served = ["--model-path", str(model), "--port", str(ports[0]), "--context", "512", "--seed", str(index)]
-            _guard(stack, folder / f"server-{index}.txt", "arealite.server", *served)
+            respawned = [sys.executable, "-m", "arealite.server", *served]
+            _guard(stack, folder / f"server-{index}.txt", "chaos.respawn", *respawned)
             passed = ["--server", server, "--port", str(ports[1]), "--faults", str(faults), "--refused", str(refused)]
             _guard(stack, folder / f"proxy-{index}.txt", "chaos.flaky_proxy", *passed, "--seed", f"{seed}{index}")
             members.append(Member(server, proxy, faults))

@@ -6,6 +6,7 @@ its user would. Every end must be explained by a fault: a restart that nobody ca
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import time
@@ -14,14 +15,18 @@ from dataclasses import dataclass, field
 
 from arealite.utils.processes import descendants, is_alive, kill_tree, send_signal
 from chaos.experiment import STEPS, Experiment, Launcher
-from chaos.moments import MOMENTS, SPAN_S, Mark, Marks, Moment
+from chaos.moments import MOMENTS, OF_NO_STEP, SPAN_S, Mark, Marks, Moment
 from chaos.victims import Role, describe, find, listening_ports
 
 FATAL: tuple[Role, ...] = ("server", "trainer", "launcher", "guard")
 """Roles whose death ends a run, so that it must be started again."""
+MAY_BE_FATAL: tuple[Role, ...] = (*FATAL, "foreign_server")
+"""Others take over from a foreign server, unless it was just receiving weights. A reward worker is replaced."""
+_STRIDE = 7
+"""Has no divisor in common with the number of meetings of roles and moments."""
 _LOOK_S = 0.004
 _PORTS_S = 1.0
-_LATE_S = 30.0
+_LATE_S = 60.0
 """A victim that does not exist so long after its moment is given up."""
 
 Say = Callable[[str], None]
@@ -40,7 +45,7 @@ class Kill:
 
     def is_due(self, mark: Mark) -> bool:
         """Tell whether this mark is its moment, and its delay is over."""
-        is_its = mark.moment == self.moment and (mark.step >= self.step or self.moment == "start")
+        is_its = mark.moment == self.moment and (mark.step >= self.step or self.moment in OF_NO_STEP)
         return is_its and time.monotonic() >= mark.seen_at + self.delay_s
 
 
@@ -63,22 +68,22 @@ class Outcome:
 def draw(seed: int, *, number: int, steps: int = STEPS, roles: Sequence[Role] = FATAL) -> list[Kill]:
     """Return `number` fatal kills, in the order of their steps.
 
-    They are numbered through all seeds, so that every role meets every moment.
+    They are numbered through all seeds, so that every role meets every moment, and four in a row every role.
     """
     rng = random.Random(seed)
+    meetings = list(itertools.product(roles, MOMENTS))
     kills = []
     for index in range(number):
-        count = seed * number + index
+        role, moment = meetings[(seed * number + index) * _STRIDE % len(meetings)]
         first, last = 1 + (steps - 2) * index // number, 1 + (steps - 2) * (index + 1) // number
-        step = rng.randint(first, last)
-        kills.append(_kill(rng, roles[count % len(roles)], MOMENTS[count % len(MOMENTS)], step))
+        kills.append(_kill(rng, role, moment, rng.randint(first, last + (moment == "step"))))
     return kills
 
 
-def draw_harmless(seed: int, *, steps: int = STEPS) -> list[Kill]:
-    """Return the kill of a reward worker, which no run may notice."""
-    rng = random.Random(f"reward {seed}")
-    return [_kill(rng, "reward", rng.choice(MOMENTS[1:]), rng.randint(0, steps - 3))]
+def draw_one(seed: int, victim: Role, *, steps: int = STEPS) -> list[Kill]:
+    """Return one kill, somewhere before the last steps."""
+    rng = random.Random(f"{victim} {seed}")
+    return [_kill(rng, victim, rng.choice(MOMENTS[2:]), rng.randint(0, steps - 3))]
 
 
 def run(experiment: Experiment, *plans: list[Kill], timeout_s: float, say: Say) -> Outcome:
@@ -149,8 +154,8 @@ class _Gun:
         self._say(f"kill -9 {kill.victim} {name}, {self._marks.newest}")
         self._outcome.faults.append(f"kill_{kill.victim}")
         self._next()
+        self._outcome.num_fatal += kill.victim in MAY_BE_FATAL
         if kill.victim in FATAL:
-            self._outcome.num_fatal += 1
             self._marks.add("start", -1)
 
     def _next(self) -> None:

@@ -10,11 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-Moment = Literal["start", "batch", "published", "checkpoint", "step"]
-"""The run starts or has been hit | a batch was handed out, so logprobs, update and publication follow | new weights
-are out, so a checkpoint is copied | it is being written | a step is told, so the wait for the next batch follows."""
+Moment = Literal["start", "resume", "batch", "published", "checkpoint", "step"]
+"""The run starts or has been hit | rank 0 has taken the run folder, so a checkpoint is read and what came after it is
+undone | a batch was handed out, so logprobs, update and publication follow | new weights are out, so a checkpoint is
+copied | it is being written | a step is told, so the wait for the next batch follows, or the end."""
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
-SPAN_S: dict[Moment, float] = {"start": 14.0, "batch": 0.8, "published": 0.2, "checkpoint": 0.15, "step": 0.6}
+OF_NO_STEP: tuple[Moment, ...] = ("start", "resume")
+SPAN_S: dict[Moment, float] = {
+    "start": 14.0,
+    "resume": 1.5,
+    "batch": 0.8,
+    "published": 0.2,
+    "checkpoint": 0.15,
+    "step": 0.6,
+}
 """About how long the phase after each mark lasts: random delays are drawn from there."""
 
 
@@ -34,6 +43,8 @@ class Marks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._last: dict[Moment, int] = {}
+        self._owner = ""
+        """Process that has taken the run folder."""
         self.seen: list[Mark] = []
 
     def add(self, moment: Moment, step: int) -> None:
@@ -52,12 +63,21 @@ class Marks:
             if step >= 0 and step != self._last.get(moment, -1):
                 self.add(moment, step)
         self._last = now
+        owner = _text(self._folder / ".trainer.lock")
+        if owner != self._owner and owner:
+            self.add("resume", -1)
+        self._owner = owner or self._owner
 
     @property
     def newest(self) -> str:
         """Describe the newest mark."""
         mark = self.seen[-1]
-        return f"{time.monotonic() - mark.seen_at:.2f} s after {mark.moment} {mark.step if mark.step >= 0 else ''}"
+        name = mark.moment if mark.moment in OF_NO_STEP else f"{mark.moment} {mark.step}"
+        return f"{time.monotonic() - mark.seen_at:.2f} s after {name}"
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _last_number(folder: Path, start: str, end: str) -> int:

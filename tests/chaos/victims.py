@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import psutil
 
 from arealite.utils.processes import descendants, is_alive
 from chaos.experiment import ENTRY, MARKER
 
-Role = Literal["server", "trainer", "launcher", "guard", "reward"]
-ROLES: tuple[Role, ...] = get_args(Role)
+Role = Literal["server", "trainer", "launcher", "guard", "reward", "foreign_server"]
 
 
 def find(role: Role, launcher: int) -> list[int]:
-    """Return the processes of a role below a launcher (or the launcher)."""
-    return [launcher] if role == "launcher" else [pid for pid in descendants(launcher) if role_of(pid) == role]
+    """Return the processes of a role below a launcher (or the launcher); foreign servers are ours."""
+    if role == "launcher":
+        return [launcher]
+    if role == "foreign_server":
+        own = descendants(launcher)
+        return [pid for pid in descendants(os.getpid()) if role_of(pid) == "server" and pid not in own]
+    return [pid for pid in descendants(launcher) if role_of(pid) == role]
 
 
 def role_of(pid: int) -> Role | None:

@@ -302,6 +302,28 @@ def test_a_canary_has_as_many_tries_as_any_request(stack: contextlib.ExitStack, 
     assert server.num_failures == 0 and rollout.metrics()["policy/canary_gap"] < 1e-5
 
 
+def test_a_server_that_started_anew_idles_until_the_next_weights(stack: contextlib.ExitStack, model_path: str) -> None:
+    stays, leaves = lite(stack), LiteServer(tiny_models.build(tiny_models.config(), seed=3))
+    with serve(leaves):
+        actor, rollout = make_actor(stack, model_path), connect(stack, stays, leaves)
+        publish_weights(actor, rollout, version=5)
+    anew = LiteServer(tiny_models.build(tiny_models.config(), seed=3))
+    stack.enter_context(serve(anew, int(leaves.address.rpartition(":")[2])))
+    answers = [sample(rollout) for _ in range(6)]
+    assert answers == [(stays.address, [5] * 4)] * 6
+    publish_weights(actor, rollout, version=6)
+    answers = [sample(rollout) for _ in range(12)]
+    assert {address for address, _ in answers} == {stays.address, anew.address}
+    assert all(versions == [6] * 4 for _, versions in answers)
+
+
+def sample(rollout: RemoteSGLangEngine) -> tuple[str, list[int]]:
+    """Return who sampled a completion, and the versions of its tokens."""
+    gconfig = GenerationHyperparameters(max_new_tokens=4, min_new_tokens=4)
+    answer = asyncio.run(rollout.agenerate(ModelRequest([3, 4, 5], gconfig)))
+    return answer.server, answer.output_versions
+
+
 def test_canaries_pass_the_gate_that_pauses_episodes(stack: contextlib.ExitStack, model_path: str) -> None:
     actor, rollout = make_actor(stack, model_path), connect(stack, lite(stack))
     publish_weights(actor, rollout, version=1)

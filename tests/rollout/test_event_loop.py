@@ -61,14 +61,14 @@ def test_a_blocking_call_is_reported_once_per_line_while_it_blocks(loop, caplog)
 def test_the_lag_is_a_metric(loop) -> None:
     loop.run(asyncio.sleep(0.5))
     quiet = loop.watch.metrics()
-    assert set(quiet) == {"rollout/loop_lag_p99_s", "rollout/loop_lag_max_s"}
-    assert 0 <= quiet["rollout/loop_lag_p99_s"] <= quiet["rollout/loop_lag_max_s"]
+    assert set(quiet) == {"perf/loop_lag_p99_s", "perf/loop_lag_max_s"}
+    assert 0 <= quiet["perf/loop_lag_p99_s"] <= quiet["perf/loop_lag_max_s"]
     loop.run(block_in_a_coroutine(0.6))
     loop.run(asyncio.sleep(0.1))
-    assert 0.5 <= loop.watch.metrics()["rollout/loop_lag_max_s"] < 0.6 + quiet["rollout/loop_lag_max_s"] + 0.5
+    assert 0.5 <= loop.watch.metrics()["perf/loop_lag_max_s"] < 0.6 + quiet["perf/loop_lag_max_s"] + 0.5
     blocked = loop.submit(block_in_a_coroutine(0.8))
     time.sleep(0.6)
-    assert loop.watch.metrics()["rollout/loop_lag_max_s"] >= 0.4, "a call that still blocks counts"
+    assert loop.watch.metrics()["perf/loop_lag_max_s"] >= 0.4, "a call that still blocks counts"
     blocked.result(10)
 
 

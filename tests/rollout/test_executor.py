@@ -565,6 +565,20 @@ def test_run_all_takes_old_tokens_only_for_evaluations(start: Callable[..., Idle
         engine.executor.run_all(rows(2, behind=1), OneVersionBehind())
 
 
+def test_nothing_starts_after_close(start: Callable[..., IdleEngine]) -> None:
+    """Not even what would have started in the next turn of the loop."""
+    engine = start(consumer_batch_size=1000)
+    workflow = WaitingWorkflow()
+    for row in rows(1000):
+        engine.executor.submit({**row, "delay_s": 60.0}, workflow)
+    engine.executor.close()
+    num_started = len(workflow.started)
+    assert 0 < num_started <= 1000
+    time.sleep(0.2)
+    assert len(workflow.started) == num_started
+    assert engine.executor.stats.failed == engine.executor.stats.rejected == 0
+
+
 def test_an_evaluation_has_one_version(start: Callable[..., IdleEngine]) -> None:
     """A server that was late with the weights answered one of three; it is asked again."""
     engine = start(consumer_batch_size=1)
@@ -647,6 +661,9 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
         "reward": 1.0,
         "server": "",
         "trained_step": 0,
+        "batch": 0,
+        "more": {"no_eos": False},
+        "dtypes": {"no_eos": "bool"},
     }
     untexted = json.loads((folder / "step_1.jsonl").read_text().splitlines()[0])
     assert untexted["prompt"] is None and untexted["trained_step"] == 1
