@@ -48,9 +48,15 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
     # How an episode runs: sample a group of answers, then score each.
-    workflow = RLVRWorkflow(gsm8k_reward_fn, config.gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout)
-    eval_workflow = RLVRWorkflow(
-        gsm8k_reward_fn, config.eval_gconfig, tokenizer, reward_timeout=config.rollout.reward_timeout
+    workflow, eval_workflow = (
+        RLVRWorkflow(
+            gsm8k_reward_fn,
+            gconfig,
+            tokenizer,
+            reward_timeout=config.rollout.reward_timeout,
+            num_reward_workers=config.rollout.reward_workers,
+        )
+        for gconfig in (config.gconfig, config.eval_gconfig)
     )
     cleanup.callback(workflow.close)
     cleanup.callback(eval_workflow.close)
