@@ -1,1 +1,6 @@
-"""Makes `tests/` importable, so that tests in all folders share its modules (`tiny_models`, ...)."""
+"""Shared modules lie beside this file, which puts their folder on the path. No test depends on how long a call takes."""
+
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

@@ -32,7 +32,7 @@ from arealite.rollout.staleness import StalenessAccount
 CURSOR = {"epoch": 0, "position": 4, "seed": 1, "dataset_size": 8, "batch_size": 2, "shuffle": False, "drop_last": True}
 
 
-def write_run(folder: Path) -> Experiment:
+def write_run(folder: Path, *, num_forgotten: int = 0) -> Experiment:
     """Write what a whole run of two steps, two prompts each and two samples per prompt leaves."""
     experiment = Experiment(folder, folder / "model", "lite.d1+d1", steps=2, batch_size=2, group_size=2, bound=1)
     run = experiment.run_folder
@@ -51,6 +51,7 @@ def write_run(folder: Path) -> Experiment:
             ledger.accept(ticket, [SampleRecord(sample, 2, 0.1, 0, "a:1") for sample in range(2)], 0.1)
         ledger.train(of_step, step)
         write_samples(run / "rollouts" / f"step_{step}.jsonl", [f"0-{ticket - 1}" for ticket in of_step], step)
+    ledger.issue([PromptId(1, index) for index in range(num_forgotten)], cursor=None)
     ledger.close()
     return experiment
 
@@ -123,6 +124,12 @@ def test_every_broken_promise_is_told(tmp_path: Path) -> None:
     ):
         assert expected in told
     assert (verdict.lost, verdict.repeated, verdict.staleness_max) == (2, 1, 2)
+
+
+def test_prompts_that_a_resume_forgot_are_told(tmp_path: Path) -> None:
+    assert judge(write_run(tmp_path / "a", num_forgotten=4), Outcome(is_done=True)).broken == []
+    (broken,) = judge(write_run(tmp_path / "b", num_forgotten=5), Outcome(is_done=True)).broken
+    assert broken.startswith("at most 4 prompts may be pending at the end") and broken.endswith("got 5")
 
 
 def test_a_run_that_left_no_files_breaks_promises_too(tmp_path: Path) -> None:

@@ -59,7 +59,16 @@ class PromptLoader:
             epoch, start = self._epoch, self._position
             self._position = min(start + self.batch_size, self._epoch_end)
             indices = self._order[start : self._position]
-            yield [{**self.dataset[index], "prompt_id": PromptId(epoch, index)} for index in indices]
+            yield [self.fetch(PromptId(epoch, index)) for index in indices]
+
+    def fetch(self, prompt_id: PromptId) -> dict[str, Any]:
+        """Return the row of a prompt, wherever the cursor is."""
+        if prompt_id.epoch < 0:
+            raise ValueError(
+                f"a prompt must be of this loader to be fetched: got {prompt_id}, which was submitted without a name. "
+                "Give such rows a prompt_id, or wait for them before a checkpoint is taken."
+            )
+        return {**self.dataset[prompt_id.index], "prompt_id": prompt_id}
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: prompts before it were yielded."""

@@ -445,7 +445,8 @@ class RemoteInferenceEngine(InferenceEngine):
         """Make what became of all prompts durable, and return what `load_state_dict` needs; empty except on rank 0."""
         if self._executor is None:
             return {}
-        return self._executor.state_dict() | {"generated_tokens": self._num_generated_tokens}
+        counts = {"generated_tokens": self._num_generated_tokens, "stale_kv_tokens": self._num_stale_kv_tokens}
+        return self._executor.state_dict() | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, before the first episode: what came after it is undone, and what was open then is
@@ -453,6 +454,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._executor is not None:
             self._executor.load_state_dict(state)
             self._num_generated_tokens = state["generated_tokens"]
+            self._num_stale_kv_tokens = state["stale_kv_tokens"]
 
     def note_checkpoint(self, step: int, position: int) -> None:
         """Note that a published checkpoint holds the updates up to a step and the ledger up to a position."""

@@ -126,6 +126,7 @@ class RolloutExecutor:
         """Return the next batch of bounded staleness; prompts are pulled in the caller's thread as they are wanted."""
         if self._source is None or self._source.dataloader is not dataloader:
             self._source = PromptSource(dataloader)
+        should_accept = should_accept or _accept_any  # nobody judges these later
         self._begin()
         if self._open_prompts:
             reissued = [
@@ -191,18 +192,21 @@ class RolloutExecutor:
     def state_dict(self) -> dict[str, Any]:
         """Make everything so far durable and return what `load_state_dict` needs to go on from here."""
         self._begin()
+        if self._source is not None:
+            self._source.require_fetch()
         if self._store is not None:
             self._store.flush()
-        return {"ledger_position": self._ledger.flush(), "version": self._account.version}
+        state = {"version": self._account.version, "num_unnamed": self._num_unnamed}
+        return state | {"ledger_position": self._ledger.flush()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: what came after it is undone, and what was open then is queued again.
 
-        That happens at the next `prepare_batch`, whose dataloader must have a `dataset` to fetch the prompts from.
+        That happens at the next `prepare_batch`, whose dataloader must `fetch` the prompts.
         """
         assert self._open_prompts is None, "load_state_dict must come before the first episode"
         self._open_prompts = self._ledger.rollback(state["ledger_position"])
-        self._num_unnamed = sum(prompt_id.epoch == _UNNAMED_EPOCH for _, prompt_id in self._open_prompts)
+        self._num_unnamed = state["num_unnamed"]
         if self._store is not None:
             self._store.trim(state["version"])
 
@@ -223,7 +227,7 @@ class RolloutExecutor:
     def _begin(self) -> None:
         """Before the first episode of a run that goes on from nothing: remove what an earlier one left."""
         if self._open_prompts is None:
-            self.load_state_dict({"ledger_position": 0, "version": 0})
+            self.load_state_dict({"ledger_position": 0, "version": 0, "num_unnamed": 0})
 
     def _hand_out(self, finished: list[FinishedEpisode], *, is_evaluation: bool = False) -> TensorDict:
         finished = sorted(finished, key=_id_key)
@@ -430,6 +434,10 @@ class RolloutExecutor:
         gone_ids = {id(one) for one in gone}
         self._ready = [one for one in self._ready if id(one) not in gone_ids]
         self._unjudged = [one for one in self._unjudged if id(one) not in gone_ids]
+
+
+def _accept_any(trajectory: TensorDict) -> bool:
+    return True
 
 
 def _id_key(one: FinishedEpisode) -> tuple[int, int]:

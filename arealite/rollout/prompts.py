@@ -1,11 +1,12 @@
 """Where prompts come from: any iterable of lists of rows, without end, each row with its name.
 
-Invariant: every row that leaves has a `prompt_id`, and no two rows of one source share one.
+Invariant: every row that leaves has a `prompt_id`, and no two rows of one source share one. A dataloader that names
+its rows itself, and fetches them by that name, can be gone on with by another process; any other one can't.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from arealite.api.io_struct import PromptId
@@ -31,13 +32,17 @@ class PromptSource:
 
     def fetch(self, prompt_id: PromptId) -> Row:
         """Return the row of a prompt that was pulled before a recovery."""
-        dataset = getattr(self.dataloader, "dataset", None)
-        if dataset is None:
+        return self.require_fetch()(prompt_id)
+
+    def require_fetch(self) -> Callable[[PromptId], Row]:
+        """Return how the dataloader fetches a row; refuse one whose rows another process could not find again."""
+        fetch: Callable[[PromptId], Row] | None = getattr(self.dataloader, "fetch", None)
+        if fetch is None:
             raise ValueError(
-                f"the dataloader must have a `dataset` to go on with prompt {prompt_id} of an interrupted run: got "
-                f"{type(self.dataloader).__name__}. Use PromptLoader, or set recover.mode=disabled."
+                "the dataloader of a run that goes on from checkpoints must name its rows and `fetch(prompt_id)` them: "
+                f"got {type(self.dataloader).__name__}. Use PromptLoader, or set recover.mode=disabled."
             )
-        return {**dataset[prompt_id.index], "prompt_id": prompt_id}
+        return fetch
 
     def _cycle(self) -> Iterator[list[Row]]:
         epoch = 0

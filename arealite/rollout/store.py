@@ -40,8 +40,15 @@ class RolloutStore:
 
     def flush(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
-        if self._last is not None:
+        if self._last is None:
+            return
+        try:
             self._last.result(_FLUSH_S)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{self.folder} must take the rollouts of a batch within {_FLUSH_S:g} s: it did not. "
+                "Put cluster.fileroot on a faster disk."
+            ) from error
 
     def trim(self, version: int) -> None:
         """Remove the files of this version and later ones, which an earlier process left."""
@@ -56,8 +63,10 @@ class RolloutStore:
 
     def close(self) -> None:
         """Finish writing and raise what went wrong."""
-        self._thread.shutdown()
-        self.check()
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown(wait=self._last is None or self._last.done())
 
     def _write(
         self, name: str, finished: list[FinishedEpisode], step: int | None, previous: Future[None] | None

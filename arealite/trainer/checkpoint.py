@@ -55,6 +55,8 @@ def find_damage(folder: Path) -> str | None:
         raw = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{MANIFEST} can't be read: {error}"
     try:
         files: dict[str, Entry] = json.loads(raw)["files"]
         is_whole = raw == _render(files)
@@ -84,11 +86,12 @@ def prune(folder: Path, *, keep_last: int, scores: Mapping[int, float]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint so that it never looks whole while only a part of it is left."""
+    """Remove a folder so that it never looks whole while only a part of it is left, or go on with that."""
     unfinished = path.with_name(f".{path.name}.removed")
     shutil.rmtree(unfinished, ignore_errors=True)
-    path.rename(unfinished)
-    shutil.rmtree(unfinished)
+    if path.exists():
+        path.rename(unfinished)
+        shutil.rmtree(unfinished)
 
 
 def _entry(path: Path) -> Entry:
@@ -105,12 +108,15 @@ def _sync(path: Path) -> None:
 
 
 def _file_damage(path: Path, expected: Entry) -> str | None:
-    if not path.is_file():
-        return f"{path.name} is missing"
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        return f"{path.name} has {size} bytes instead of {expected['bytes']}"
-    return None if _entry(path) == expected else f"{path.name} was changed"
+    try:
+        if not path.is_file():
+            return f"{path.name} is missing"
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{path.name} has {size} bytes instead of {expected['bytes']}"
+        return None if _entry(path) == expected else f"{path.name} was changed"
+    except OSError as error:  # of a disk that fails
+        return f"{path.name} can't be read: {error}"
 
 
 def _render(files: Mapping[str, Entry]) -> bytes:

@@ -153,9 +153,14 @@ class Recover:
         if write is None:
             return None
         error = write.end(timeout_s)
-        if error is None and self._rollout is not None and _rank() == 0:
-            self._rollout.note_checkpoint(write.step, write.snapshot.facts["rollout"]["ledger_position"])
+        if error is None:
+            self._note(write.snapshot.facts)
         return error
+
+    def _note(self, facts: Mapping[str, Any]) -> None:
+        """Tell the rollout engine of a published checkpoint."""
+        if self._rollout is not None and _rank() == 0:
+            self._rollout.note_checkpoint(facts["step"], facts["rollout"]["ledger_position"])
 
     def _snapshot(self, step: int) -> Snapshot:
         """Copy everything to memory that the next step changes."""
@@ -180,6 +185,7 @@ class Recover:
             part.load_state_dict(facts[name])
         if self._rollout is not None:
             self._rollout.load_state_dict(facts["rollout"] if _rank() == 0 else {})
+        self._note(facts)  # who published it may have died before
         self._restore_rng(path, facts)
         return int(facts["step"])
 
@@ -220,8 +226,7 @@ def _replace(run_folder: Path) -> None:
     if rows or ledger or checkpoints.exists():
         num_steps = summarize(rows, max_head_offpolicyness=None)["steps"]
         print(f"replacing the run of {num_steps} steps in {run_folder}", flush=True)
-    if checkpoints.exists():  # first and at once: a checkpoint is worth nothing without its ledger
-        checkpoint.remove(checkpoints)
+    checkpoint.remove(checkpoints)  # first and at once: a checkpoint is worth nothing without its ledger
     for path in ledger:
         path.unlink()
     shutil.rmtree(run_folder / "rollouts", ignore_errors=True)

@@ -52,6 +52,11 @@ class Experiment:
         return self.folder / "runs" / "chaos" / "run"
 
     @property
+    def max_pending(self) -> int:
+        """Return how many prompts a run pulls ahead of those it trains on."""
+        return (self.bound + 1) * self.batch_size
+
+    @property
     def temporary(self) -> Path:
         return self.folder / "tmp"
 

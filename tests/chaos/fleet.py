@@ -1,5 +1,7 @@
-"""Inference servers that the run did not start, each behind a flaky proxy; they must be in order
-when the run has ended, and one that was killed comes back by itself."""
+"""Inference servers that the run did not start, each behind a flaky proxy.
+
+One that was killed comes back by itself; all of them must be in order when the run has ended.
+"""
 
 from __future__ import annotations
 

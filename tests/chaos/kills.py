@@ -68,7 +68,7 @@ class Outcome:
 def draw(seed: int, *, number: int, steps: int = STEPS, roles: Sequence[Role] = FATAL) -> list[Kill]:
     """Return `number` fatal kills, in the order of their steps.
 
-    They are numbered through all seeds, so that every role meets every moment, and four in a row every role.
+    They are numbered through all seeds, so that every role meets every moment.
     """
     rng = random.Random(seed)
     meetings = list(itertools.product(roles, MOMENTS))

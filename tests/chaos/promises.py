@@ -130,6 +130,11 @@ def _account(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[s
     if finished.returncode == 1 or audit["lost"] != 0 or audit["repeated"] != 0 or not audit["adds_up"]:
         kept = {key: audit[key] for key in ("lost_ids", "repeated_ids", "adds_up", "issued", "states", "notes")}
         yield f"the audit must find nothing lost, repeated or missing: got {kept}"
+    if audit["pending"] > experiment.max_pending:
+        yield (
+            f"at most {experiment.max_pending} prompts may be pending at the end, as the others were forgotten: "
+            f"got {audit['pending']}"
+        )
     if audit["trained"] != experiment.steps * experiment.batch_size:
         yield f"{experiment.steps * experiment.batch_size} prompts must be trained: got {audit['trained']}"
 

@@ -62,6 +62,17 @@ def test_an_epoch_meets_every_prompt_once(size, data, seed) -> None:
         assert all(row["value"] == 10 * row["prompt_id"].index for row in rows)
 
 
+def test_a_row_can_be_fetched_by_its_name() -> None:
+    loader = PromptLoader(dataset(5), 2, seed=3)
+    cursor, passed = loader.state_dict(), next(iter(loader))
+    assert [PromptLoader(dataset(5), 2, seed=3).fetch(row["prompt_id"]) for row in passed] == passed
+    loader.load_state_dict(cursor)
+    loader.fetch(PromptId(7, 4))
+    assert loader.state_dict() == cursor, "the cursor stays"
+    with pytest.raises(ValueError, match="got -1-3, which was submitted without a name"):
+        loader.fetch(PromptId(-1, 3))
+
+
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
     first = ids(itertools.islice(PromptLoader(dataset(50), 50, seed=1), 2))
     again = ids(itertools.islice(PromptLoader(dataset(50), 5, seed=1), 20))

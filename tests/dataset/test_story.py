@@ -20,7 +20,7 @@ def solve(question: str) -> int:
     return total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     steps=st.tuples(st.integers(1, 7), st.integers(1, 7)).map(sorted),

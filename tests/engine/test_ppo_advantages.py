@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.engine.ppo.advantages import gae, shape_rewards, standardize, token_rewards
@@ -24,7 +24,6 @@ def test_equal_rewards_and_groups_of_one_normalise_to_exactly_zero(value: float)
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 3), st.booleans()), min_size=1, max_size=20))
-@settings(deadline=None)
 def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]]) -> None:
     values, groups, is_on_rank0 = (torch.tensor(column) for column in zip(*rows))
     whole = standardize(values, groups, 4)

@@ -89,7 +89,7 @@ def test_parameters_in_the_dialect_of_the_server() -> None:
     assert second == common | {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_new_tokens": 2, "stop_token_ids": []}
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(moments=st.lists(st.integers(0, 30), max_size=6), tells=st.sampled_from(["spans", "single"]))
 def test_any_interruptions_leave_the_tokens_exact(moments: list[int], tells: Any) -> None:
     """Weights change at random moments, with the requests in flight aborted."""

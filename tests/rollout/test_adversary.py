@@ -63,7 +63,7 @@ class Run:
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2, 3])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     batch_size=st.integers(1, 4),

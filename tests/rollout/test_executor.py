@@ -32,6 +32,7 @@ from arealite.api.errors import (
 )
 from arealite.api.io_struct import PromptId
 from arealite.rollout import executor as executor_module
+from arealite.rollout.audit import audit
 from arealite.rollout.episode import current_episode, sampling_seed
 
 Row = dict[str, Any]
@@ -333,13 +334,16 @@ def test_rejecting_everything_ends_in_an_error(start: Callable[..., IdleEngine],
         engine.executor.wait(1)
 
 
-def test_rejections_between_accepted_episodes_are_no_error(start: Callable[..., IdleEngine]) -> None:
+@pytest.mark.parametrize("should_accept", [None, lambda one: True])
+def test_rejections_between_accepted_episodes_are_no_error(
+    start: Callable[..., IdleEngine], should_accept: Callable[[TensorDict], bool] | None
+) -> None:
     engine = start(consumer_batch_size=4, max_rejected_in_a_row=7)
     workflow = WaitingWorkflow(
         lambda engine, row: None if row["prompt_id"].index % 6 else waiting_trajectory(row["prompt_id"].index, 0)
     )
     loader = (rows(6, first) for first in itertools.count(0, 6))
-    assert prompts_of(engine.executor.prepare_batch(loader, workflow, lambda one: True)) == [0, 6, 12, 18]
+    assert prompts_of(engine.executor.prepare_batch(loader, workflow, should_accept)) == [0, 6, 12, 18]
     assert engine.executor.metrics()["rollout/rejected_workflow"] == engine.executor.stats.rejected >= 15
 
 
@@ -669,6 +673,31 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
     assert untexted["prompt"] is None and untexted["trained_step"] == 1
     evaluated = json.loads((folder / "eval_step_1.jsonl").read_text())
     assert evaluated["prompt_id"] == "0-7" and evaluated["trained_step"] is None
+
+
+def test_rows_without_a_name_get_new_names_after_a_recovery(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
+    config = {"fileroot": str(tmp_path), "experiment_name": "e", "trial_name": "t", "consumer_batch_size": 2}
+    workflow, first = WaitingWorkflow(), start(**config)
+    first.executor.run_all([{}, {}], workflow)
+    state = first.executor.state_dict()
+    first.executor.run_all([{}], workflow)  # undone, so its name is free again
+    first.executor.close()
+    second = start(**config)
+    second.executor.load_state_dict(state)
+    second.set_version(1)
+    second.executor.run_all([{}, {}], workflow)
+    assert [one.index for one in workflow.started] == [0, 1, 2, 2, 3]
+    second.executor.close()
+    found = audit(tmp_path / "e" / "t")
+    assert (found.trained, found.repeated) == (4, 0)
+
+
+def test_a_dataloader_that_cannot_fetch_is_refused_at_the_first_checkpoint(start: Callable[..., IdleEngine]) -> None:
+    """By its position alone nobody could tell later which row of the data a shuffled one yielded."""
+    engine = start(consumer_batch_size=2)
+    engine.executor.prepare_batch([rows(2)], WaitingWorkflow())
+    with pytest.raises(ValueError, match=r"must name its rows and `fetch\(prompt_id\)` them: got list\."):
+        engine.executor.state_dict()
 
 
 def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEngine], tmp_path: Path) -> None:

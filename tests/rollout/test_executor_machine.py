@@ -1,6 +1,7 @@
 """The real executor, ledger and rollout store under any sequence of batches, checkpoints and crashes.
 
-A machine trains, takes checkpoints and dies, and keeps books of its own: what survives must hold each prompt once.
+A machine trains, takes checkpoints and dies, and keeps books of its own: what survives must hold each prompt once, also
+when the newest checkpoints turn out to be damaged.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Machine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.trained: dict[str, int] = {}
         """The step of each surviving prompt."""
-        self.checkpoint: dict[str, Any] | None = None
+        self.checkpoints: list[dict[str, Any]] = []
+        """Oldest first."""
 
     @initialize(
         eta=st.integers(0, 3),
@@ -63,16 +65,17 @@ class Machine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        """Start a process: from the checkpoint if there is one."""
+        """Start a process: from the newest checkpoint if there is one."""
         self.engine = IdleEngine(self.config, CorneredExecutor)
         self.executor = self.engine.executor
         assert isinstance(self.executor, CorneredExecutor)
         self.workflow = self.executor.adversary = HeldWorkflow(self.rng, straggler_share=0.9)
         self.loader = PromptLoader([{"row": i} for i in range(_ROWS)], 3, seed=5)
-        if self.checkpoint is not None:
-            self.loader.load_state_dict(self.checkpoint["cursor"])
-            self.executor.load_state_dict(self.checkpoint["rollout"])
-            self.engine.set_version(self.checkpoint["version"])
+        if self.checkpoints:
+            newest = self.checkpoints[-1]
+            self.loader.load_state_dict(newest["cursor"])
+            self.executor.load_state_dict(newest["rollout"])
+            self.engine.set_version(newest["version"])
 
     def keep(self, batch: TensorDict) -> None:
         version = self.engine.version
@@ -99,14 +102,15 @@ class Machine(RuleBasedStateMachine):
     def take_checkpoint(self) -> None:
         state = json.loads(json.dumps(self.executor.state_dict()))
         version = self.engine.version
-        self.checkpoint = {"cursor": self.loader.state_dict(), "rollout": state, "version": version}
+        self.checkpoints.append({"cursor": self.loader.state_dict(), "rollout": state, "version": version})
         self.executor.note_checkpoint(version - 1, state["ledger_position"])
 
-    @rule()
-    def die(self) -> None:
-        """Lose all memory; an orderly close writes at least as much as a kill -9."""
+    @rule(num_damaged=st.sampled_from([0, 0, 1, 2]))
+    def die(self, num_damaged: int) -> None:
+        """Lose all memory, and the newest checkpoints; an orderly close writes at least as much as a kill -9."""
         self.executor.close()
-        version = 0 if self.checkpoint is None else self.checkpoint["version"]
+        del self.checkpoints[max(0, len(self.checkpoints) - num_damaged) :]
+        version = self.checkpoints[-1]["version"] if self.checkpoints else 0
         self.trained = {prompt_id: step for prompt_id, step in self.trained.items() if step < version}
         self.start()
 
@@ -121,4 +125,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestMachine.settings = settings(max_examples=60, stateful_step_count=20)

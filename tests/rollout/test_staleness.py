@@ -120,7 +120,7 @@ def simulated(
     return Simulation(random.Random(seed), account, rule, straggler_share).run(20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     eta=st.integers(0, 5),

@@ -76,3 +76,13 @@ def test_what_was_half_removed_does_not_come_back(tmp_path: Path) -> None:
     (tmp_path / ".step_1.removed").mkdir()
     remove(path)
     assert os.listdir(tmp_path) == []
+    (tmp_path / ".step_1.removed").mkdir()
+    remove(path)
+    assert os.listdir(tmp_path) == [], "a removal that was cut off is finished"
+
+
+def test_what_can_not_be_read_is_damage(tmp_path: Path) -> None:
+    path = publish_step(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").mkdir()
+    assert find_damage(path) == f"manifest.json can't be read: [Errno 21] Is a directory: '{path}/manifest.json'"
