@@ -1,4 +1,4 @@
-"""Shared modules lie beside this file, which puts their folder on the path. No test depends on how long a call takes."""
+"""Shared modules lie beside this file, which puts their folder on the path; no test depends on how long calls take."""
 
 from hypothesis import settings
 

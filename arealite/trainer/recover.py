@@ -61,6 +61,8 @@ class TrainedEngine(Stateful, Protocol):
     @property
     def config(self) -> Any: ...
 
+    def get_version(self) -> int: ...
+
 
 class RolloutState(Stateful, Protocol):
     """Remembers what became of prompts; `state_dict` is empty on ranks other than 0."""
@@ -116,9 +118,18 @@ class Recover:
         return step + 1
 
     def save(self, step: int) -> None:
-        """Begin to write a checkpoint after step `step` if it is time; raise if the last one could not be written."""
+        """Begin to write a checkpoint after step `step` if it is time; raise if the last one could not be written.
+
+        With a rollout engine it must come after the publication: what it trained on is told by version.
+        """
         if not self._is_enabled:
             return
+        version = self._engine.get_version()
+        if self._rollout is not None and version != step + 1:
+            raise CheckpointError(
+                f"a checkpoint of step {step} must be taken at version {step + 1}: got {version}. "
+                "Call publish_weights(actor, rollout, version=step + 1) before recover.save(step)."
+            )
         self._settle(wait=False)
         if self._frequency.check():
             self._settle(wait=True)

@@ -66,6 +66,7 @@ def train(
     stop_after: int | None = None,
     fail_after: int | None = None,
     trial_name: str = "t",
+    publishes: bool = True,
     **config: Any,
 ) -> dict[str, Any]:
     """Run up to `steps` steps, or be cut off; return what came of it."""
@@ -86,7 +87,7 @@ def train(
                 rows = list(range(rank, len(LENGTHS), dist.get_world_size()))
                 metrics = engine.train_batch(batch[rows], sft_loss_fn, count_loss_tokens)
                 engine.step_lr_scheduler()
-                engine.set_version(step + 1)
+                engine.set_version(step + publishes)
                 found["losses"][step] = metrics["loss"]
                 found["draws"][step] = (random.random(), torch.rand(1).item())
                 rollout.num_episodes += 6

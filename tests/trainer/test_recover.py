@@ -203,6 +203,12 @@ def test_the_error_of_a_run_comes_before_that_of_its_checkpoint(
     assert ["step_0 must be writable" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_a_checkpoint_before_the_publication_is_refused(model: str, tmp_path: Path) -> None:
+    """Its rollouts would be taken for those of the step after it, and removed."""
+    with pytest.raises(CheckpointError, match=r"of step 0 must be taken at version 1: got 0\. Call publish_weights"):
+        train(model, tmp_path, steps=1, publishes=False)
+
+
 def test_two_runs_do_not_share_a_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arealite.trainer.recover.LOCK_TIMEOUT_S", 0.1)
     with (
