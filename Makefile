@@ -9,7 +9,7 @@ ARGS        ?=
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test test-quickstart chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-quickstart test-recovery chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -38,6 +38,9 @@ test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, 
 
 test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
+
+test-recovery: $(VENV)/.installed-dev            ## resume a killed run on two ranks, bit-identical (about 3 minutes)
+	$(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py $(ARGS)
 
 chaos: $(VENV)/.installed            ## kill processes of runs at random and break servers, then audit (20 minutes; ARGS=--short: 3)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos $(ARGS)

@@ -6,8 +6,8 @@ The server is a real HTTP server on loopback, in another process, that reads a r
 after a delay. There is no model and no tokenizer; ledger and rollout files are written to a temporary run folder.
 `client` sends requests without episodes; `throughput` runs episodes as fast as they go, with no delay; `concurrency`
 keeps 4,096 episodes in flight that take four seconds each, give or take a third: about as many per second as the
-machine can do (with a long tail the bound on staleness would wait for stragglers, which is no overhead). Lag is how much
-later than due a timer of the event loop fires; it is asked for every 5 ms. The trainer takes batches and does nothing.
+machine can do (with a long tail the bound on staleness would wait for stragglers, which is no overhead). Lag is how
+much later than due a timer of the event loop fires; it is asked for every 5 ms. The trainer only takes batches.
 """
 
 from __future__ import annotations

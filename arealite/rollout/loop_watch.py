@@ -48,6 +48,7 @@ class LoopWatch:
         self._due = time.monotonic()
         self._lags: deque[float] = deque(maxlen=_KEPT_LAGS)
         self._reported: set[SourceLine] = set()
+        self._passing: SourceLine | None = None
         self._ended = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._watch, name="arealite-loop-watch", daemon=True)
@@ -95,10 +96,13 @@ class LoopWatch:
 
     def _look(self, since: float) -> None:
         """Note what the loop's thread does; a thread that waits for events is only short of a processor."""
-        lines = lines_of_frame(sys._current_frames().get(self._loop_thread))
+        lines, passed = lines_of_frame(sys._current_frames().get(self._loop_thread)), self._passing
         if not lines or lines[0].function.endswith("Selector.select"):
             return
-        line = users_line(lines) or lines[0]
+        line, self._passing = users_line(lines), lines[0]
+        if line is None and self._passing != passed:  # asyncio itself, on its way from one call that blocks to the next
+            return
+        line = line or lines[0]
         self.blocking = BlockingCall(line, since)
         if line not in self._reported:
             self._reported.add(line)

@@ -113,7 +113,8 @@ class Recover:
             return 0
         step = self._read(found[0])
         if _rank() == 0:
-            _remove_undone(self._folder, step)
+            for folder in (self._folder, self._run_folder / "checkpoints"):
+                _remove_undone(folder, step)
             print(f"going on after step {step}, from {found[0]}", flush=True)
         return step + 1
 
@@ -244,7 +245,7 @@ def _replace(run_folder: Path) -> None:
 
 
 def _remove_undone(folder: Path, step: int) -> None:
-    """Remove checkpoints after `step`, which a run that goes on from there writes again, and unfinished ones."""
+    """Remove what was saved after `step`, which a run that goes on from there makes anew, and unfinished folders."""
     for later, path in checkpoint.checkpoints(folder):
         if later > step:
             checkpoint.remove(path)

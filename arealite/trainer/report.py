@@ -21,6 +21,7 @@ from arealite.trainer.report_samples import before_after, stored_steps, trajecto
 from arealite.trainer.run_folder import read_rows, summarize, write_text
 
 _PAGE = Path(__file__).with_name("report_page")
+_FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -28,6 +29,11 @@ def write_report(run_dir: Path | str) -> Path:
     folder = Path(run_dir)
     if not folder.is_dir():
         raise ConfigError(f"the run folder must exist: got {folder}. Pass <fileroot>/<experiment>/<trial>.")
+    if not any((folder / name).exists() for name in _FILES_OF_RUNS):
+        raise ConfigError(
+            f"a run folder must hold {' or '.join(_FILES_OF_RUNS)}: got none in {folder}. "
+            "Pass <fileroot>/<experiment>/<trial>."
+        )
     path = folder / "report.html"
     write_text(path, _render(folder))
     return path

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import logging
 import re
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +17,9 @@ from collections.abc import Iterator
 import pytest
 
 from arealite.api.errors import EpisodeTimeoutError
-from arealite.rollout import awaits
+from arealite.rollout import awaits, loop_watch
 from arealite.rollout.event_loop import EventLoopThread
+from arealite.utils.source_lines import SourceLine
 
 
 @pytest.fixture
@@ -82,6 +85,16 @@ def test_an_idle_or_busy_loop_is_not_blocked(loop, caplog) -> None:
         loop.run(work_in_pieces())
         loop.run(asyncio.sleep(0.5))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("lines", "num_reports"), [(itertools.count(1), 0), (itertools.repeat(1), 1)])
+def test_code_that_is_not_the_users_is_blamed_only_if_it_stays(loop, caplog, monkeypatch, lines, num_reports) -> None:
+    """Between two calls that block, the loop may be met in asyncio, which is then late but not to blame."""
+    stdlib = f"{sysconfig.get_path('stdlib')}/selectors.py"
+    monkeypatch.setattr(loop_watch, "lines_of_frame", lambda _: [SourceLine(stdlib, next(lines), "register")])
+    with caplog.at_level(logging.WARNING, logger="arealite.rollout"):
+        loop.run(block_in_a_coroutine(0.6))
+    assert len(caplog.records) == num_reports
 
 
 def test_waiting_for_a_blocked_loop_ends() -> None:

@@ -83,8 +83,13 @@ def test_what_is_newer_than_the_checkpoint_is_removed(model: str, folder: Path) 
     (folder / "e/t/recover/.step_4.unfinished").mkdir()
     shutil.copytree(folder / "e/t/recover/step_1", folder / "e/t/recover/step_9")
     (folder / "e/t/recover/step_9/state.json").unlink()
+    models = folder / "e/t/checkpoints"
+    earlier = {path.name for path in models.iterdir()}
+    for name in ("step_9", ".step_9.unfinished"):
+        (models / name).mkdir()
     assert train(model, folder, steps=5)["start"] == 4
     assert checkpoints(folder) == ["step_1", "step_3"]
+    assert {path.name for path in models.iterdir()} == earlier, "models of undone steps are gone"
 
 
 def damages(path: Path) -> dict[str, Callable[[], object]]:

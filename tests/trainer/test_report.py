@@ -156,15 +156,15 @@ def test_a_null_is_a_gap_and_only_nulls_are_no_chart() -> None:
     assert (chart["title"], chart["traces"][0]["y"]) == ("Gradient norm", [1.0, None, 2.0])
 
 
-@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml", "summary.json", "rollouts", "everything"])
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml", "summary.json", "rollouts"])
 def test_what_is_missing_is_left_out(tmp_path: Path, missing: str) -> None:
     run = make_run(tmp_path / "run")
     for path in list(run.iterdir()):
-        if missing in (path.name, "everything"):
+        if path.name == missing:
             path.rename(tmp_path / path.name)
     _, data = parse(write_report(run))
-    assert bool(data["charts"]) == (missing not in ("metrics.jsonl", "everything"))
-    assert bool(data["trajectories"]) == (missing not in ("rollouts", "everything"))
+    assert bool(data["charts"]) == (missing != "metrics.jsonl")
+    assert bool(data["trajectories"]) == (missing != "rollouts")
 
 
 def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
@@ -190,3 +190,10 @@ def test_an_sft_run(tmp_path: Path) -> None:
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run folder must exist"):
         write_report(tmp_path / "nothing")
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "experiment" / "trial")
+    with pytest.raises(ConfigError, match="must hold metrics.jsonl or config.yaml or run.json: got none in .*experiment"):
+        write_report(tmp_path / "experiment")
+    assert not (tmp_path / "experiment" / "report.html").exists()
