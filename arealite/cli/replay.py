@@ -14,9 +14,10 @@ from pathlib import Path
 import yaml
 
 from arealite.api.errors import ConfigError
-from arealite.engine.weight_log import read_weights
+from arealite.engine.weight_log import read_weights, threads_of
 from arealite.launcher.local import launch
 from arealite.trainer.checkpoint import checkpoints, find_damage
+from arealite.trainer.run_folder import config_of_step
 
 _NEVER = 10**9
 """In steps."""
@@ -26,7 +27,8 @@ def replay(run_folder: str, step: int) -> int:
     """Replay a step and return the exit status: 0 the weights are bit-identical, 1 they differ, 2 it can't be done."""
     folder = Path(run_folder).resolve()
     record = _read(folder / "run.json")
-    config = _read(folder / "config.yaml")
+    config_path = config_of_step(folder, step)
+    config = _read(config_path)
     checkpoint = _newest_before(folder, step)
     _check(folder, first=0 if checkpoint is None else checkpoint[0] + 1, last=step)
     with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
@@ -40,9 +42,9 @@ def replay(run_folder: str, step: int) -> int:
             f"recover.freq_steps={_NEVER}",
             f"rollout.replay_from={folder}",
             f"rollout.replay_step={step}",
-            f"launcher.trainer_threads={record['trainer_threads']}",  # another number sums in another order
+            f"launcher.trainer_threads={threads_of(folder, step + 1)}",
         ]
-        return launch(record["entry"], ["--config", str(folder / "config.yaml"), *overrides])
+        return launch(record["entry"], ["--config", str(config_path), *overrides])
 
 
 def _scratch_only(scratch: str) -> Iterator[str]:
@@ -64,6 +66,11 @@ def _newest_before(folder: Path, step: int) -> tuple[int, Path] | None:
 
 def _check(folder: Path, *, first: int, last: int) -> None:
     """Refuse what the run folder can't tell."""
+    if config_of_step(folder, first) != config_of_step(folder, last):
+        raise ConfigError(
+            f"step {last} must have a checkpoint of its own configuration to start from: got none since "
+            f"{config_of_step(folder, first).name}. Choose a later step."
+        )
     missing = [n for n in range(first, last + 1) if not (folder / "rollouts" / f"step_{n}.jsonl").exists()]
     if missing:
         raise ConfigError(

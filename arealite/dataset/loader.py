@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.utils.data_order import length_of_epoch, order_of_epoch
 
@@ -78,7 +79,7 @@ class PromptLoader:
         """Move to a saved cursor; everything that decides the order must be as it was saved."""
         for key, ours in self._identity.items():
             if state[key] != ours:
-                raise ValueError(
+                raise ConfigError(
                     f"{key} must be {state[key]}, as when the cursor was saved: got {ours}. "
                     "Resume with the configuration of the original run."
                 )

@@ -31,7 +31,6 @@ from arealite.launcher.roles import (
     check_roles,
     server_jobs,
     trainer_job,
-    trainer_threads,
 )
 from arealite.launcher.stall import StallPolicy
 from arealite.launcher.supervisor import Ending, Supervisor
@@ -71,6 +70,7 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
             entry = _entry(entry)
             config = read_config(entry, argv)
             roles = check_roles(config)
+            _check_resume(config)
             held.enter_context(file_lock(_run_folder(config) / ".launcher.lock", timeout_s=_LOCK_TIMEOUT_S))
         except (ConfigError, TimeoutError) as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -101,7 +101,7 @@ async def _run(config: GRPOConfig | SFTConfig, roles: Roles, *, entry: Path, arg
         for log in (folder / "logs").glob("*.log"):  # of a run that this one replaces
             log.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"entry": str(entry), "argv": list(argv), "trainer_threads": trainer_threads(config, roles)}
+    record = {"entry": str(entry), "argv": list(argv)}
     (folder / "run.json").write_text(json.dumps(record) + "\n", encoding="utf-8")  # `arealite replay` reads it
     retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
     cause = ""
@@ -109,7 +109,7 @@ async def _run(config: GRPOConfig | SFTConfig, roles: Roles, *, entry: Path, arg
         restart = f"restart {attempt} of {retries}, because {cause}" if attempt else None
         ending = await _attempt(config, roles, entry=entry, argv=argv, restart=restart)
         cause = ending.reason
-        if not ending.is_failure or ending.status == _CONFIG_FAILED:
+        if not ending.is_failure or ending.status == _CONFIG_FAILED or ending.is_refusal:
             break
     return ending.status
 
@@ -155,6 +155,15 @@ async def _attempt(
 
 def _run_folder(config: GRPOConfig | SFTConfig) -> Path:
     return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+
+
+def _check_resume(config: GRPOConfig | SFTConfig) -> None:
+    """Refuse to resume what has no checkpoint, before anything starts; whether one is whole is the trainer's to say."""
+    folder = _run_folder(config) / "recover"
+    if config.recover.mode == "resume" and not any(folder.glob("step_*")):
+        raise ConfigError(
+            f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."
+        )
 
 
 def _stall_policy(config: GRPOConfig | SFTConfig, roles: Roles) -> StallPolicy:

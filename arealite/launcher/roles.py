@@ -153,7 +153,7 @@ def trainer_job(
     env = _environment(
         config.launcher.trainer_env_vars,
         CUDA_VISIBLE_DEVICES=roles.trainer_gpus,
-        OMP_NUM_THREADS=str(trainer_threads(config, roles)),
+        OMP_NUM_THREADS=str(_trainer_threads(config, roles)),
         **({RESTART_VARIABLE: str(int(is_restart))} | ({SERVER_ADDRS_VARIABLE: server_addrs} if server_addrs else {})),
     )
     return Job("torchrun", [sys.executable, *torchrun, *rank, str(entry), *argv], env)
@@ -275,7 +275,7 @@ def _flags(options: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def trainer_threads(config: GRPOConfig | SFTConfig, roles: Roles) -> int:
+def _trainer_threads(config: GRPOConfig | SFTConfig, roles: Roles) -> int:
     """Return what was asked for, or share out the cores that the servers leave; threads that fight for a core are many
     times slower."""
     if config.launcher.trainer_threads is not None:

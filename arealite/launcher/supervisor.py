@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import sys
 import termios
@@ -30,6 +31,7 @@ from arealite.utils.processes import adopt_orphans, descendants, describe_exit, 
 SERVER_FAILED = 3
 STALLED = 4
 _GRACE_S = 5.0
+_REFUSAL = re.compile(r"arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -44,6 +46,11 @@ class Ending:
     @property
     def is_failure(self) -> bool:
         return self.output is not None or self.status == STALLED
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the program said that it can't run as it is, so that starting it again would end alike."""
+        return self.output is not None and any(_REFUSAL.match(line) for line in self.output.tail)
 
 
 class Stream:

@@ -152,7 +152,7 @@ def _parsed(name: bytes) -> PromptId:
 
 def _lost(story: _Story, shown: set[PromptId]) -> tuple[set[PromptId] | None, list[str]]:
     if story.cursor is None:
-        return None, ["lost is unknown: the dataloader of this run noted no cursor (it has no state_dict)."]
+        return None, ["lost is unknown: the ledger holds no cursor of a dataloader (one without state_dict has none)."]
     try:
         passed = set(passed_ids(story.cursor))
     except KeyError as error:

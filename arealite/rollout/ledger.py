@@ -176,7 +176,7 @@ class Ledger:
         if position > self._position:
             raise LedgerError(
                 f"the ledger must reach position {position} of the checkpoint: it ends at {self._position}. "
-                "Resume from an older checkpoint, or bring back the ledger that belongs to it."
+                "Bring back the ledger that belongs to it, or start afresh with recover.mode=disabled."
             )
         if self._file is None:
             return []

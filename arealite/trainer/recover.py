@@ -37,6 +37,9 @@ from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
 
 logger = logging.getLogger("arealite.recover")
 
+_FORMAT = 1
+"""Of checkpoints; another one when what they hold changes."""
+
 RESTART_VARIABLE = "AREAL_RECOVER_RUN"
 """`1` in the environment of a run that a launcher starts again."""
 LOCK_TIMEOUT_S = 30.0
@@ -176,7 +179,7 @@ class Recover:
 
     def _snapshot(self, step: int) -> Snapshot:
         """Copy everything to memory that the next step changes."""
-        facts: dict[str, Any] = {"step": step, "world_size": dist.get_world_size()}
+        facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
         facts |= {name: part.state_dict() for name, part in self._parts.items()}
         if self._rollout is not None:
             facts["rollout"] = self._rollout.state_dict()
@@ -185,6 +188,10 @@ class Recover:
     def _read(self, path: Path) -> int:
         """Read a checkpoint (collective) and return its step."""
         facts = json.loads((path / FACTS).read_bytes())
+        if facts.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{path} must have format {_FORMAT}: got {facts.get('format')}. Go on with the AReaLite that wrote it."
+            )
         shards = self._engine.state_dict()
         try:
             state_dict_loader.load(shards, checkpoint_id=path, process_group=self._group)

@@ -52,6 +52,31 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def config_of_step(folder: Path, step: int) -> Path:
+    """Return the file with the config under which a step was trained: `config.yaml`, or that of an earlier process.
+
+    `config_until_<S>.yaml` holds that of the steps before S, when a run went on from a checkpoint with another one.
+    """
+    later = [end for end in _ends_of_configs(folder) if end > step]
+    return folder / (f"config_until_{min(later)}.yaml" if later else "config.yaml")
+
+
+def write_config(folder: Path, text: str, *, start_step: int) -> None:
+    """Write the config of the steps from `start_step` on, and keep that of those before if it is another one."""
+    earlier = config_of_step(folder, start_step - 1)
+    before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
+    for end in _ends_of_configs(folder):
+        if end >= start_step:
+            (folder / f"config_until_{end}.yaml").unlink()
+    if before != text:
+        write_text(folder / f"config_until_{start_step}.yaml", before)
+    write_text(folder / "config.yaml", text)
+
+
+def _ends_of_configs(folder: Path) -> list[int]:
+    return [int(path.stem.rpartition("_")[2]) for path in folder.glob("config_until_*.yaml")]
+
+
 def undo_from(folder: Path, step: int) -> None:
     """Forget what a run told of step `step` and later ones, and of its end: they are about to be done again.
 

@@ -23,7 +23,7 @@ from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, StatsLoggerC
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.progress import LiveProgress
 from arealite.trainer.report import write_report
-from arealite.trainer.run_folder import read_rows, run_folder, summarize, undo_from, write_text
+from arealite.trainer.run_folder import read_rows, run_folder, summarize, undo_from, write_config, write_text
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import beacon
@@ -112,7 +112,7 @@ class _Writer:
         resolved: dict[str, Any] = {}
         bound = None
         if experiment is not None:
-            write_text(self._folder / "config.yaml", to_yaml(experiment))
+            write_config(self._folder, to_yaml(experiment), start_step=start_step)
             resolved = dataclasses.asdict(experiment)
             bound = experiment.rollout.max_head_offpolicyness if isinstance(experiment, GRPOConfig) else None
         self._bound = bound
@@ -150,6 +150,7 @@ class _Writer:
         whole = summarize(read_rows(self._folder), max_head_offpolicyness=self._bound) | dict(summary)
         write_text(self._folder / "summary.json", json.dumps(whole, indent=2) + "\n")
         write_report(self._folder)
+        print(f"done: {self._folder / 'report.html'}", flush=True)
 
     def _warn_of_nulls(self, step: int, keys: set[str]) -> None:
         """Warn once per metric, or a diverged run would drown its own log."""

@@ -12,6 +12,7 @@ import pytest
 from arealite.cli.main import main
 from arealite.cli.tiny_model import write_tiny_model
 from arealite.engine.weight_log import read_weights
+from arealite.trainer.run_folder import write_config
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"
@@ -101,3 +102,15 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text("")
     assert "must hold the fingerprint of version 1: got none" in complaint()
+
+
+def test_steps_before_and_after_a_change_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps 0 and 1 have one config, later ones another: a replay can't start in one and end in the other."""
+    write_config(tmp_path, "lr: 1", start_step=0)
+    write_config(tmp_path, "lr: 2", start_step=2)
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["replay", str(tmp_path), "--step", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "step 3 must have a checkpoint of its own configuration to start from: got none since" in error
+    assert main(["replay", str(tmp_path), "--step", "1"]) == 2
+    assert "must hold steps 0 to 1: got no step_0.jsonl" in capsys.readouterr().err

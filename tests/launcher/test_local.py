@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from arealite.utils.processes import descendants, wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
@@ -278,6 +280,21 @@ def test_retries_come_to_an_end(launch_script):
     run = launch_script("print('bye'); raise SystemExit(7)", *SFT, *RECOVER)
     assert run.end() == 7
     assert run.output.count("\nbye\n") == 3 and run.output.count("restart ") == 2
+
+
+@pytest.mark.parametrize("error", ["ConfigError", "CheckpointError", "LedgerError"])
+def test_what_can_not_go_better_is_not_tried_again(launch_script, error):
+    run = launch_script(
+        f"from arealite.api import errors; raise errors.{error}('seed must be 1: got 2.')", *SFT, *RECOVER
+    )
+    assert run.end() == 1
+    assert f"arealite.api.errors.{error}: seed must be 1: got 2." in run.output and "restart " not in run.output
+
+
+def test_a_resume_without_a_checkpoint_starts_nothing(launch_script):
+    run = launch_script("print('bye')", *SFT, "recover.mode=resume", "recover.freq_steps=1")
+    assert run.end() == 2
+    assert "must hold a checkpoint for recover.mode=resume: got none" in run.output and "bye" not in run.output
 
 
 def test_a_dead_server_is_a_reason_to_start_again(launch_script):

@@ -135,7 +135,7 @@ def test_rows_that_went_missing_do_not_add_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cursor", "told"),
-    [(None, "the dataloader of this run noted no cursor"), ({"epoch": 1, "step": 3}, "cursor has no 'dataset_size'")],
+    [(None, "the ledger holds no cursor of a dataloader"), ({"epoch": 1, "step": 3}, "cursor has no 'dataset_size'")],
 )
 def test_lost_is_unknown_without_a_cursor_to_compare_with(cursor: dict | None, told: str, tmp_path: Path) -> None:
     found = audit(make_run(tmp_path, cursor))

@@ -23,7 +23,7 @@ from training_cases import write_model
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
-from arealite.trainer.checkpoint import find_damage
+from arealite.trainer.checkpoint import entries_of, find_damage, seal
 from arealite.trainer.recover import Recover
 
 HERE = Path(__file__).parent
@@ -151,6 +151,15 @@ def test_nothing_is_replaced_when_all_are_damaged(folder: Path) -> None:
 def test_resume_requires_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"must hold a checkpoint for recover\.mode=resume: got none"):
         start(tmp_path, mode="resume")
+
+
+def test_another_format_is_refused(model: str, folder: Path) -> None:
+    path = folder / "e/t/recover/step_3"
+    facts = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(facts | {"format": 0}))
+    seal(path, entries_of(path, [file.name for file in path.iterdir() if file.name != "manifest.json"]))
+    with pytest.raises(CheckpointError, match="must have format 1: got 0"):
+        train(model, folder, steps=5)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,6 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     make_run(tmp_path / "experiment" / "trial")
-    with pytest.raises(ConfigError, match="must hold metrics.jsonl or config.yaml or run.json: got none in .*experiment"):
+    with pytest.raises(ConfigError, match=r"must hold metrics\.jsonl or .* run\.json: got none in .*experiment"):
         write_report(tmp_path / "experiment")
     assert not (tmp_path / "experiment" / "report.html").exists()

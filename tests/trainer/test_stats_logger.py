@@ -83,7 +83,8 @@ def test_every_nth_step_and_every_evaluation_has_a_line(tmp_path: Path, capsys: 
         stats.add({"sft/loss": 1.0} | ({"eval/loss": 2.0} if step == 4 else {}))
         stats.commit(step)
     stats.close()
-    lines = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("done: ") and last.endswith("report.html")
     assert [line.split("/")[0].split()[-1] for line in lines] == ["0", "3", "4"]
     assert [row["step"] for row in read(tmp_path)] == list(range(6))
 
