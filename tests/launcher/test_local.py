@@ -334,7 +334,8 @@ def test_ctrl_c_is_the_last_word(launch_script):
     assert "restart" not in run.output
 
 
-def test_resume_is_for_the_user_to_decide(launch_script):
+def test_resume_is_for_the_user_to_decide(launch_script, tmp_path):
+    (tmp_path / "runs" / "exp" / "trial" / "recover" / "step_3").mkdir(parents=True)
     run = launch_script("raise SystemExit(7)", *SFT, "recover.mode=resume", "recover.freq_steps=1")
     assert run.end() == 7
     assert "restart" not in run.output
