@@ -113,7 +113,7 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
 
 def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:
     out = run(
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", tmp_path / "torchrun"),
         *(str(REPOSITORY / "examples" / "arealite" / "gsm8k_sft.py"), "--config", str(CONFIGS / "gsm8k_sft_cpu.yaml")),
         *(f"model.path={model}", f"cluster.fileroot={tmp_path}", "trial_name=t", "total_train_steps=20"),
         *(

@@ -5,15 +5,16 @@ import pty
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
-import logging, sys, tempfile, time, warnings
+import logging, sys, time, warnings
 logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
 from arealite.api.cli_args import StatsLoggerConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.stats_logger import StatsLogger
-root = tempfile.mkdtemp()
-stats = StatsLogger(StatsLoggerConfig(experiment_name="e", trial_name="t", fileroot=root), FinetuneSpec(1, 4, 1))
+names = {"experiment_name": "e", "trial_name": "t", "fileroot": sys.argv[2]}
+stats = StatsLogger(StatsLoggerConfig(**names), FinetuneSpec(1, 4, 1))
 for step in range(4):
     with stats.timer("rollout"):
         logging.info("log %d", step)
@@ -29,10 +30,10 @@ else:
 """
 
 
-def run_on_terminal(how: str) -> str:
+def run_on_terminal(how: str, folder: Path) -> str:
     terminal, other_side = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, how],
+        [sys.executable, "-c", PROGRAM, how, str(folder)],
         stdin=other_side, stdout=other_side, stderr=other_side,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -70,8 +71,8 @@ def screen(text: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_other_output_scrolls_above_the_live_line() -> None:
-    text = run_on_terminal("close")
+def test_other_output_scrolls_above_the_live_line(tmp_path: Path) -> None:
+    text = run_on_terminal("close", tmp_path)
     seen = [line.split(" | ")[0] for line in screen(text) if not line.startswith("done: ")]
     assert seen == [text for step in range(4) for text in (f"log {step}", f"print {step}", f"step {step}/4")] + [
         "after"
@@ -80,7 +81,7 @@ def test_other_output_scrolls_above_the_live_line() -> None:
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def test_a_crash_leaves_the_terminal_in_order() -> None:
-    text = run_on_terminal("crash")
+def test_a_crash_leaves_the_terminal_in_order(tmp_path: Path) -> None:
+    text = run_on_terminal("crash", tmp_path)
     assert screen(text)[-1] == "crashed"
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
