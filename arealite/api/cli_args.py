@@ -397,7 +397,7 @@ class RecoverConfig(_Frequency):
     """`auto` goes on from the last checkpoint if there is one, `resume` requires one, `fault` only does so when the
     launcher restarts a run that failed, `disabled` never, and writes none."""
     retries: NonNegativeInt = 3
-    """How often the launcher restarts a run that failed (`auto` and `fault`)."""
+    """How often the launcher restarts a run that failed (`auto` and `fault`), unless it refused to run as it is."""
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep, besides that of the best evaluation."""
 

@@ -37,11 +37,11 @@ from arealite.rollout.episode import SampleRecord, current_episode, sampling_see
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import beacon
+from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 
 logger = logging.getLogger("arealite.client")
 
-ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _RESUME_GRACE_S = 60.0
@@ -103,10 +103,10 @@ class RemoteInferenceEngine(InferenceEngine):
         if self.config.replay_from:
             self._player = Player(self.config.replay_from)
             return
-        addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(ADDRESSES_VARIABLE, ""))
+        addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(SERVER_ADDRS_VARIABLE, ""))
         if not addresses:
             raise ConfigError(
-                f"rollout.server_addrs or the variable {ADDRESSES_VARIABLE} must name servers: got neither. "
+                f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers: got neither. "
                 "Start through a launcher, or set rollout.server_addrs=[host:port]."
             )
         self._collector = QuietCollector()

@@ -26,7 +26,6 @@ from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.console import Console
 from arealite.launcher.roles import (
-    SERVER_ADDRS_VARIABLE,
     Roles,
     check_roles,
     server_jobs,
@@ -34,6 +33,7 @@ from arealite.launcher.roles import (
 )
 from arealite.launcher.stall import StallPolicy
 from arealite.launcher.supervisor import Ending, Supervisor
+from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.file_lock import file_lock
 from arealite.utils.network import hold_port, port_of
 

@@ -19,11 +19,10 @@ import arealite
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
+from arealite.utils.environment import RESTART_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.network import LOOPBACK
 
 LITE_MODULE = "arealite.server"
-SERVER_ADDRS_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
-RESTART_VARIABLE = "AREAL_RECOVER_RUN"
 """`1` tells the trainer that it is started again after a failure."""
 _OUR_SGLANG_FLAGS = {"host", "port", "tp_size", "base_gpu_id", "weight_version"}
 

@@ -31,6 +31,7 @@ from arealite.trainer import checkpoint
 from arealite.trainer.checkpoint_writer import FACTS, Snapshot, Write, cause_of, on_cpu, rng_name
 from arealite.trainer.run_folder import read_rows, run_folder, summarize
 from arealite.utils.distributed import all_reduce_numbers, raise_on_every_rank
+from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.file_lock import file_lock
 from arealite.utils.frequency import Frequency
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
@@ -40,8 +41,6 @@ logger = logging.getLogger("arealite.recover")
 _FORMAT = 1
 """Of checkpoints; another one when what they hold changes."""
 
-RESTART_VARIABLE = "AREAL_RECOVER_RUN"
-"""`1` in the environment of a run that a launcher starts again."""
 LOCK_TIMEOUT_S = 30.0
 """So long may the end of a killed predecessor take."""
 WRITE_TIMEOUT_S = 1800.0
