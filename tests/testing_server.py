@@ -66,6 +66,8 @@ class ScriptedServer:
     """Payloads of the endpoints that bring weights."""
     weights: dict[str, Any] = field(default_factory=dict)
     is_paused: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    """What it says of itself."""
     address: str = ""
 
     def __post_init__(self) -> None:
@@ -78,6 +80,8 @@ class ScriptedServer:
         self._resumed.set()
         app = web.Application(middlewares=[self._refuse])
         app.router.add_get("/health", self._health)
+        app.router.add_get("/get_model_info", self._model_info)
+        app.router.add_get("/get_server_info", self._model_info)
         app.router.add_post("/generate", self._generate)
         for endpoint, handle in (
             ("/pause_generation", self._pause),
@@ -97,7 +101,7 @@ class ScriptedServer:
 
     @web.middleware
     async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if request.path not in ("/generate", "/health"):
+        if request.method == "POST" and request.path != "/generate":
             self.calls.append(request.path)
         if request.path in self.refusals:
             status, message = self.refusals[request.path]
@@ -107,6 +111,9 @@ class ScriptedServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({}, status=200 if self.is_healthy else 503)
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": "scripted"} | self.info)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

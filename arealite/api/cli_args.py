@@ -269,7 +269,7 @@ class InferenceEngineConfig(Block):
     """Filled in from `cluster.fileroot`."""
     seed: NonNegativeInt = 1
     """Of the sampling seeds; filled in from the top level."""
-    backend: Literal["lite", "sglang"] = "sglang"
+    backend: Literal["lite", "sglang", "vllm"] = "sglang"
     """Protocol of the servers; filled in from `allocation_mode`."""
     server_addrs: Addresses = field(default_factory=list)
     """host:port of servers that someone else started and stops; empty is those of the launcher."""
@@ -285,8 +285,15 @@ class InferenceEngineConfig(Block):
     """Most episodes submitted and not yet started; None is 16 times the concurrency."""
     weight_update: Literal["broadcast", "disk"] = "broadcast"
     """How new weights reach the servers."""
-    allow_stale_kv: Bool = False
-    """Filled in from `lite.allow_stale_kv`; other servers always flush their cache."""
+    pause_mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
+    """What new weights do to completions in flight. `abort`: they come back and are continued later, by any server.
+    `retract`: they stay and their keys and values are computed again. `in_place`: they stay and go on with those of the
+    old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the weights wait for them."""
+    untie_embeddings: Bool = False
+    """Serve a model whose tied output layer is a tensor of its own, for servers that can't reload a tied one (vLLM on a
+    CPU): the launcher starts them from such a copy, and each publication sends the embeddings twice."""
+    tokenizer_path: str = ""
+    """Filled in from the top level; finds stop strings that an interruption has cut in two."""
     weight_update_timeout: Positive = 120.0
     """Seconds after which an update of the weights has failed."""
     setup_timeout: Positive = 120.0
@@ -336,9 +343,6 @@ class LiteConfig(Block):
     """Of weights and cache."""
     deterministic: Bool = False
     """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
-    allow_stale_kv: Bool = False
-    """Let sequences in flight keep their cache when weights change, which saves prefilling them again; tokens sampled
-    on it are counted as `rollout/stale_kv_tokens`."""
 
 
 @dataclass
@@ -508,6 +512,8 @@ class LauncherConfig(Block):
     """Environment of trainers, as `A=1,B=2`."""
     trainer_threads: PositiveInt | None = None
     """CPU threads of one trainer process; None lets the launcher share out the cores."""
+    server_python: str = ""
+    """Python interpreter of the environment in which SGLang or vLLM is installed; empty is that of the launcher."""
     stall_timeout: Positive = 1800.0
     """Seconds without progress of any process after which a run is called stalled."""
     on_stall: Literal["stop", "continue"] = "stop"
@@ -647,7 +653,7 @@ class GRPOConfig(BaseExperimentConfig):
     FILLED_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.FILLED_FROM,
         **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
-        "rollout.allow_stale_kv": "lite.allow_stale_kv",
+        "rollout.tokenizer_path": "tokenizer_path",
         **_named("actor", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
         **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
         **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
@@ -688,17 +694,12 @@ class GRPOConfig(BaseExperimentConfig):
         mode = self.allocation
         if mode is None or mode.gen_backend is None:
             return
-        if mode.gen_backend not in ("lite", "sglang"):
-            raise ConfigError(
-                f"allocation_mode must name servers of lite or sglang: got {mode.gen_backend}, which is not "
-                "supported yet. Change the backend."
-            )
         if self.rollout.backend not in ("sglang", mode.gen_backend):
             raise ConfigError(
                 f"rollout.backend must agree with allocation_mode: got {self.rollout.backend} and "
                 f"{self.allocation_mode}. Remove rollout.backend."
             )
-        self.rollout.backend = cast(Literal["lite", "sglang"], mode.gen_backend)
+        self.rollout.backend = cast(Literal["lite", "sglang", "vllm"], mode.gen_backend)
         self.rollout.server_tp_size = mode.gen_tp_size
         if self.rollout.weight_update == "broadcast" and mode.gen_pp_size > 1:
             raise ConfigError(
@@ -706,10 +707,33 @@ class GRPOConfig(BaseExperimentConfig):
                 "Set rollout.weight_update=disk or p1."
             )
 
+    def _check_server(self) -> None:
+        """Refuse what the chosen server would do differently from others."""
+        backend, gconfig = self.rollout.backend, self.gconfig
+        if self.rollout.pause_mode == "wait" and backend != "vllm":
+            raise ConfigError(
+                f"rollout.pause_mode must be abort, retract or in_place for {backend}: got wait. "
+                "Remove it for the default, abort."
+            )
+        if backend == "sglang" and (gconfig.top_p < 1 or gconfig.top_k < ALL_TOKENS):
+            raise ConfigError(
+                f"gconfig.top_p must be 1 and gconfig.top_k at least {ALL_TOKENS} for sglang: got {gconfig.top_p} and "
+                f"{gconfig.top_k}. SGLang's logprobs are those of the whole distribution, not of what it sampled from, "
+                "so that importance weights would be wrong. Remove both, or use vllm or lite."
+            )
+        for key, one in (("gconfig", gconfig), ("eval_gconfig", self.eval_gconfig)):
+            if backend == "sglang" and one.stop and one.min_new_tokens > 0:
+                raise ConfigError(
+                    f"{key}.min_new_tokens must be 0 with {key}.stop for sglang: got {one.min_new_tokens} and "
+                    f"{one.stop}. SGLang looks for stop strings from the first token on. Remove one, or use vllm or "
+                    "lite."
+                )
+
     def _check_sampling(self) -> None:
         """Refuse sampling that can't be trained on."""
         self.gconfig.check("gconfig")
         self.eval_gconfig.check("eval_gconfig")
+        self._check_server()
         if self.gconfig.greedy and self.gconfig.n_samples > 1:
             raise ConfigError(
                 f"gconfig.greedy must be false if gconfig.n_samples > 1: got true and {self.gconfig.n_samples}, so "

@@ -141,6 +141,8 @@ class WeightUpdateMeta:
     timeout_s: float = 120.0
     holds_requests: bool = False
     """Whether interrupted requests wait for `resume`, and not only until the servers have the weights."""
+    untie_embeddings: bool = False
+    """Whether the receivers' output layer is a tensor of its own although the sender's is tied; see `rollout`."""
     wants_fingerprints: bool = False
     """Whether the receivers verify what they get; the receiving engine fills it in."""
     fingerprints: dict[str, str] = field(default_factory=dict)
@@ -154,10 +156,16 @@ class WeightUpdateMeta:
         self.__dict__.update(state, uploaded=Future())
 
     @classmethod
-    def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:
+    def from_disk(
+        cls,
+        saver: SaverConfig,
+        version: int | None = None,
+        timeout_s: float = 120.0,
+        untie_embeddings: bool = False,
+    ) -> WeightUpdateMeta:
         """Send through a checkpoint folder in the run folder, removed once every server has loaded it."""
         path = os.path.join(saver.fileroot, saver.experiment_name, saver.trial_name, "weight_update")
-        return cls(type="disk", path=path, version=version, timeout_s=timeout_s)
+        return cls(type="disk", path=path, version=version, timeout_s=timeout_s, untie_embeddings=untie_embeddings)
 
     @classmethod
     def from_fsdp_nccl(
@@ -168,6 +176,7 @@ class WeightUpdateMeta:
         weight_chunked_mem_mb: int = 1024,
         version: int | None = None,
         timeout_s: float = 120.0,
+        untie_embeddings: bool = False,
     ) -> WeightUpdateMeta:
         """Send through a broadcast group of trainer rank 0 and the live servers (NCCL; gloo on CPU).
 
@@ -182,9 +191,10 @@ class WeightUpdateMeta:
         return cls(
             type="nccl",
             version=version,
-            nccl_param_specs=engine.get_param_specs(weight_chunked_mem_mb),
+            nccl_param_specs=engine.get_param_specs(weight_chunked_mem_mb, untie_embeddings=untie_embeddings),
             nccl_group_name=nccl_group_name,
             timeout_s=timeout_s,
+            untie_embeddings=untie_embeddings,
         )
 
 

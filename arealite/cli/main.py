@@ -41,12 +41,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     quickstart.set_defaults(run=_quickstart)
 
+    check = commands.add_parser(
+        "check",
+        help="look for what a run would trip over, before it runs",
+        usage="arealite check ENTRY.py --config FILE.yaml [key=value ...]",
+        description="Check config, server program and flags, model files, tokenizer, chat template, data and memory of "
+        "the run that the launcher would start with the same arguments. Each finding comes with its fix.",
+        epilog="exit status: 0 no problem (warnings don't count), 1 problems, 2 the config can't be read",
+    )
+    check.add_argument("entry", metavar="ENTRY.py", help="script with the training loop")
+    check.add_argument("arguments", nargs=argparse.REMAINDER, help="what the launcher would get")
+    check.set_defaults(run=_check)
+
     tiny_model = commands.add_parser("tiny-model", help="make a tiny model and tokenizer for tests and smoke runs")
     tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")
     tiny_model.add_argument(
         "--corpus", help="text or jsonl file to train the tokenizer on; default: built-in story problems"
     )
     tiny_model.add_argument("--seed", type=int, default=1, help="seed of the random weights (default 1)")
+    tiny_model.add_argument(
+        "--untied", action="store_true", help="give the output layer weights of its own (default: the embeddings)"
+    )
     tiny_model.set_defaults(run=_tiny_model)
 
     replay = commands.add_parser(
@@ -82,10 +97,16 @@ def _quickstart(args: argparse.Namespace) -> int:
     return quickstart(args.overrides)
 
 
+def _check(args: argparse.Namespace) -> int:
+    from arealite.cli.check import check
+
+    return check(args.entry, args.arguments)
+
+
 def _tiny_model(args: argparse.Namespace) -> int:
     from arealite.cli.tiny_model import write_tiny_model
 
-    print(write_tiny_model(out=args.out, corpus=args.corpus, seed=args.seed))
+    print(write_tiny_model(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
     return 0
 
 

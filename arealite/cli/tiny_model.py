@@ -15,13 +15,15 @@ from arealite.utils.tiny_model import make_tiny_model
 _NUM_STORIES = 3000
 
 
-def write_tiny_model(*, out: str | Path, corpus: str | Path | None, seed: int, max_position: int = 2048) -> Path:
+def write_tiny_model(
+    *, out: str | Path, corpus: str | Path | None, seed: int, tie: bool = True, max_position: int = 2048
+) -> Path:
     """Write the model to `out`; without a corpus its tokenizer is fitted to the built-in story problems."""
     if Path(out).is_file():
         raise ConfigError(f"--out must be a folder: got {out}, which is a file. Choose another.")
     disable_progress_bar()
     texts = _stories(seed) if corpus is None else _texts(Path(corpus))
-    return make_tiny_model(out, texts, seed=seed, max_position=max_position)
+    return make_tiny_model(out, texts, seed=seed, tie=tie, max_position=max_position)
 
 
 def _stories(seed: int) -> Iterator[str]:

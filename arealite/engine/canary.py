@@ -18,8 +18,9 @@ from tensordict import TensorDict
 from arealite.api.cli_args import GenerationHyperparameters, WeightCheckConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest
+from arealite.engine.generator import Canary
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.remote_client import Canary, RemoteInferenceEngine
+from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.utils.distributed import agreed
 from arealite.utils.tensors import concat_padded_tensors
 
@@ -41,7 +42,9 @@ def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
     request = _request(actor, check)
     canaries = agreed(lambda: rollout.sample_canaries(request, version) if dist.get_rank() == 0 else [])
     logprobs_BT = actor.compute_logprobs(_batch(request, canaries))
-    agreed(lambda: _judge(rollout, version, canaries, logprobs_BT, _bound(check, actor, canaries)))
+    agreed(
+        lambda: _judge(rollout, version, canaries, logprobs_BT, _bound(check, actor, canaries), _cause(actor, rollout))
+    )
 
 
 def _request(actor: FSDPPPOActor, check: WeightCheckConfig) -> ModelRequest:
@@ -72,8 +75,24 @@ def _bound(check: WeightCheckConfig, actor: FSDPPPOActor, canaries: Sequence[Can
     return _FLOAT32_BOUND if dtypes == {"float32"} else _SHORTER_BOUND
 
 
+def _cause(actor: FSDPPPOActor, rollout: RemoteInferenceEngine) -> str:
+    """Return what explains wrong logprobs, where it is known."""
+    is_tied = actor.model.config.get_text_config().tie_word_embeddings
+    if rollout.config.backend != "vllm" or rollout.config.untie_embeddings or not is_tied:
+        return "Look at that server's log"
+    return (
+        "The model's embeddings are tied, and vLLM on a CPU serves wrong logits after it has reloaded such a model: "
+        "there set rollout.untie_embeddings=true. Else look at that server's log"
+    )
+
+
 def _judge(
-    rollout: RemoteInferenceEngine, version: int, canaries: Sequence[Canary], logprobs_BT: torch.Tensor, bound: float
+    rollout: RemoteInferenceEngine,
+    version: int,
+    canaries: Sequence[Canary],
+    logprobs_BT: torch.Tensor,
+    bound: float,
+    cause: str,
 ) -> None:
     """Note the largest gap, and complain about the servers that are beyond the bound or say another version."""
     complaints, gaps = [], []
@@ -90,7 +109,7 @@ def _judge(
         return
     text = (
         f"every server must sample from weights of version {version}, with logprobs within {bound:g} of the trainer's: "
-        f"{'; '.join(complaints)}. Look at that server's log; rollout.weight_check.canary_bound is the bound."
+        f"{'; '.join(complaints)}. {cause}; rollout.weight_check.canary_bound is the bound."
     )
     if rollout.config.weight_check.on_mismatch == "stop":
         raise WeightUpdateError(text)

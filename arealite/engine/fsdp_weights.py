@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
+from arealite.engine.hf_model import checkpoint_names, iter_full_params, named_params, write_checkpoint
 from arealite.utils.distributed import all_reduce, raise_on_every_rank
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
@@ -30,14 +30,16 @@ T = TypeVar("T")
 OPTIMIZER_FOLDER = "optimizer"
 
 
-def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def write_whole_model(
+    model: PreTrainedModel, path: str, dtype: torch.dtype, *, untied: bool = False
+) -> dict[str, torch.Tensor]:
     """Write a Hugging Face checkpoint (collective); rank 0 gets what the files hold."""
     state: dict[str, torch.Tensor] = {}
-    for name, tensor in iter_full_params(model, dtype):
+    for name, tensor in iter_full_params(model, dtype, untied=untied):
         if dist.get_rank() == 0:
             # A gathered tensor may be a view of padded storage, which safetensors refuses: copy it out.
             state[name] = tensor.to("cpu", copy=True)
-    return _on_rank0(lambda: write_checkpoint(model, state, path, dtype)) or {}
+    return _on_rank0(lambda: write_checkpoint(model, state, path, dtype, untied=untied)) or {}
 
 
 def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
@@ -46,7 +48,7 @@ def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: t
     assert path is not None, "an update through the disk needs a path"
     partial = f"{path}.partial"
     _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True))
-    written = write_whole_model(model, partial, dtype)
+    written = write_whole_model(model, partial, dtype, untied=meta.untie_embeddings)
 
     def publish() -> None:
         if meta.wants_fingerprints:
@@ -65,7 +67,7 @@ def send_whole_model(
     Returns rank 0's group for the next time. A failure closes it, which makes the receivers fail at once.
     """
     error: Exception | None = None
-    params = iter_full_params(model, dtype)
+    params = iter_full_params(model, dtype, untied=meta.untie_embeddings)
     for specs in meta.nccl_param_specs:
         tensors = [tensor for _, tensor in (next(params) for _ in specs)]
         if dist.get_rank() == 0 and error is None:
@@ -116,10 +118,12 @@ def fingerprint_shards(model: PreTrainedModel) -> str:
     return model_fingerprint(dict(zip(values, totals, strict=True)))
 
 
-def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
-    """Describe all parameters in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
-    specs = [ParamSpec(name, tuple(parameter.shape), dtype) for name, parameter in model.named_parameters()]
-    if checkpoint_names(model) != {spec.name for spec in specs}:
+def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int, *, untied: bool) -> list[list[ParamSpec]]:
+    """Describe all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
+    params = named_params(model, untied=untied)
+    specs = [ParamSpec(name, tuple(parameter.shape), dtype) for names, parameter in params for name in names]
+    all_names = {spec.name for spec in specs}
+    if checkpoint_names(model, all_names) != all_names:
         raise ValueError(
             f"parameters of {type(model).__name__} must be named as in its checkpoint to be broadcast: transformers "
             "renames or fuses them when it loads the model. Set rollout.weight_update: disk."

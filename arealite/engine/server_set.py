@@ -31,6 +31,8 @@ class Server:
     num_requests: int = 0
     """Sent so far."""
     is_reachable: bool = True
+    tells_versions: bool = False
+    """Whether a reply has ever said which weights sampled it."""
 
 
 class ServerSet:

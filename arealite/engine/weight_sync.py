@@ -79,7 +79,8 @@ def _new_update(actor: TrainEngine, rollout: RemoteInferenceEngine, version: int
         "disk" if is_disk else "nccl",
         version=version,
         path=path if is_disk else None,
-        nccl_param_specs=[] if is_disk else actor.get_param_specs(),
+        nccl_param_specs=[] if is_disk else actor.get_param_specs(untie_embeddings=config.untie_embeddings),
         timeout_s=config.weight_update_timeout,
         holds_requests=True,
+        untie_embeddings=config.untie_embeddings,
     )

@@ -332,7 +332,6 @@ class GenerationEngine:
         self._rows = None
         for sequence in aborted:
             message = "Aborted" if sequence.output_ids else "Abort before prefill"
-            sequence.give_back_unsettled()
             self._resolve(sequence, FinishReason("abort", message=message))
         return len(aborted)
 

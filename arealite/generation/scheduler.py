@@ -57,20 +57,6 @@ class Sequence:
                 return FinishReason("stop", matched)
         return FinishReason("length") if self.length >= self.max_length else None
 
-    def give_back_unsettled(self) -> None:
-        """Shorten an interrupted output so that its continuation sees every stop string whole."""
-        if self.stops is None:
-            return
-        num_settled = self.stops.num_settled(self.output_ids)
-        self.length -= len(self.output_ids) - num_settled
-        del self.output_ids[num_settled:], self.logprobs[num_settled:]
-        self.stale_tokens = [index for index in self.stale_tokens if index < num_settled]
-        self.spans = [
-            VersionSpan(span.version, span.start, min(span.end, num_settled))
-            for span in self.spans
-            if span.start < num_settled
-        ]
-
 
 @dataclass(frozen=True)
 class Prefill:

@@ -2,8 +2,8 @@
 
 The match is on decoded text with special tokens spelled out. There every token adds at least one byte, so a stop
 string that ends with the newest token lies within as many tokens as it has bytes, and only those are decoded.
-An interrupted output gives back the tokens that may have begun a stop string, so whoever continues it, and looks at
-the new output only, finds every stop string whole.
+Whoever continues an interrupted output drops the tokens that may have begun a stop string, because a server looks at
+the new output only, and then finds every stop string whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StopStrings:
         return min((stop for stop in self._stops if stop in text), key=text.find, default=None)
 
     def num_settled(self, output_ids: Sequence[int]) -> int:
-        """Return how many tokens remain when those at the end that may begin a stop string are given back."""
+        """Return how many tokens remain when those at the end that may begin a stop string are dropped."""
         num_tokens = len(output_ids)
         while num_tokens and self._is_open(self._text(output_ids[:num_tokens])):
             num_tokens -= 1

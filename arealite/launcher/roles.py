@@ -5,7 +5,9 @@ Every check that can be made before a process starts is made in `check_roles` an
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import hashlib
+import json
 import os
 import shutil
 import site
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import arealite
 from arealite.api.alloc_mode import AllocationMode, AllocationType
@@ -23,8 +26,12 @@ from arealite.utils.environment import RESTART_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.network import LOOPBACK
 
 LITE_MODULE = "arealite.server"
-"""`1` tells the trainer that it is started again after a failure."""
-_OUR_SGLANG_FLAGS = {"host", "port", "tp_size", "base_gpu_id", "weight_version"}
+_MODEL_FLAGS = {"sglang": "model_path", "vllm": "model"}
+_OUR_FLAGS = {
+    "sglang": {"model_path", "host", "port", "tp_size", "base_gpu_id", "weight_version"},
+    "vllm": {"model", "host", "port", "tensor_parallel_size"},
+}
+"""Flags of the real servers that the blocks of the config must leave to us."""
 
 
 @dataclass(frozen=True)
@@ -113,18 +120,17 @@ def server_jobs(config: GRPOConfig | SFTConfig, roles: Roles, ports: Sequence[in
     if not ports:
         return []
     assert isinstance(config, GRPOConfig), type(config)
+    describe = {"lite": _lite_command, "sglang": _sglang_command, "vllm": _vllm_command}[config.rollout.backend]
     jobs = []
     for index, port in enumerate(ports):
-        if config.rollout.backend == "lite":
-            module, flags = LITE_MODULE, _lite_flags(config, port=port, index=index)
-        else:
-            module, flags = "sglang.launch_server", _sglang_flags(config, roles, port=port, index=index)
+        command = describe(config, roles, port=port, index=index)
         env = _environment(
             config.launcher.inference_server_env_vars,
+            python=command[0],
             CUDA_VISIBLE_DEVICES=roles.server_gpus(index),
             **({"OMP_NUM_THREADS": str(config.lite.threads)} if config.rollout.backend == "lite" else {}),
         )
-        jobs.append(ServerJob(f"server-{index}", [sys.executable, "-m", module, *flags], env, port))
+        jobs.append(ServerJob(f"server-{index}", command, env, port))
     return jobs
 
 
@@ -182,22 +188,41 @@ def _check_servers(config: GRPOConfig | SFTConfig, mode: AllocationMode) -> None
             f"allocation_mode must name trainers only for supervised fine-tuning: got {mode}. "
             f"Write allocation_mode={mode.train}."
         )
-    if mode.gen_backend == "vllm":
-        raise ConfigError(
-            f"the backend in allocation_mode must be lite or sglang: got {mode}. vLLM is not supported yet."
-        )
     if mode.gen_pp_size > 1 or (mode.gen_backend == "lite" and mode.gen_tp_size > 1):
         limits = "p1t1" if mode.gen_backend == "lite" else "p1"
         raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")
-    if taken := _OUR_SGLANG_FLAGS & config.sglang.keys():
+    if mode.gen_backend in _OUR_FLAGS:
+        _check_server_block(config, mode.gen_backend)
+        _check_installed(config, mode)
+
+
+def _check_server_block(config: GRPOConfig, backend: str) -> None:
+    """Refuse what the launcher sets itself; naming the actor's model once more is harmless."""
+    block, model = _block(config, backend), _MODEL_FLAGS[backend]
+    taken = {name for name in block if name.replace("-", "_") in _OUR_FLAGS[backend]}
+    if taken := taken - ({model} if block.get(model) == config.actor.path else set()):
         raise ConfigError(
-            f"the sglang block must leave {', '.join(sorted(_OUR_SGLANG_FLAGS))} to the launcher: "
-            f"got {', '.join(sorted(taken))}. Remove them; allocation_mode sets the tensor-parallel size."
+            f"the {backend} block must leave {', '.join(sorted(_OUR_FLAGS[backend]))} to the launcher: got "
+            f"{', '.join(sorted(taken))}. Remove them: actor.path is the model, and allocation_mode says how many GPUs "
+            "a server has."
         )
-    if mode.gen_backend == "sglang" and importlib.util.find_spec("sglang") is None:
+
+
+def _check_installed(config: GRPOConfig, mode: AllocationMode) -> None:
+    """Ask the servers' interpreter for the program; a folder that merely has its name is none."""
+    python = _server_python(config)
+    question = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); sys.exit(not (s and s.origin))"
+    try:
+        answer = subprocess.run([python, "-c", question, str(mode.gen_backend)], timeout=60, check=False)
+    except OSError as error:
         raise ConfigError(
-            f"the backend in allocation_mode must be installed: got {mode}, and sglang is not. "
-            "Run pip install 'arealite[sglang]', or write lite in place of sglang."
+            f"launcher.server_python must be a Python interpreter: got {python}, {error}. Correct its path."
+        ) from error
+    if answer.returncode != 0:
+        raise ConfigError(
+            f"the backend in allocation_mode must be installed: got {mode}, and {mode.gen_backend} is not in the "
+            f"environment of {python}. Set launcher.server_python to the Python of an environment that has it, run "
+            f"pip install 'arealite[{mode.gen_backend}]', or write lite in place of {mode.gen_backend}."
         )
 
 
@@ -234,34 +259,67 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
 
 
-def _lite_flags(config: GRPOConfig, *, port: int, index: int) -> list[str]:
+def _server_python(config: GRPOConfig) -> str:
+    return config.launcher.server_python or sys.executable
+
+
+def _served_model(config: GRPOConfig) -> str:
+    """Return the folder or hub id of the model that servers start with."""
+    return config.actor.path
+
+
+def _block(config: GRPOConfig, backend: str) -> dict[str, Any]:
+    """Return the user's flags for a real server."""
+    return {"sglang": config.sglang, "vllm": config.vllm}[backend]
+
+
+def _lite_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
     lite = config.lite
-    return _flags(
-        {
-            "model_path": config.actor.path,
-            "host": LOOPBACK,
-            "port": port,
-            "threads": lite.threads,
-            "slots": lite.slots,
-            "context": lite.context,
-            "dtype": lite.dtype,
-            "deterministic": lite.deterministic,
-            "allow_stale_kv": lite.allow_stale_kv,
-            "weight_version": 0,
-            "seed": config.seed + index,
-        }
-    )
+    flags = {
+        "model_path": _served_model(config),
+        "host": LOOPBACK,
+        "port": port,
+        "threads": lite.threads,
+        "slots": lite.slots,
+        "context": lite.context,
+        "dtype": lite.dtype,
+        "deterministic": lite.deterministic,
+        "allow_stale_kv": config.rollout.pause_mode == "in_place",
+        "weight_version": 0,
+        "seed": config.seed + index,
+    }
+    return [sys.executable, "-m", LITE_MODULE, *_flags(flags)]
 
 
-def _sglang_flags(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
-    """Pass the user's options on; the launcher's own are those of `_OUR_SGLANG_FLAGS`."""
-    ours = {"host": LOOPBACK, "port": port, "tp_size": roles.gpus_per_server, "base_gpu_id": 0, "weight_version": 0}
-    seed = int(config.sglang.get("random_seed", config.seed)) + index
-    return _flags({"model_path": config.actor.path} | config.sglang | ours | {"random_seed": seed})
+def _sglang_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
+    ours = {
+        "model_path": _served_model(config),
+        "host": LOOPBACK,
+        "port": port,
+        "tp_size": roles.gpus_per_server,
+        "base_gpu_id": 0,
+        "weight_version": 0,
+        "random_seed": int(config.sglang.get("random_seed", config.seed)) + index,
+    }
+    return [_server_python(config), "-m", "arealite.launcher.sglang_server", *_flags(config.sglang | ours)]
+
+
+def _vllm_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
+    """Sequences that keep their cache when weights change would lend its old part to new ones, were it shared."""
+    defaults = {"no_enable_prefix_caching": config.rollout.pause_mode == "in_place"}
+    ours = {
+        "model": _served_model(config),
+        "host": LOOPBACK,
+        "port": port,
+        "tensor_parallel_size": roles.gpus_per_server,
+        "seed": int(config.vllm.get("seed", config.seed)) + index,
+    }
+    return [_server_python(config), "-m", "arealite.launcher.vllm_server", *_flags(defaults | config.vllm | ours)]
 
 
 def _flags(options: Mapping[str, object]) -> list[str]:
-    """Spell options as flags: None, False and "" are left out, True is a bare flag, a list is several words."""
+    """Spell options as flags: None, False and "" are left out, True is a bare flag, a list is several words and a
+    mapping JSON."""
     flags: list[str] = []
     for name, value in options.items():
         if value is None or value is False or value == "":
@@ -269,6 +327,8 @@ def _flags(options: Mapping[str, object]) -> list[str]:
         flags.append(f"--{name.replace('_', '-')}")
         if isinstance(value, list | tuple):
             flags += [str(part) for part in value]
+        elif isinstance(value, Mapping):
+            flags.append(json.dumps(value))
         elif value is not True:
             flags.append(str(value))
     return flags
@@ -283,11 +343,30 @@ def _trainer_threads(config: GRPOConfig | SFTConfig, roles: Roles) -> int:
     return max(1, cores // max(1, roles.num_ranks))
 
 
-def _environment(user_variables: str, **ours: str) -> dict[str, str]:
-    """Return our environment with `ours`, then the user's `A=1,B=2`, and a PYTHONPATH that finds this package."""
+def _environment(user_variables: str, *, python: str = sys.executable, **ours: str) -> dict[str, str]:
+    """Return our environment with `ours`, then the user's `A=1,B=2`, in which `python` finds this package.
+
+    Another interpreter than ours must not find what else is installed beside it, but its own programs first.
+    """
     env = {"TOKENIZERS_PARALLELISM": "true"} | os.environ | {"PYTHONUNBUFFERED": "1"} | ours
     env |= dict(pair.split("=", 1) for pair in user_variables.split(",") if pair)
-    package_root = str(Path(arealite.__file__).parents[1])
-    if package_root not in [*site.getsitepackages(), site.getusersitepackages()]:
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
+    is_foreign = python != sys.executable
+    package_root = Path(arealite.__file__).parents[1]
+    is_installed = str(package_root) in [*site.getsitepackages(), site.getusersitepackages()]
+    if is_foreign:
+        env["PATH"] = os.pathsep.join([str(Path(python).parent), env.get("PATH", os.defpath)])
+    if is_foreign or not is_installed:
+        folder = _folder_of_package() if is_installed else package_root
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH", "")]))
     return env
+
+
+def _folder_of_package() -> Path:
+    """Return a folder with nothing but this package in it: a link in the user's cache."""
+    package = Path(arealite.__file__).parent
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "arealite" / f"package-{hashlib.blake2b(str(package).encode(), digest_size=6).hexdigest()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / package.name).symlink_to(package, target_is_directory=True)
+    return folder

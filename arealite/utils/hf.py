@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 _WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -26,3 +26,11 @@ def load_hf_tokenizer(path: str | Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def vocab_size(path: str | Path) -> int | None:
+    """Return how many token ids a model has, which may be more than its tokenizer knows; None for a tokenizer alone."""
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        return None
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    return int(config.get_text_config().vocab_size)

@@ -17,7 +17,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import load_split
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.weight_sync import publish_weights
 from arealite.reward import gsm8k_reward_fn
 from arealite.trainer.evaluator import Evaluator
@@ -70,7 +70,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         ref = FSDPPPOActor(config.ref)
         ref.initialize(None, ft_spec)
         cleanup.callback(ref.destroy)
-    rollout = RemoteSGLangEngine(config.rollout)
+    rollout = RemoteInferenceEngine(config.rollout)
     rollout.initialize(None, ft_spec)
     cleanup.callback(rollout.destroy)
 

@@ -248,7 +248,23 @@ def test_allocation_names_the_backend(tmp_path: Path) -> None:
     cpu = ("cluster.n_gpus_per_node=0", "gconfig.max_new_tokens=64")
     assert load(tmp_path, MINIMAL, "allocation_mode=lite.d2+d1", *cpu).rollout.backend == "lite"
     assert load(tmp_path, MINIMAL, "allocation_mode=sglang.d2+d1", *cpu).rollout.backend == "sglang"
+    assert load(tmp_path, MINIMAL, "allocation_mode=vllm.d2+d1", *cpu).rollout.backend == "vllm"
     assert load(tmp_path, MINIMAL, "allocation_mode=d1", "rollout.backend=lite", *cpu).rollout.backend == "lite"
+
+
+def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
+    def vllm(*overrides: str) -> Any:
+        return load(tmp_path, MINIMAL, "rollout.backend=vllm", *overrides)
+
+    stops = ("gconfig.stop=[x]", "gconfig.min_new_tokens=3")
+    assert vllm("gconfig.top_k=5", "gconfig.top_p=0.9", *stops, "rollout.pause_mode=wait").gconfig.top_k == 5
+    assert "got wait" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", "rollout.pause_mode=wait")
+    assert "got wait" in refusal(tmp_path, MINIMAL, "rollout.backend=lite", "rollout.pause_mode=wait")
+    for narrowed in ("gconfig.top_k=5", "gconfig.top_p=0.9"):
+        assert "whole distribution" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", narrowed)
+    assert "gconfig.min_new_tokens must be 0" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", *stops)
+    evaluation = ("eval_gconfig.stop=[x]", "eval_gconfig.min_new_tokens=3")
+    assert "eval_gconfig.min_new_tokens" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", *evaluation)
 
 
 def test_server_addresses(tmp_path: Path) -> None:
@@ -315,7 +331,7 @@ def test_sampling_that_the_trainer_can_not_reproduce_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, override: str
 ) -> None:
     overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=story")
-    overrides += ("train_dataset.batch_size=8",)
+    overrides += ("train_dataset.batch_size=8", "rollout.backend=vllm")
     load(tmp_path, "", *overrides)
     assert not caplog.records
     load(tmp_path, "", *overrides, override)
@@ -379,7 +395,6 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("tokenizer_path=${no.such}", "tokenizer_path must refer to keys that exist: got Interpolation key 'no.such'"),
         ("allocation_mode=sglang.d4+d4x", "got 'x'"),
         ("allocation_mode=sglang.d8+d8", "needs 16 GPUs, and 1 x 8 GPUs"),
-        ("allocation_mode=vllm.d4+d4", "got vllm, which is not supported yet"),
         ("allocation_mode=sglang.d1p2+d1", "rollout.weight_update must be disk if servers have p > 1"),
         ("allocation_mode=lite.d1+d1", "lite.context must be greater than max_new_tokens: got 2048 and 16384."),
         ("gconfig.min_new_tokens=20000", "gconfig.min_new_tokens must be at most gconfig.max_new_tokens"),

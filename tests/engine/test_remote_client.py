@@ -9,9 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +28,9 @@ from arealite.api.errors import ConfigError, ContextOverflowError, EpisodeError,
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.engine.server_http import StatusError
 from arealite.engine.server_set import ServerSet, parse_addresses
-from arealite.engine.sglang_remote import RemoteSGLangEngine, parse_segment
+from arealite.engine.sglang_dialect import SGLangDialect
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.generation.stop_strings import StopStrings
 from arealite.rollout.episode import Episode, current_episode
 
 PROMPT = [5, 6, 7]
@@ -70,9 +75,10 @@ def test_a_completion() -> None:
     assert "rid" not in server.requests[0]
 
 
-def test_parameters_in_the_dialect_of_the_server() -> None:
+def test_parameters_in_the_dialect_of_the_server(tmp_path: Path) -> None:
+    tiny_models.tokenizer().save_pretrained(tmp_path)
     server = ScriptedServer()
-    with connected(server) as engine:
+    with connected(server, tokenizer_path=str(tmp_path)) as engine:
         generate(engine, max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=50, stop=["\n"], stop_token_ids=[9])
         generate(engine, max_new_tokens=4, greedy=True, min_new_tokens=2)
     first, second = (request["sampling_params"] for request in server.requests)
@@ -115,6 +121,46 @@ def test_any_interruptions_leave_the_tokens_exact(moments: list[int], tells: Any
         params = request["sampling_params"]
         assert params["max_new_tokens"] == 40 - (received - len(PROMPT))
         assert params["min_new_tokens"] == max(0, 30 - (received - len(PROMPT)))
+    assert response.num_interrupts == len(server.requests) - 1
+
+
+@dataclass
+class CuttingServer(ScriptedServer):
+    """Continues one text token by token, aborts after `lengths` tokens, and looks for stops in its own output only."""
+
+    text: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    async def _sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        start = len(body["input_ids"]) - len(PROMPT)
+        stops = StopStrings(tiny_models.tokenizer(), body["sampling_params"]["stop"])
+        max_tokens = self.lengths.pop(0) if self.lengths else len(self.text)
+        tokens: list[int] = []
+        finish = {"type": "abort"}
+        for token in self.text[start : start + max_tokens]:
+            tokens.append(token)
+            if stops.matched(tokens) is not None:
+                finish = {"type": "stop"}
+                break
+        pairs = [[-float(start + index), token, None] for index, token in enumerate(tokens)]
+        meta = {"finish_reason": finish, "output_token_logprobs": pairs, "weight_version": str(len(self.requests))}
+        return {"output_ids": tokens, "meta_info": meta}
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 4), max_size=8))
+def test_a_stop_string_is_found_wherever_interruptions_fall(tmp_path: Path, lengths: list[int]) -> None:
+    """`anab` begins several times before it is whole."""
+    tokenizer = tiny_models.tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    text = [tiny_models.TEXT_VOCAB.index(letter) for letter in "bananxanabxyz"]
+    server = CuttingServer(text=text, lengths=lengths)
+    with connected(server, tokenizer_path=str(tmp_path)) as engine:
+        response = generate(engine, max_new_tokens=50, stop=["anab"])
+    end = "bananxanab"
+    assert tokenizer.decode(response.output_tokens) == end and response.stop_reason == "stop"
+    assert response.output_logprobs == [-float(index) for index in range(len(end))]
+    assert len(response.output_versions) == len(end)
     assert response.num_interrupts == len(server.requests) - 1
 
 
@@ -216,14 +262,14 @@ def test_a_prompt_that_leaves_no_room_is_not_repeated() -> None:
 
 
 def test_the_embedded_server_says_the_same_of_a_long_prompt() -> None:
-    engine = RemoteSGLangEngine(InferenceEngineConfig())
+    dialect = SGLangDialect(is_lite=True, pause_mode="abort")
     texts = (
         "input_ids must hold 1 to 127 tokens: got 128. Shorten the prompt or serve with a larger context.",
         "Requested token count exceeds the model's maximum context length of 128 tokens.",
         "Input length (130) exceeds the maximum allowed length (128).",
     )
-    assert all(engine._is_overflow(StatusError(text, 400)) for text in texts)
-    assert not engine._is_overflow(StatusError("top_p must be positive", 400))
+    assert all(dialect.is_overflow(StatusError(text, 400)) for text in texts)
+    assert not dialect.is_overflow(StatusError("top_p must be positive", 400))
 
 
 def test_completions_are_on_record_in_their_episode() -> None:
@@ -250,9 +296,9 @@ def test_completions_are_on_record_in_their_episode() -> None:
 
 
 def test_a_request_does_not_wait_for_ever_for_the_end_of_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arealite.engine.remote_client._RESUME_GRACE_S", 0.1)
+    monkeypatch.setattr("arealite.engine.generator._RESUME_GRACE_S", 0.1)
     with connected(ScriptedServer(), weight_update_timeout=0.2) as engine:
-        engine._may_generate.clear()
+        engine._generator.may_generate.clear()
         with pytest.raises(ServerError, match=r"must go on within 0\.3 s"):
             generate(engine, max_new_tokens=2)
 
@@ -337,6 +383,7 @@ def test_malformed_replies_are_refused(change: dict[str, Any], rule: str) -> Non
         "weight_version": "3",
     }
     reply: dict[str, Any] = {"output_ids": [1, 2], "meta_info": meta}
+    parse_segment = SGLangDialect(is_lite=False, pause_mode="abort").parse_segment
     assert parse_segment("s:1", reply, 2).versions == [3, 3]
     for key, value in change.items():
         (reply if key in reply else meta)[key] = value
@@ -347,7 +394,7 @@ def test_malformed_replies_are_refused(change: dict[str, Any], rule: str) -> Non
 def test_too_many_tokens_are_refused() -> None:
     reply = {"output_ids": [1, 2], "meta_info": {}}
     with pytest.raises(ServerError, match="at most 1 tokens"):
-        parse_segment("s:1", reply, 1)
+        SGLangDialect(is_lite=False, pause_mode="abort").parse_segment("s:1", reply, 1)
 
 
 def test_wrong_requests() -> None:

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from arealite.engine.dialect import PauseMode
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 
 NUM_VERSIONS = 6
@@ -185,13 +186,13 @@ def test_a_cache_dropped_by_a_pause_is_stale_no_more(
     assert engine.metrics()["rollout/stale_kv_tokens"] == 0
 
 
-@pytest.mark.parametrize("allow_stale_kv", [False, True])
-def test_a_publication_keeps_requests_in_place_only_where_that_is_allowed(
-    stack: contextlib.ExitStack, models: list[PreTrainedModel], tmp_path: Path, allow_stale_kv: bool
+@pytest.mark.parametrize("pause_mode", ["abort", "retract", "in_place"])
+def test_the_pause_mode_says_what_becomes_of_requests_in_flight(
+    stack: contextlib.ExitStack, models: list[PreTrainedModel], tmp_path: Path, pause_mode: PauseMode
 ) -> None:
-    server = start(stack, allow_stale_kv=allow_stale_kv)
+    server = start(stack, allow_stale_kv=pause_mode == "in_place")
     engine = RemoteSGLangEngine(
-        InferenceEngineConfig(server_addrs=[server.address], backend="lite", allow_stale_kv=allow_stale_kv)
+        InferenceEngineConfig(server_addrs=[server.address], backend="lite", pause_mode=pause_mode)
     )
     engine.initialize(None, None)
     stack.callback(engine.destroy)
@@ -210,6 +211,7 @@ def test_a_publication_keeps_requests_in_place_only_where_that_is_allowed(
     num_new = response.output_versions.count(1)
     assert 0 < num_new < 240
     stale = engine.metrics()["rollout/stale_kv_tokens"]
-    assert (response.num_interrupts, stale) == ((0, num_new) if allow_stale_kv else (1, 0))
-    if not allow_stale_kv:
+    assert response.num_interrupts == (1 if pause_mode == "abort" else 0)
+    assert stale == (num_new if pause_mode == "in_place" else 0)
+    if pause_mode != "in_place":
         check_versions(models, response)

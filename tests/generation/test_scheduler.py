@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arealite.generation.request import FinishReason, GenerationRequest, SamplingParams, VersionSpan
 from arealite.generation.scheduler import Scheduler, Sequence
-from arealite.generation.stop_strings import StopStrings
 
 
 def sequence(prompt: tuple[int, ...], max_new_tokens: int = 100, stop_ids: frozenset[int] = frozenset()) -> Sequence:
@@ -45,16 +43,6 @@ def test_a_long_queue_waits_until_an_eighth_of_the_slots_is_free_and_a_short_one
     scheduler.drop(lambda one: one.request.input_ids[0] == 19)
     scheduler.release([0])
     assert len(scheduler.admit()) == 1 and not scheduler.waiting
-
-
-def test_what_may_begin_a_stop_string_is_given_back_with_its_logprobs_and_spans() -> None:
-    one = sequence((7, 7))
-    one.stops = StopStrings(tiny_models.tokenizer(), ["xabc"])
-    for token, version in zip("bxab", "0112"):
-        assert one.append(tiny_models.TEXT_VOCAB.index(token), -0.1, version) is None
-    one.give_back_unsettled()
-    assert one.output_ids == [tiny_models.TEXT_VOCAB.index("b")] and one.logprobs == [-0.1] and one.length == 3
-    assert one.spans == [VersionSpan("0", 0, 1)]
 
 
 def test_spans_and_ends() -> None:

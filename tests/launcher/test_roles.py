@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import arealite
 from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import read_config
@@ -40,11 +42,18 @@ def load(tmp_path):
 
 
 @pytest.fixture
-def sglang(tmp_path, monkeypatch):
-    """Make a package of that name importable."""
-    (tmp_path / "packages" / "sglang").mkdir(parents=True)
-    (tmp_path / "packages" / "sglang" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path / "packages")
+def server_python(tmp_path):
+    """An interpreter other than ours, in whose environment the packages sglang and vllm are."""
+    site_packages = tmp_path / "environment" / "packages"
+    for name in ("sglang", "vllm"):
+        (site_packages / name).mkdir(parents=True)
+        (site_packages / name / "__init__.py").touch()
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir()
+    base = sys._base_executable
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site_packages}:$PYTHONPATH exec {base} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
 
 
 @pytest.fixture
@@ -85,17 +94,23 @@ def test_lite_servers(load):
     assert jobs[0].env["OMP_NUM_THREADS"] == "2" and jobs[0].env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_sglang_servers_and_devices(load, sglang, nvidia_smi):
+def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
     config = load(
         *("allocation_mode=sglang.d2t2+d3", "actor.path=tiny", "cluster.n_gpus_per_node=8"),
+        *(f"launcher.server_python={server_python}", "sglang.model_path=tiny"),
         "sglang={random_seed: 10, enable_metrics: true, log_requests: false, torchao_config: null}",
         "sglang.cuda_graph_bs=[1, 2]",
     )
     roles = check_roles(config)
     jobs = server_jobs(config, roles, [4001, 4002])
     flags = flags_of(jobs[1].command)
-    assert jobs[1].command[2] == "sglang.launch_server"
-    assert flags["--tp-size"] == "2" and flags["--random-seed"] == "11" and flags["--enable-metrics"] == ""
+    assert jobs[1].command[:3] == [server_python, "-m", "arealite.launcher.sglang_server"]
+    assert (
+        flags["--model-path"] == "tiny"
+        and flags["--tp-size"] == "2"
+        and flags["--random-seed"] == "11"
+        and flags["--enable-metrics"] == ""
+    )
     assert "--log-requests" not in flags and "--torchao-config" not in flags
     assert jobs[1].command[jobs[1].command.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
     assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
@@ -116,6 +131,58 @@ def test_sglang_servers_and_devices(load, sglang, nvidia_smi):
     assert trainer.env["AREAL_LLM_SERVER_ADDRS"] == "h:1"
     assert trainer.command[-2:] == ["e.py", "a=b"]
     assert flags_of(trainer.command)["--nproc-per-node"] == "3" and flags_of(trainer.command)["--master-port"] == "9"
+
+
+def test_vllm_servers(load, server_python, nvidia_smi):
+    config = load(
+        *("allocation_mode=vllm.d2t2+d3", "actor.path=tiny", "cluster.n_gpus_per_node=8", "seed=5"),
+        *(f"launcher.server_python={server_python}", "rollout.pause_mode=in_place"),
+        "vllm={max_model_len: 512, enforce_eager: true, disable_log_stats: false, compilation_config: {mode: 3}}",
+    )
+    roles = check_roles(config)
+    jobs = server_jobs(config, roles, [4001, 4002])
+    assert jobs[1].command[:3] == [server_python, "-m", "arealite.launcher.vllm_server"]
+    assert flags_of(jobs[1].command) == {
+        "--model": "tiny",
+        "--host": "127.0.0.1",
+        "--port": "4002",
+        "--tensor-parallel-size": "2",
+        "--seed": "6",
+        "--max-model-len": "512",
+        "--enforce-eager": "",
+        "--compilation-config": '{"mode": 3}',
+        "--no-enable-prefix-caching": "",
+    }
+    assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
+
+
+def test_only_sequences_that_keep_their_cache_turn_its_sharing_off(load, server_python):
+    common = ("allocation_mode=vllm.d1+d1", "actor.path=tiny", f"launcher.server_python={server_python}")
+    for mode, expected in {"abort": False, "retract": False, "in_place": True}.items():
+        config = load(*common, f"rollout.pause_mode={mode}")
+        command = server_jobs(config, check_roles(config), [1])[0].command
+        assert ("--no-enable-prefix-caching" in command) == expected, mode
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_an_interpreter_of_servers_finds_this_package_only(load, server_python, tmp_path, monkeypatch, is_installed):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    root = str(Path(arealite.__file__).parents[1])
+    if is_installed:
+        monkeypatch.setattr("site.getsitepackages", lambda: [root])
+    config = load("allocation_mode=vllm.d1+d1", "actor.path=tiny", f"launcher.server_python={server_python}")
+    for _ in range(2):
+        (job,) = server_jobs(config, check_roles(config), [4001])
+    program = "import arealite, vllm, arealite.launcher.vllm_server; print(arealite.__file__, vllm.__file__)"
+    said = subprocess.run(
+        [job.command[0], "-c", program], env=job.env, capture_output=True, text=True, check=True
+    ).stdout
+    ours, theirs = said.split()
+    assert Path(ours).resolve() == Path(arealite.__file__).resolve() and theirs.startswith(str(tmp_path))
+    folder = Path(job.env["PYTHONPATH"])
+    assert (list(folder.iterdir()) == [folder / "arealite"]) if is_installed else (str(folder) == root)
+    assert job.env["PATH"].split(":")[0] == str(Path(server_python).parent)
 
 
 def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
@@ -144,11 +211,21 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["actor.path=tiny"], "allocation_mode must be given"),
         (["actor.path=tiny", "allocation_mode=lite.d1+d2p2"], "trainer's p in allocation_mode must be 1"),
         (["actor.path=tiny", "allocation_mode=lite.d1+d2t2"], "trainer's t in allocation_mode must be 1"),
-        (["actor.path=tiny", "allocation_mode=vllm.d1+d1"], "lite or sglang: got vllm"),
+        (["actor.path=tiny", "allocation_mode=vllm.d1+d1"], "must be installed: got vllm.d1p1t1+d1p1t1"),
+        (
+            ["actor.path=tiny", "allocation_mode=vllm.d1+d1", "launcher.server_python=/no/python"],
+            "server_python must be a Python interpreter: got /no/python",
+        ),
+        (["actor.path=tiny", "allocation_mode=vllm.d1p2+d1", "rollout.weight_update=disk"], "vllm must have p1 "),
+        (
+            ["actor.path=tiny", "allocation_mode=vllm.d1+d1", "vllm.tensor-parallel-size=2"],
+            "got tensor-parallel-size. ",
+        ),
+        (["actor.path=tiny", "allocation_mode=vllm.d1+d1", "vllm.model=other"], "got model. Remove"),
         (["actor.path=tiny", "allocation_mode=lite.d1t2+d1"], "servers of lite must have p1t1"),
         (["actor.path=tiny", "allocation_mode=sglang.d1p2+d1", "rollout.weight_update=disk"], "sglang must have p1 "),
         (["actor.path=tiny", "allocation_mode=sglang.d1+d1"], "must be installed: got sglang.d1p1t1+d1p1t1"),
-        (["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.port=1"], "leave base_gpu_id, host, port"),
+        (["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.port=1"], "leave base_gpu_id, host, model_path, port"),
         (
             ["actor.path=/no/model", "allocation_mode=lite.d1+d1"],
             "actor.path must be a folder or a hub id: got /no/model",

@@ -1,11 +1,11 @@
-"""The receiving half of a publication of weights, in the dialect of SGLang 0.5 and of our embedded server.
+"""The receiving half of a publication of weights.
 
 A publication pauses every server, brings the weights in, from a checkpoint folder or through a broadcast group, and
-lets the servers go on with an empty cache. Requests in flight come back as aborted and the client core continues them
-later (or they stay, if the server may keep their cache). Servers that can't be reached are left out, and get no
-requests until they take part in a later publication. Embedded servers are told the sender's fingerprints and verify
-what they got. Invariants: it ends within its deadline; a failure names the server; servers whose weights are whole
-always go on, and one that may hold half of the new weights never does.
+lets the servers go on. Requests in flight come back as aborted and the client core continues them later, unless
+`rollout.pause_mode` lets them stay. Servers that can't be reached are left out, and get no requests until they take
+part in a later publication. Servers that can are told the sender's fingerprints and verify what they got. Invariants:
+it ends within its deadline; a failure names the server; servers whose weights are whole always go on, and one that may
+hold half of the new weights never does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,8 @@ import torch
 from arealite.api.cli_args import WeightCheckConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.server_http import Json, ServerHttp, StatusError, bad_reply
+from arealite.engine.dialect import BroadcastPlan, Caller, Dialect, Proof
+from arealite.engine.server_http import ServerHttp
 from arealite.engine.server_set import NO_VERSION, Server, ServerSet
 from arealite.utils.network import LOOPBACK, free_port, host_ip
 
@@ -36,45 +36,16 @@ _LEAVE_S = 5.0
 """Deadline for servers to leave a group that is no longer used."""
 
 
-@dataclass(frozen=True)
-class BroadcastPlan:
-    """The broadcast group of some servers: the sender is rank 0, each server has `tp_size` ranks after it."""
-
-    name: str
-    address: str
-    port: int
-    backend: Literal["nccl", "gloo"]
-    servers: tuple[Server, ...]
-    tp_size: int
-
-    @property
-    def world_size(self) -> int:
-        return 1 + len(self.servers) * self.tp_size
-
-    def write_to(self, meta: WeightUpdateMeta) -> None:
-        """Tell the sender."""
-        meta.nccl_group_name = self.name
-        meta.nccl_master_address = self.address
-        meta.nccl_master_port = self.port
-        meta.nccl_world_size = self.world_size
-        meta.nccl_backend = self.backend
-
-
 class WeightReceiver:
     """Brings published weights to the members of a server set."""
 
-    def __init__(
-        self, servers: ServerSet, check: WeightCheckConfig, *, is_lite: bool, tp_size: int, keeps_kv: bool
-    ) -> None:
-        """`keeps_kv`: requests stay in place while servers are paused, and go on with the keys and values they have."""
+    def __init__(self, dialect: Dialect, servers: ServerSet, check: WeightCheckConfig, *, tp_size: int) -> None:
         self.num_mismatched = 0
         """Tensors that a server took although their fingerprints differed."""
+        self._dialect = dialect
         self._servers = servers
         self._check = check
-        self._is_lite = is_lite
-        """Embedded servers are on the CPU, and keep the old weights until all new ones have come."""
         self._tp_size = tp_size
-        self._pause_mode: Literal["abort", "in_place"] = "in_place" if keeps_kv else "abort"
         self._plan: BroadcastPlan | None = None
         self._joined: BroadcastPlan | None = None
         self._is_torn = False
@@ -82,14 +53,10 @@ class WeightReceiver:
 
     async def begin(self, http: ServerHttp, meta: WeightUpdateMeta, may_generate: asyncio.Event) -> Publication:
         """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
-        meta.wants_fingerprints, meta.fingerprints = self._is_lite and self._check.fingerprint, {}
+        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._dialect.verifies(meta), {}
+        accepts_mismatch = self._check.on_mismatch == "warn"
         publication = Publication(
-            http,
-            meta,
-            self._servers,
-            may_generate,
-            pause_mode=self._pause_mode,
-            accepts_mismatch=self._check.on_mismatch == "warn",
+            self._dialect, http, meta, self._servers, may_generate, accepts_mismatch=accepts_mismatch
         )
         if meta.type == "nccl":
             async with self._undone_on_failure(publication):
@@ -119,7 +86,9 @@ class WeightReceiver:
         if self._plan is None or self._plan.servers != servers or has_left:
             address = LOOPBACK if all(_is_local(server.address) for server in servers) else host_ip()
             name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
-            backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() and not self._is_lite else "gloo"
+            backend: Literal["nccl", "gloo"] = (
+                "nccl" if torch.cuda.is_available() and not self._dialect.is_on_cpu else "gloo"
+            )
             self._plan = BroadcastPlan(name, address, free_port(address), backend, servers, self._tp_size)
         self._plan.write_to(meta)
 
@@ -131,7 +100,7 @@ class WeightReceiver:
         except (Exception, asyncio.CancelledError) as error:
             plans = {self._plan, self._joined}
             self._plan = self._joined = None
-            self._is_torn |= publication.is_torn and not self._is_lite
+            self._is_torn |= publication.is_torn and not self._dialect.keeps_old_weights
             if not self._is_torn:
                 await self._go_on(publication, error)
             if isinstance(error, asyncio.CancelledError):
@@ -149,7 +118,7 @@ class WeightReceiver:
             if self._joined is not None:
                 await publication.leave(self._joined)
             self._joined = None
-            await publication.join(plan, tells_timeout=self._is_lite)
+            await publication.join(plan)
             self._joined = plan
         await publication.receive_buckets(plan)
 
@@ -171,12 +140,12 @@ class Publication:
 
     def __init__(
         self,
+        dialect: Dialect,
         http: ServerHttp,
         meta: WeightUpdateMeta,
         servers: ServerSet,
         may_generate: asyncio.Event,
         *,
-        pause_mode: Literal["abort", "in_place"],
         accepts_mismatch: bool,
     ) -> None:
         assert meta.version is not None, "the version must be settled before servers are told"
@@ -189,7 +158,7 @@ class Publication:
         self.is_torn = False
         """Whether a server may hold some of the new weights."""
         self.num_mismatched = 0
-        self._pause_mode = pause_mode
+        self._dialect = dialect
         self._accepts_mismatch = accepts_mismatch
         self._http = http
         self._servers = servers
@@ -203,11 +172,11 @@ class Publication:
         self.members = [server for server in known if server.is_reachable] or known
         errors: dict[str, str] = {}
 
-        async def pause_one(_: int, address: str) -> None:
+        async def pause_one(caller: Caller) -> None:
             try:
-                await self._post(address, "/pause_generation", {"mode": self._pause_mode})
+                await self._dialect.pause(caller)
             except UnreachableError as error:
-                errors[address] = str(error)
+                errors[caller.address] = str(error)
 
         await self._on_all(pause_one)
         self.members = [server for server in self.members if server.address not in errors]
@@ -222,91 +191,58 @@ class Publication:
         path = self.meta.path
         assert path is not None, "an update through the disk needs a path"
         self.is_torn = True
-        payload = {"model_path": path, "weight_version": str(self.version), "flush_cache": True}
-        await self._on_all(
-            lambda _, address: self._post_verified(address, "/update_weights_from_disk", payload | self._proof())
-        )
+        proof = self._proof()
+        await self._on_all(lambda one: self._count_mismatches(one, self._dialect.load(one, path, self.version, proof)))
         await asyncio.to_thread(shutil.rmtree, path)
 
-    async def join(self, plan: BroadcastPlan, *, tells_timeout: bool) -> None:
-        """Let all servers join the group, while the sender does; `timeout_s` is of our own servers' dialect."""
-
-        def join_one(index: int, address: str) -> Coroutine[Any, Any, Json]:
-            payload: Json = {
-                "master_address": plan.address,
-                "master_port": plan.port,
-                "rank_offset": 1 + index * plan.tp_size,
-                "world_size": plan.world_size,
-                "group_name": plan.name,
-                "backend": plan.backend,
-            }
-            if tells_timeout:
-                payload["timeout_s"] = self.meta.timeout_s
-            return self._post(address, "/init_weights_update_group", payload)
-
-        await self._on_all(join_one)
+    async def join(self, plan: BroadcastPlan) -> None:
+        """Let all servers join the group, while the sender does."""
+        await self._on_all(lambda caller: self._dialect.join(caller, plan, self.meta.timeout_s))
 
     async def leave(self, plan: BroadcastPlan) -> None:
         """Let the members of a group leave it; one that is gone or refuses does not matter."""
-        payload = {"group_name": plan.name}
-        outcomes = await asyncio.gather(
-            *(
-                self._http.post(one.address, "/destroy_weights_update_group", payload, timeout_s=_LEAVE_S)
-                for one in plan.servers
-            ),
-            return_exceptions=True,
-        )
-        for outcome in outcomes:
+        callers = [Caller(one.address, self._http, lambda: _LEAVE_S) for one in plan.servers]
+        leaving = (self._dialect.leave(caller, plan) for caller in callers)
+        for outcome in await asyncio.gather(*leaving, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.info("a server did not leave group %s: %s", plan.name, outcome)
 
     async def receive_buckets(self, plan: BroadcastPlan) -> None:
         """Let all servers receive the buckets in send order; the last one carries the version."""
-        has_sessions: dict[str, bool] = {}
+        must_end: dict[str, bool] = {}
 
-        async def begin(_: int, address: str) -> None:
-            has_sessions[address] = await self._post_if_known(address, "/begin_weight_update", {})
+        async def begin(caller: Caller) -> None:
+            must_end[caller.address] = await self._dialect.begin(caller)
 
-        async def end(_: int, address: str) -> None:
-            if has_sessions[address]:
-                await self._post_verified(address, "/end_weight_update", self._proof())
+        async def end(caller: Caller) -> None:
+            if must_end[caller.address]:
+                await self._count_mismatches(caller, self._dialect.end(caller, self.version, self._proof()))
 
         await self._on_all(begin)
         buckets = self.meta.nccl_param_specs
         self.is_torn = True
         for index, specs in enumerate(buckets):
-            is_last = index == len(buckets) - 1
-            await self._post_all("/update_weights_from_distributed", self._bucket_payload(plan, specs, is_last=is_last))
+            await self._receive_bucket(plan, specs, is_last=index == len(buckets) - 1)
         if self.meta.wants_fingerprints:
             await self.wait_for_sender()  # who knows them when everything is sent
         await self._on_all(end)
 
-    def _proof(self) -> Json:
-        """Return the fields of our own dialect that let a server verify what it got."""
-        if not self.meta.fingerprints:
-            return {}
-        on_mismatch = "accept" if self._accepts_mismatch else "refuse"
-        return {"fingerprints": self.meta.fingerprints, "on_mismatch": on_mismatch}
+    async def _receive_bucket(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> None:
+        version = self.version if is_last else None
+        await self._on_all(lambda caller: self._dialect.receive(caller, plan, specs, version))
 
-    async def _post_verified(self, address: str, endpoint: str, payload: Json) -> None:
-        """Post, and count the tensors that the server took although they differ."""
-        reply = await self._post(address, endpoint, payload)
-        if differing := reply.get("mismatched"):
+    def _proof(self) -> Proof | None:
+        """Return what lets a server verify what it got."""
+        return Proof(self.meta.fingerprints, self._accepts_mismatch) if self.meta.fingerprints else None
+
+    async def _count_mismatches(self, caller: Caller, verified: Coroutine[Any, Any, list[str]]) -> None:
+        """Count the tensors that the server took although they differ."""
+        if differing := await verified:
             self.num_mismatched += len(differing)
             logger.warning(
                 "server %s took %d tensors of version %d with other fingerprints than were sent: %s",
-                *(address, len(differing), self.version, ", ".join(differing[:5])),
+                *(caller.address, len(differing), self.version, ", ".join(differing[:5])),
             )
-
-    def _bucket_payload(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> Json:
-        return {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            "group_name": plan.name,
-            "flush_cache": is_last,
-            "weight_version": str(self.version) if is_last else None,
-        }
 
     async def wait_for_sender(self) -> None:
         """Wait until the checkpoint lies there."""
@@ -332,45 +268,21 @@ class Publication:
     async def continue_all(self) -> None:
         """Let all servers generate again, and raise the first failure when all have been told."""
         timeout_s = min(_CONTINUE_S, self.meta.timeout_s)
-        outcomes = await asyncio.gather(
-            *(
-                self._http.post(server.address, "/continue_generation", {}, timeout_s=timeout_s)
-                for server in self.members
-            ),
-            return_exceptions=True,
-        )
+        callers = [Caller(server.address, self._http, lambda: timeout_s) for server in self.members]
+        outcomes = await asyncio.gather(*(self._dialect.resume(caller) for caller in callers), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _post_all(self, endpoint: str, payload: Json) -> None:
-        """Post the same to all servers at once."""
-        await self._on_all(lambda _, address: self._post(address, endpoint, payload))
-
-    async def _on_all(self, call: Callable[[int, str], Coroutine[Any, Any, object]]) -> None:
+    async def _on_all(self, call: Callable[[Caller], Coroutine[Any, Any, object]]) -> None:
         """Call something for all servers at once; the first failure ends the others."""
-        tasks = [asyncio.create_task(call(index, server.address)) for index, server in enumerate(self.members)]
+        callers = [Caller(server.address, self._http, self._remaining_s) for server in self.members]
+        tasks = [asyncio.create_task(call(caller)) for caller in callers]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _post(self, address: str, endpoint: str, payload: Json) -> Json:
-        reply = await self._http.post(address, endpoint, payload, timeout_s=self._remaining_s())
-        if reply.get("success") is False:
-            raise bad_reply(address, endpoint, "report success", reply)
-        return reply
-
-    async def _post_if_known(self, address: str, endpoint: str, payload: Json) -> bool:
-        """Post, and tell whether the server has the endpoint."""
-        try:
-            await self._post(address, endpoint, payload)
-        except StatusError as error:
-            if error.status != 404:
-                raise
-            return False
-        return True
 
     def _remaining_s(self) -> float:
         return max(0.001, self._deadline - asyncio.get_running_loop().time())

@@ -1,0 +1,281 @@
+"""Completions from servers that may interrupt them, die, or get new weights at any moment.
+
+`generate` posts, and when a server aborts (new weights) or dies it posts again with the tokens so far and a smaller
+budget, so a completion is the concatenation of what servers really sampled. Invariant: token, logprob and version lists
+have equal lengths, tokens received are never lost or sampled twice, and the server's reply is the truth about versions.
+The only tokens given back are those at the end of an interrupted output that may have begun a stop string, because
+whoever continues it looks for stop strings in the new output only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError, WeightUpdateError
+from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
+from arealite.engine.dialect import Caller, Dialect, Segment
+from arealite.engine.liveness import Liveness
+from arealite.engine.server_http import ServerHttp, StatusError
+from arealite.engine.server_set import Server, ServerSet
+from arealite.generation.stop_strings import StopStrings
+from arealite.rollout.episode import SampleRecord, current_episode, sampling_seed
+from arealite.utils import beacon
+from arealite.utils.hf import load_hf_tokenizer, vocab_size
+
+logger = logging.getLogger("arealite.client")
+
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+_RESUME_GRACE_S = 60.0
+"""Added to the deadline of a publication before a request stops to wait for its end."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What one server sampled to prove its weights."""
+
+    address: str
+    dtype: str | None
+    """In which it computes; None when it does not tell."""
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] | None
+
+
+class Generator:
+    """Lets servers complete requests; must be created and used in one event loop."""
+
+    def __init__(self, config: InferenceEngineConfig, dialect: Dialect, servers: ServerSet) -> None:
+        self.http = ServerHttp()
+        self.may_generate = asyncio.Event()
+        """Cleared while a publication of weights pauses the servers."""
+        self.may_generate.set()
+        self.publication_s = config.weight_update_timeout
+        """Deadline of the last publication."""
+        self.num_tokens = 0
+        """Sampled so far."""
+        self.num_stale_kv_tokens = 0
+        self._config = config
+        self._dialect = dialect
+        self._servers = servers
+        self._liveness = Liveness(self.http, servers, self.may_generate)
+        self._num_loose_requests = 0
+        self._tokenizer: asyncio.Task[Any] | None = None
+        self._vocab_size: int | None = None
+        """Unknown without a tokenizer path."""
+
+    async def wait_until_ready(self, addresses: list[str]) -> None:
+        """Wait until all servers answer GET /health, see that they can do what we need, and add them to the set."""
+        timeout_s = self._config.setup_timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        ready = await asyncio.gather(*(self._liveness.is_healthy_by(address, deadline) for address in addresses))
+        silent = [address for address, is_ready in zip(addresses, ready) if not is_ready]
+        if silent:
+            raise ServerError(
+                f"every inference server must answer GET /health within {timeout_s:g} s: got no answer "
+                f"from {', '.join(silent)}. Look at its log, or raise rollout.setup_timeout."
+            )
+        for address in addresses:
+            await self._dialect.meet(Caller(address, self.http, lambda: max(0.001, deadline - loop.time())))
+            self._servers.add(address)
+        if self._config.tokenizer_path:
+            self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
+
+    async def generate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion. Raises ValueError for token ids that the model does not have."""
+        self._check_ids(req.input_ids)
+        started = time.monotonic()
+        sample, seed = self._next_sample()
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        num_interrupts = num_fruitless = 0
+        progressed = started
+        while True:
+            server, segment = await self._sample(req, tokens, seed)
+            tokens += segment.tokens
+            logprobs += segment.logprobs
+            self.num_tokens += len(segment.tokens)
+            self.num_stale_kv_tokens += segment.stale_kv_tokens
+            versions += segment.versions or []
+            if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
+                break
+            num_interrupts += 1
+            if req.gconfig.stop:
+                num_settled = await self._num_settled(tokens, req.gconfig.stop)
+                del tokens[num_settled:], logprobs[num_settled:], versions[num_settled:]
+            num_fruitless = 0 if segment.tokens else num_fruitless + 1
+            if num_fruitless > 1:
+                # Someone else paused this server; our own pauses are waited for in `_sample`.
+                self._refuse_standstill(server, progressed, num_fruitless)
+                await asyncio.sleep(_backoff_s(num_fruitless))
+            else:
+                progressed = time.monotonic()
+        latency_s = time.monotonic() - started
+        episode = current_episode.get()
+        if episode is not None:
+            episode.samples.append(SampleRecord(sample, len(tokens), latency_s, num_interrupts, server.address))
+        return ModelResponse(
+            input_tokens=list(req.input_ids),
+            output_tokens=tokens,
+            output_logprobs=logprobs,
+            output_versions=versions,
+            stop_reason="stop" if segment.finish == "stop" else "length",
+            server=server.address,
+            num_interrupts=num_interrupts,
+            latency_s=latency_s,
+        )
+
+    async def sample_canaries(self, req: ModelRequest, version: int) -> list[Canary]:
+        """Let every server that `version` was published to complete `req`, whatever pauses episodes."""
+        servers = [server for server in self._servers.servers if server.version == version]
+        try:
+            canaries = await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
+            if not any(canaries):
+                raise ServerError(f"one of {[server.address for server in servers]} must be reachable: got none.")
+        except ServerError as error:
+            raise WeightUpdateError(f"servers must sample from their weights of version {version}: {error}") from error
+        return [canary for canary in canaries if canary is not None]
+
+    async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
+        """Get the next segment after `tokens` from some server, whatever happens to others."""
+        num_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
+        failed: list[Server] = []
+        while True:
+            await self._wait_for_publication()
+            server = self._servers.pick(req.rid, num_tokens, avoid=set(failed))
+            version = server.version
+            try:
+                segment = await self._ask(server, req, tokens, seed)
+            except ServerError as error:
+                failed.append(server)
+                if len(failed) > self._config.request_retries or not _may_retry(error):
+                    raise
+                self._liveness.suspect(server)
+                await asyncio.sleep(_backoff_s(len(failed)))
+                continue
+            finally:
+                self._servers.release(server, num_tokens)
+            if segment.versions is None and not server.tells_versions:
+                if server.version != version:
+                    continue  # which weights sampled which token can't be known: ask again
+                segment = replace(segment, versions=[version] * len(segment.tokens))
+            elif segment.versions is None or min(segment.versions, default=version) < version:
+                self._servers.note_loss(server, version)
+                logger.warning(
+                    "server %s has lost weights %d and idles until the next: it sampled from %s. It must have started "
+                    "anew.",
+                    *(server.address, version, "no version" if segment.versions is None else min(segment.versions)),
+                )
+                continue
+            elif segment.versions:
+                server.tells_versions = True
+            episode = current_episode.get()
+            if episode is not None:
+                episode.servers.add(server.address)
+            return server, segment
+
+    async def _ask(self, server: Server, req: ModelRequest, tokens: list[int], seed: int) -> Segment:
+        """Let one server continue a request."""
+        endpoint, payload = self._dialect.generate_call(server.address, req, tokens, seed)
+        try:
+            reply = await self._liveness.post(server, endpoint, payload, timeout_s=self._config.request_timeout)
+        except StatusError as error:
+            if self._dialect.is_overflow(error):
+                raise ContextOverflowError(
+                    f"a request must fit into the context of {server.address}: got {len(req.input_ids)} tokens that "
+                    f"may become {len(req.input_ids) + req.gconfig.max_new_tokens}. Drop long prompts, lower "
+                    f"max_new_tokens or serve with a larger context. The server: {error}"
+                ) from error
+            raise
+        beacon.tick()
+        return self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
+
+    async def _wait_for_publication(self) -> None:
+        """Wait while a publication of weights pauses the servers."""
+        if self.may_generate.is_set():
+            return
+        limit_s = self.publication_s + _RESUME_GRACE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.may_generate.wait()
+        except TimeoutError:
+            raise ServerError(
+                f"servers must go on within {limit_s:g} s after a publication of weights began: they did not. "
+                "Look for the failed update in the log of the trainer."
+            ) from None
+
+    async def _num_settled(self, tokens: list[int], stops: list[str]) -> int:
+        """Return how many tokens of an interrupted output can't be the beginning of a stop string."""
+        if self._tokenizer is None:
+            path = self._config.tokenizer_path
+            self._tokenizer = asyncio.create_task(asyncio.to_thread(load_hf_tokenizer, path))
+        return StopStrings(await asyncio.shield(self._tokenizer), stops).num_settled(tokens)
+
+    def _refuse_standstill(self, server: Server, progressed: float, num_aborts: int) -> None:
+        """Raise when a server does nothing but abort for longer than any answer may take."""
+        if time.monotonic() - progressed > self._config.request_timeout:
+            raise ServerError(
+                f"http://{server.address} must sample a token within {self._config.request_timeout:g} s: got "
+                f"{num_aborts} empty aborts in a row. Someone has paused it; let it continue."
+            )
+
+    def _check_ids(self, input_ids: list[int]) -> None:
+        """Refuse what would kill an SGLang server."""
+        smallest, largest = min(input_ids), max(input_ids)
+        if smallest < 0 or (self._vocab_size is not None and largest >= self._vocab_size):
+            raise ValueError(
+                f"input_ids must be tokens of the model, from 0 to {(self._vocab_size or largest + 1) - 1}: got "
+                f"{smallest if smallest < 0 else largest}. Use the model's own tokenizer."
+            )
+
+    def _next_sample(self) -> tuple[int, int]:
+        """Return number and sampling seed of the next completion."""
+        episode = current_episode.get()
+        if episode is not None:
+            sample = episode.next_sample()
+            return sample, episode.sampling_seed(sample)
+        self._num_loose_requests += 1
+        return 0, sampling_seed(self._config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
+
+    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | None:
+        """Return what the server sampled; None if it is gone, which is no fault of its weights."""
+        num_failures = 0
+        while True:
+            try:
+                return await self._ask_canary(server, req)
+            except ServerError as error:
+                num_failures += 1
+                if num_failures <= self._config.request_retries and _may_retry(error):
+                    await asyncio.sleep(_backoff_s(num_failures))
+                elif isinstance(error, UnreachableError):
+                    self._liveness.suspect(server)
+                    return None
+                else:
+                    raise
+
+    async def _ask_canary(self, server: Server, req: ModelRequest) -> Canary:
+        caller = Caller(server.address, self.http, lambda: self._config.weight_update_timeout)
+        dtype = await self._dialect.compute_dtype(caller)
+        seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
+        endpoint, payload = self._dialect.generate_call(server.address, req, [], seed, ignore_eos=True)
+        reply = await caller.post(endpoint, payload)
+        segment = self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens)
+        if not segment.tokens:
+            raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
+        return Canary(server.address, dtype, segment.tokens, segment.logprobs, segment.versions)
+
+
+def _may_retry(error: ServerError) -> bool:
+    is_refusal = isinstance(error, StatusError) and error.status < 500
+    return not (is_refusal or isinstance(error, ContextOverflowError))
+
+
+def _backoff_s(num_failures: int) -> float:
+    return min(_FIRST_BACKOFF_S * 2.0 ** (num_failures - 1), _MAX_BACKOFF_S)

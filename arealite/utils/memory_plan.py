@@ -1,0 +1,114 @@
+"""How much memory training and serving a transformer take, from the shape of the model. Pure arithmetic, in bytes.
+
+Parameters, gradients, moments and cache are counts times bytes and hold for any model. Activations are what autograd
+keeps of a layer with grouped attention and a gated MLP (Llama, Qwen, Mistral and their like) and a memory-efficient
+attention; logits are those of the losses in `engine/logprobs.py`. What the plan leaves out is the caller's margin: the
+device's context, communication buffers, fragmentation, and temporaries of a backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+FLOAT32 = 4
+LOGITS_CHUNK = 1024
+"""Tokens whose float32 probabilities the losses hold at once."""
+_CHUNK_COPIES = 3
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory depends on."""
+
+    num_parameters: int
+    """Tied ones count once."""
+    layer_parameters: int
+    """Of the largest layer."""
+    outer_parameters: int
+    """Of what is in no layer: embeddings, head, last norm."""
+    num_layers: int
+    hidden: int
+    mlp: int
+    """What one token activates in a layer's MLP."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int | None
+    has_qk_norm: bool
+    is_tied: bool
+
+
+def model_shape(model: Any) -> ModelShape:
+    """Read the shape off a Hugging Face model, which may be on the meta device."""
+    config = model.config.get_text_config()
+    classes = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in classes]
+    experts = getattr(config, "num_experts_per_tok", None)
+    return ModelShape(
+        num_parameters=_count(model),
+        layer_parameters=max(map(_count, layers), default=0),
+        outer_parameters=_count(model) - sum(map(_count, layers)),
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        mlp=config.moe_intermediate_size * experts
+        if experts
+        else getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab=model.get_output_embeddings().weight.shape[0],
+        max_positions=getattr(config, "max_position_embeddings", None),
+        has_qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+        is_tied=bool(config.tie_word_embeddings),
+    )
+
+
+def training_state(shape: ModelShape, *, ranks: int, has_optimizer: bool) -> dict[str, int]:
+    """Return what one of `ranks` holds all the time: its shard of the float32 parameters, gradients and moments."""
+    shard = -(-shape.num_parameters // ranks) * FLOAT32
+    return {"parameters": shard} | ({"gradients": shard, "AdamW moments": 2 * shard} if has_optimizer else {})
+
+
+def training_step(
+    shape: ModelShape, *, tokens: int, compute_bytes: int, accumulates: bool, recomputes: bool
+) -> dict[str, int]:
+    """Return what a rank needs on top while it runs a micro-batch of `tokens`.
+
+    A rank that accumulates over micro-batches keeps the float32 gradient whole until the last one, since only then it
+    is summed over ranks. Gathered are two layers (one runs, the next arrives) and all that is not in a layer.
+    """
+    layer = layer_activations(shape, compute_bytes=compute_bytes)
+    kept = shape.num_layers * (shape.hidden * compute_bytes if recomputes else layer) + (layer if recomputes else 0)
+    probabilities = _CHUNK_COPIES * min(tokens, LOGITS_CHUNK) * shape.vocab * FLOAT32
+    return {
+        "gathered layers": (shape.outer_parameters + 2 * shape.layer_parameters) * compute_bytes,
+        "whole gradients": shape.num_parameters * FLOAT32 if accumulates else 0,
+        "activations": tokens * kept,
+        "logits": 2 * tokens * shape.vocab * compute_bytes + probabilities,
+    }
+
+
+def layer_activations(shape: ModelShape, *, compute_bytes: int) -> int:
+    """Return the bytes per token that autograd keeps of one layer."""
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    norms = 2 * (_norm(shape.hidden, compute_bytes) + FLOAT32 + shape.hidden * compute_bytes)
+    attention = (3 * queries + 2 * keys) * compute_bytes + shape.num_heads * FLOAT32
+    if shape.has_qk_norm:
+        attention += _norm(queries + keys, compute_bytes) + (shape.num_heads + shape.num_kv_heads) * FLOAT32
+    return norms + attention + 4 * shape.mlp * compute_bytes
+
+
+def kv_bytes_per_token(shape: ModelShape, *, value_bytes: int, gpus: int = 1) -> int:
+    """Return the keys and values of a token on one of the `gpus` of a server, which share the heads."""
+    return 2 * shape.num_layers * -(-shape.num_kv_heads // gpus) * shape.head_dim * value_bytes
+
+
+def _norm(width: int, compute_bytes: int) -> int:
+    """An RMSNorm keeps its input in float32 and the normalized one."""
+    return width * (FLOAT32 + compute_bytes)
+
+
+def _count(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,116 @@
+"""What clients find out about servers when they meet them, and refuse before a request is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from testing_server import ScriptedServer, serve
+from tiny_models import VOCAB_SIZE, save_qwen3
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.errors import ConfigError, ServerError
+from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.vllm_remote import RemoteVLLMEngine
+
+
+@contextlib.contextmanager
+def connected(server: Any, **config: Any) -> Iterator[RemoteInferenceEngine]:
+    with serve(server), contextlib.ExitStack() as stack:
+        engine = RemoteInferenceEngine(InferenceEngineConfig(server_addrs=[server.address], **config))
+        stack.callback(engine.destroy)
+        engine.initialize(None, None)
+        yield engine
+
+
+def meet(server: Any, **config: Any) -> None:
+    with connected(server, **config):
+        pass
+
+
+def generate(engine: RemoteInferenceEngine, input_ids: list[int], **gconfig: Any) -> ModelResponse:
+    return asyncio.run(engine.agenerate(ModelRequest(input_ids, GenerationHyperparameters(**gconfig))))
+
+
+class Pages(ScriptedServer):
+    """A server of which only what it says about itself matters."""
+
+    def __init__(self, pages: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self.pages = pages
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        for path, page in ({"/health": {}} | self.pages).items():
+
+            async def answer(_: web.Request, page: dict[str, Any] = page) -> web.Response:
+                return web.json_response(page)
+
+            app.router.add_get(path, answer)
+        return app
+
+
+def vllm(*paths: str, prefix_caching: bool = True) -> Pages:
+    config = {"cache_config": {"enable_prefix_caching": prefix_caching}}
+    pages = {"/openapi.json": {"paths": {path: {} for path in ("/v1/completions", "/pause", *paths)}}}
+    return Pages(pages | {"/server_info": {"vllm_config": config}})
+
+
+def test_a_server_of_another_kind_is_refused() -> None:
+    with pytest.raises(ServerError, match=r"must be a server of SGLang.*404.*backend"):
+        meet(vllm())
+    with pytest.raises(ServerError, match=r"must be a vLLM server.*404"):
+        meet(ScriptedServer(), backend="vllm")
+    no_dev_mode = Pages({"/openapi.json": {"paths": {"/v1/completions": {}}}})
+    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1: it has no '/pause'"):
+        meet(no_dev_mode, backend="vllm")
+
+
+def test_a_prefix_cache_of_old_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--disable-radix-cache"):
+        meet(ScriptedServer(), pause_mode="in_place")
+    meet(ScriptedServer(info={"disable_radix_cache": True}), pause_mode="in_place")
+    generating = "/inference/v1/generate"
+    with pytest.raises(ConfigError, match="--no-enable-prefix-caching"):
+        meet(vllm(generating), backend="vllm", pause_mode="in_place")
+    meet(vllm(generating, prefix_caching=False), backend="vllm", pause_mode="in_place")
+
+
+@pytest.mark.parametrize("pause_mode", ["in_place", "retract"])
+def test_requests_may_not_stay_at_a_server_that_tells_no_versions(pause_mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"got {pause_mode} .*--enable-scale-out"):
+        meet(vllm(prefix_caching=False), backend="vllm", pause_mode=pause_mode)
+
+
+def test_named_engines_take_only_their_own_servers() -> None:
+    with pytest.raises(ConfigError, match="sglang or lite for RemoteSGLangEngine: got vllm"):
+        RemoteSGLangEngine(InferenceEngineConfig(backend="vllm"))
+    with pytest.raises(ConfigError, match="vllm for RemoteVLLMEngine: got sglang"):
+        RemoteVLLMEngine(InferenceEngineConfig(backend="sglang"))
+
+
+def test_token_limits_fit_into_the_context() -> None:
+    """SGLang refuses a request whose prompt and token limit exceed its context together, though the prompt fits."""
+    server = ScriptedServer(info={"max_req_input_len": 10}, context=16)
+    with connected(server) as engine:
+        assert generate(engine, [5] * 9, max_new_tokens=100).output_len == 7
+        assert generate(engine, [5] * 9, max_new_tokens=3).output_len == 3
+    assert [one["sampling_params"]["max_new_tokens"] for one in server.requests] == [7, 3]
+
+
+def test_tokens_that_the_model_does_not_have_are_not_sent(tmp_path: Path) -> None:
+    """They would kill an SGLang server."""
+    server = ScriptedServer()
+    with connected(server, tokenizer_path=save_qwen3(tmp_path / "model", seed=1)) as engine:
+        for bad in (-1, VOCAB_SIZE):
+            with pytest.raises(ValueError, match=rf"from 0 to {VOCAB_SIZE - 1}: got {bad}\."):
+                generate(engine, [5, bad], max_new_tokens=2)
+        assert generate(engine, [0, VOCAB_SIZE - 1], max_new_tokens=2).output_len == 2
+    assert len(server.requests) == 1

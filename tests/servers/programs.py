@@ -1,0 +1,137 @@
+"""The three server programs as our launchers start them, on loopback, each owned by a guard so that nothing outlives us.
+
+A program has been *installed* into an environment of its own; its interpreter is all that is needed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from arealite import __version__
+from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.vllm_remote import RemoteVLLMEngine
+from arealite.utils.network import LOOPBACK, hold_port, port_of
+from servers.wire import ask
+
+Name = Literal["lite", "sglang", "vllm"]
+REPOSITORY = Path(__file__).parents[2]
+CONTEXT = 512
+"""Longest sequence of every server, in tokens."""
+_READY_S = 150.0
+_CHECK_S = 120.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """How to start one of the servers, and what it can do."""
+
+    name: Name
+    python: str
+    module: str
+    model_flag: str
+    flags: dict[str, Any]
+    env: dict[str, str]
+    client: type[RemoteInferenceEngine]
+    pause_modes: tuple[str, ...]
+    verifies_fingerprints: bool
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment of its processes."""
+        return {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")} | {
+            "PYTHONPATH": str(REPOSITORY),
+            "HF_HUB_OFFLINE": "1",
+            **self.env,
+        }
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command that serves with `arguments`, or only checks them if one is `--check`."""
+        spelled = [[f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])] for name, value in
+                   self.flags.items()]
+        return [self.python, "-m", self.module, *(word for words in spelled for word in words), *arguments]
+
+    def about(self, model: Path) -> dict[str, Any]:
+        """Return what the wrapper says of the installed program: name, version and more."""
+        if self.name == "lite":
+            return {"program": "lite", "version": __version__, "tied_reload": True}
+        command = self.command(self.model_flag, str(model), "--check")
+        checked = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=_CHECK_S, check=False, cwd="/"
+        )
+        if checked.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} must succeed: got {checked.returncode}: {checked.stderr[-2000:]}")
+        about: dict[str, Any] = json.loads(checked.stdout.splitlines()[-1])
+        return about
+
+
+def program(name: Name, python: str) -> Program:
+    """Describe a server program that is installed for an interpreter."""
+    if name == "lite":
+        flags: dict[str, Any] = {"context": CONTEXT, "slots": 64, "allow_stale_kv": True}
+        modes = ("abort", "retract", "in_place")
+        return Program(
+            name, python, "arealite.server", "--model-path", flags, {}, RemoteSGLangEngine, modes, True
+        )
+    if name == "vllm":
+        flags = {"dtype": "float32", "max_model_len": CONTEXT, "max_num_seqs": 64, "enforce_eager": True}
+        modes = ("abort", "in_place", "wait")
+        env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        return Program(
+            name, python, "arealite.launcher.vllm_server", "--model", flags, env, RemoteVLLMEngine, modes, True
+        )
+    flags = {
+        "device": "cpu",
+        "dtype": "float32",
+        "context_length": CONTEXT,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "max_total_tokens": 32768,
+        "max_running_requests": 64,
+        "sleep_on_idle": True,
+    }
+    modes = ("abort", "retract", "in_place")
+    env = {"SGLANG_USE_CPU_ENGINE": "0"}
+    return Program(
+        name, python, "arealite.launcher.sglang_server", "--model-path", flags, env, RemoteSGLangEngine, modes, False
+    )
+
+
+@contextlib.contextmanager
+def served(program: Program, model: Path, log: Path) -> Iterator[str]:
+    """Start a server, wait until it is ready, give its address, and end it with all its processes."""
+    with contextlib.ExitStack() as stack:
+        holder = stack.enter_context(hold_port())
+        address = f"{LOOPBACK}:{port_of(holder)}"
+        output = stack.enter_context(log.open("wb"))
+        arguments = [program.model_flag, str(model), "--host", LOOPBACK, "--port", str(port_of(holder))]
+        guarded = [sys.executable, "-m", "arealite.launcher.guard", *program.command(*arguments)]
+        process = subprocess.Popen(
+            guarded, env=program.environment, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/"
+        )
+        stack.callback(process.wait, 30)
+        assert process.stdin is not None
+        stack.enter_context(process.stdin)  # its end is the guard's sign to end
+        _wait_ready(process, address, log)
+        yield address
+
+
+def _wait_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    deadline = time.monotonic() + _READY_S
+    while True:
+        with contextlib.suppress(OSError):
+            if ask(address, "GET", "/health", timeout_s=20).status == 200:
+                return
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server must be ready within {_READY_S:g} s. Its log:\n{log.read_text()[-4000:]}")
+        time.sleep(0.2)

@@ -1,0 +1,131 @@
+"""The arithmetic against tensors of real models."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.generation.model_runner import ModelRunner
+from arealite.utils.memory_plan import (
+    kv_bytes_per_token,
+    layer_activations,
+    model_shape,
+    training_state,
+    training_step,
+)
+
+torch.set_num_threads(1)
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+def build(
+    config_type=Qwen3Config, *, dtype=torch.float32, layers=2, kv_heads=2, tied=True, attention=PACKED_SDPA, **changes
+):
+    config = config_type(
+        **SIZES, num_hidden_layers=layers, num_key_value_heads=kv_heads, tie_word_embeddings=tied, **changes
+    )
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def bytes_of(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_shape_counts_every_parameter_once(tied: bool) -> None:
+    model = build(layers=3, tied=tied)
+    shape = model_shape(model)
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.layer_parameters * 3 + shape.outer_parameters == shape.num_parameters
+    assert shape.outer_parameters == (1 if tied else 2) * 300 * 64 + 64
+    assert (shape.is_tied, shape.vocab, shape.max_positions, shape.has_qk_norm) == (tied, 300, 128, True)
+    with torch.device("meta"):
+        assert model_shape(build(layers=3, tied=tied)) == shape
+
+
+def test_parameters_gradients_and_moments_of_a_model_that_was_trained() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(8)[None], segment_lengths=[8]).logits.sum().backward()
+    optimizer.step()
+    parameters = list(model.parameters())
+    moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert training_state(model_shape(model), ranks=1, has_optimizer=True) == {
+        "parameters": bytes_of(parameters),
+        "gradients": bytes_of(parameter.grad for parameter in parameters),
+        "AdamW moments": bytes_of(moments),
+    }
+    reference = training_state(model_shape(model), ranks=2, has_optimizer=False)
+    assert reference == {"parameters": bytes_of(parameters) // 2}
+
+
+def kept_by_autograd(model, num_tokens: int) -> int:
+    """Count the bytes that the forward pass keeps for the backward pass, without parameters."""
+    ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ours:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(
+            input_ids=torch.arange(num_tokens)[None],
+            position_ids=torch.arange(num_tokens)[None],
+            use_cache=False,
+            segment_lengths=[num_tokens],
+        ).last_hidden_state
+    assert hidden.requires_grad
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("config_type", [Qwen3Config, Qwen2Config, LlamaConfig])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_activations_are_what_autograd_keeps_of_a_layer(config_type, dtype, kv_heads) -> None:
+    two, five = (build(config_type, dtype=dtype, layers=layers, kv_heads=kv_heads) for layers in (2, 5))
+    of_a_layer = (kept_by_autograd(five, 100) - kept_by_autograd(two, 100)) / 3 / 100
+    assert layer_activations(model_shape(two), compute_bytes=dtype.itemsize) == of_a_layer
+
+
+def test_keys_and_values_are_those_of_the_embedded_server() -> None:
+    model = build(layers=3, attention="sdpa")
+    cache = ModelRunner(model, slots=2, context=32).cache.kv
+    shape = model_shape(model)
+    assert kv_bytes_per_token(shape, value_bytes=4) * 2 * 32 == bytes_of([cache])
+    assert kv_bytes_per_token(shape, value_bytes=2, gpus=2) * 4 == kv_bytes_per_token(shape, value_bytes=4)
+    assert kv_bytes_per_token(shape, value_bytes=4, gpus=8) * 2 == kv_bytes_per_token(shape, value_bytes=4), "1 head"
+
+
+def test_a_step_worked_by_hand() -> None:
+    shape = model_shape(build(layers=2))
+    layer = layer_activations(shape, compute_bytes=2)
+    step = training_step(shape, tokens=10, compute_bytes=2, accumulates=True, recomputes=False)
+    assert step == {
+        "gathered layers": shape.num_parameters * 2,  # two layers and the rest are all there is
+        "whole gradients": shape.num_parameters * 4,
+        "activations": 10 * 2 * layer,
+        "logits": 2 * 10 * 300 * 2 + 3 * 10 * 300 * 4,
+    }
+    step = training_step(shape, tokens=2000, compute_bytes=2, accumulates=False, recomputes=True)
+    assert step["whole gradients"] == 0
+    assert step["activations"] == 2000 * (2 * 64 * 2 + layer)
+    assert step["logits"] == 2 * 2000 * 300 * 2 + 3 * 1024 * 300 * 4
+
+
+def test_experts_that_a_token_does_not_use_keep_nothing() -> None:
+    with torch.device("meta"):
+        model = build(Qwen3MoeConfig, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
+    shape = model_shape(model)
+    assert shape.mlp == 2 * 96
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
