@@ -6,10 +6,12 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 ARGS        ?=
+VLLM_VENV   ?= $(VENV)-vllm
+SGLANG_VENV ?= $(VENV)-sglang
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test test-quickstart test-recovery chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-quickstart test-recovery test-servers test-vllm test-sglang chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -42,6 +44,28 @@ test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on thre
 test-recovery: $(VENV)/.installed-dev            ## resume a killed run on two ranks, bit-identical (about 3 minutes)
 	$(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py $(ARGS)
 
+SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
+
+test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one suite on a CPU (6 minutes once they are installed)
+	sh tests/servers/install_vllm.sh $(VLLM_VENV)
+	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
+		$(SERVERS) conformance --vllm $(VLLM_VENV)/bin/python --sglang $(SGLANG_VENV)/bin/python $(ARGS); \
+	else \
+		$(SERVERS) conformance --vllm $(VLLM_VENV)/bin/python --skipped "SGLang, which can't be installed here" $(ARGS); \
+	fi
+
+test-vllm: $(VENV)/.installed            ## train through a real vLLM on a CPU (5 minutes once it is installed)
+	sh tests/servers/install_vllm.sh $(VLLM_VENV)
+	$(SERVERS) train --server vllm --python $(VLLM_VENV)/bin/python $(ARGS)
+
+test-sglang: $(VENV)/.installed            ## train through a real SGLang on a CPU (6 minutes), or say loudly that it can't be installed
+	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
+		$(SERVERS) train --server sglang --python $(SGLANG_VENV)/bin/python $(ARGS); \
+	else \
+		echo "SKIPPED: SGLang can't be installed here, see above"; \
+		echo 'RESULT {"skipped": "SGLang can not be installed here"}'; \
+	fi
+
 chaos: $(VENV)/.installed            ## kill processes of runs at random and break servers, then audit (20 minutes; ARGS=--short: 3)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos $(ARGS)
 
@@ -60,5 +84,5 @@ format: $(VENV)/.installed-dev            ## let ruff format and fix
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-clean:            ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean:            ## remove .venv, those of vLLM and SGLang, and caches
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -113,7 +113,7 @@ class ScriptedServer:
         return web.json_response({}, status=200 if self.is_healthy else 503)
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": "scripted"} | self.info)
+        return web.json_response({"model_path": "scripted", "dtype": "auto"} | self.info)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

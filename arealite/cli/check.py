@@ -14,9 +14,10 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,16 @@ from arealite.engine.server_http import ServerHttp
 from arealite.launcher.local import read_config
 from arealite.launcher.roles import Roles, check_roles, server_jobs
 from arealite.utils.chat_template import PLAIN, Break, Certificate, certify
+from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.hf import load_hf_tokenizer
-from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
+from arealite.utils.memory_plan import (
+    FLOAT32,
+    ModelShape,
+    kv_bytes_per_token,
+    model_shape,
+    training_state,
+    training_step,
+)
 
 GIB = 2**30
 _PROGRAM_S = 300.0
@@ -50,11 +59,23 @@ _PROGRAM_S = 300.0
 _HEALTH_S = 10.0
 _MAX_ROWS = 256
 """Of a data set that are read."""
+_AS_PROMPT = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
+"""How `RLVRWorkflow` renders."""
 _FULL, _TIGHT = 1.0, 0.85
 """Shares of a device; what the plan leaves out needs the rest."""
 _SERVER_SHARE = 0.9
 """Of a GPU that SGLang and vLLM take unless told."""
 _SHOWN_CHARS = 600
+
+_READ = "the model as rank 0 reads it"
+_MORE_RANKS = "Use more trainer ranks in allocation_mode, a smaller model, or {key}.fsdp.offload_params=true."
+_KNOBS = {
+    "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb.",
+    "logits": "Lower {key}.mb_spec.max_tokens_per_mb.",
+    "whole gradients": "Let a batch be one micro-batch (raise {key}.mb_spec.max_tokens_per_mb, or more trainer ranks).",
+    _READ: "Use a machine with more memory or a smaller model.",
+    "servers' cache": "Lower lite.slots or lite.context.",
+}
 
 Level = Literal["ok", "warning", "problem"]
 _STYLES = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold white on red")}
@@ -83,7 +104,7 @@ class Run:
     tokenizer: Any = None
     longest_prompt: int = 0
     """In tokens; of demonstrations the whole row."""
-    plan: Table | None = field(default=None)
+    plan: Table | None = None
 
     @property
     def engine(self) -> TrainEngineConfig:
@@ -93,6 +114,19 @@ class Run:
     @property
     def engine_key(self) -> str:
         return "actor" if isinstance(self.config, GRPOConfig) else "model"
+
+    @property
+    def backend(self) -> str:
+        """Protocol of the servers; nothing if there are none."""
+        return self.config.rollout.backend if isinstance(self.config, GRPOConfig) else ""
+
+    @property
+    def foreign_servers(self) -> list[str]:
+        """Addresses of servers that someone else starts and stops."""
+        if not isinstance(self.config, GRPOConfig):
+            return []
+        from_outside = os.environ.get(SERVER_ADDRS_VARIABLE, "").split(",")
+        return list(self.config.rollout.server_addrs) or [address for address in from_outside if address]
 
     @property
     def is_single_turn(self) -> bool:
@@ -147,16 +181,16 @@ class _Warnings(logging.Handler):
 def _report(
     console: Console, name: str, look: Callable[[Run], Iterator[Finding]], run: Run, warned: _Warnings
 ) -> Iterator[Level]:
-    """Print what a check finds, as it finds it. Whatever else a model, a data set or a server does is a problem."""
+    """Print what a check finds, as it finds it."""
     with console.status(f"checking the {name}"):
-        findings = _caught(look, run)
-        for finding in findings:
+        for finding in _caught(look, run):
             for shown in (*warned.take(), finding):
                 _print(console, name, shown)
                 yield shown.level
 
 
 def _caught(look: Callable[[Run], Iterator[Finding]], run: Run) -> Iterator[Finding]:
+    """Whatever a model, a data set or a server does instead of passing is a problem of the run."""
     try:
         yield from look(run)
     except AReaLiteError as error:
@@ -193,18 +227,15 @@ def _check_processes(run: Run) -> Iterator[Finding]:
 
 
 def _check_server(run: Run) -> Iterator[Finding]:
-    """Let the server's own program judge its flags, and ask servers that someone else runs for their health."""
-    config, roles = run.config, run.roles
-    if isinstance(config, SFTConfig):
-        return
-    if roles is None:
+    """Ask servers that someone else runs for their health, or the program that will run what it says of its flags."""
+    if run.foreign_servers:
+        yield from asyncio.run(_ask_health(run.foreign_servers))
+    elif run.roles is None:
         yield Finding("warning", "not checked: its flags follow from the processes", "Solve that problem first.")
-    elif roles.foreign_servers:
-        yield from asyncio.run(_ask_health(roles.foreign_servers.split(",")))
-    elif roles.num_servers and config.rollout.backend == "lite":
+    elif run.roles.num_servers and run.backend == "lite":
         yield Finding("ok", "lite, the embedded server")
-    elif roles.num_servers:
-        yield from _ask_program(run, roles)
+    elif run.roles.num_servers:
+        yield from _ask_program(run, run.roles)
 
 
 async def _ask_health(addresses: list[str]) -> list[Finding]:
@@ -223,7 +254,9 @@ async def _ask_health(addresses: list[str]) -> list[Finding]:
 
 
 def _ask_program(run: Run, roles: Roles) -> Iterator[Finding]:
-    job = server_jobs(run.config, roles, [1])[0]
+    assert isinstance(run.config, GRPOConfig)
+    rollout = dataclasses.replace(run.config.rollout, untie_embeddings=False)  # a run makes the untied copy later
+    job = server_jobs(dataclasses.replace(run.config, rollout=rollout), roles, [1])[0]
     module = job.command.index("-m") + 2
     command = [*job.command[:module], "--check", *job.command[module:]]
     try:
@@ -377,17 +410,13 @@ def _judge_breaks(run: Run, certificate: Certificate, end_ids: set[int], severit
     with_thinking = certify(run.tokenizer, end_ids=end_ids, enable_thinking=True).breaks
     if not any(found.is_between_turns for found in with_thinking):
         fix += " With enable_thinking=True this one does not."
-    yield Finding(severity, f"not append-only. {_described(tuple(between))}{refused}{preamble}", fix)
+    yield Finding(severity, f"not append-only: {_described(between)}{refused}{preamble}", fix)
 
 
-def _described(breaks: tuple[Break, ...]) -> str:
+def _described(breaks: Sequence[Break]) -> str:
     """Tell the first break in full and the others by kind."""
-    first, *others = breaks
-    also = f" Also {', '.join(found.kind for found in others)}." if others else ""
-    return (
-        f"With {first.kind}, turn {first.turn} changes when {first.when}: the model saw {_quoted(first.kept)}, the "
-        f"template writes {_quoted(first.rendered)}.{also}"
-    )
+    others = ", ".join(found.kind for found in breaks[1:])
+    return f"{breaks[0]}" + (f" The same with {others}." if others else "")
 
 
 def _judge_end(run: Run, certificate: Certificate, end_ids: set[int], severity: Level) -> Iterator[Finding]:
@@ -395,12 +424,12 @@ def _judge_end(run: Run, certificate: Certificate, end_ids: set[int], severity: 
     tokenizer, tail = run.tokenizer, certificate.after_answer
     if certificate.end_id is None:
         ends = ", ".join(_quoted(tokenizer.decode([token])) for token in sorted(end_ids))
-        ids = tokenizer(tail, add_special_tokens=False)["input_ids"][:1]
-        yield Finding(
-            severity,
-            f"it writes {_quoted(tail)} after an answer, where the model ends with {ends}: answers may run on",
-            f"Add gconfig.stop_token_ids={ids}, or set eos_token_id in generation_config.json." if tail else "",
-        )
+        fix = "Set eos_token_id in generation_config.json to the token that ends an answer."
+        special = set(tokenizer.all_special_ids) & set(tokenizer(tail, add_special_tokens=False)["input_ids"])
+        if special and isinstance(run.config, GRPOConfig):
+            fix = f"Add gconfig.stop_token_ids={sorted(special)}, or set eos_token_id in generation_config.json."
+        told = f"it writes {_quoted(tail)} after an answer, where the model ends with {ends}: answers may run on"
+        yield Finding(severity, told, fix)
     elif isinstance(run.config, SFTConfig) and certificate.end_id != tokenizer.eos_token_id:
         ours, its = (_quoted(tokenizer.decode([token])) for token in (tokenizer.eos_token_id, certificate.end_id))
         yield Finding(
@@ -449,7 +478,7 @@ def _check_rows(run: Run, key: str, data: DatasetConfig, split: str) -> Iterator
     lengths = [
         len(row["input_ids"])
         if data.type == "sft"
-        else len(run.tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False))
+        else len(run.tokenizer.apply_chat_template(row["messages"], **_AS_PROMPT))
         for row in rows
     ]
     run.longest_prompt = max(run.longest_prompt, *lengths)
@@ -460,7 +489,7 @@ def _check_rows(run: Run, key: str, data: DatasetConfig, split: str) -> Iterator
 def _context(run: Run) -> int | None:
     """Return the longest sequence that servers take, as far as the config tells; of demonstrations the model's."""
     config, limit = run.config, run.shape.max_positions if run.shape is not None else None
-    if isinstance(config, SFTConfig) or config.rollout.server_addrs:
+    if isinstance(config, SFTConfig) or run.foreign_servers:
         return limit
     blocks = {"lite": config.lite.context, "sglang": config.sglang.get("context_length")}
     told = blocks.get(config.rollout.backend, config.vllm.get("max_model_len"))
@@ -475,37 +504,35 @@ def _check_memory(run: Run) -> Iterator[Finding]:
     if run.shape is None or not run.config.allocation_mode:
         return
     mode, on_gpus = AllocationMode.from_str(run.config.allocation_mode), run.config.cluster.n_gpus_per_node > 0
-    trainer, host = _trainer_parts(run, run.shape, mode)
+    state, step = _trainer_parts(run, run.shape, mode)
     server, kv_token = _server_parts(run, run.shape, mode)
-    num_servers = mode.gen_dp_size if server else 0
+    ranks, num_servers = mode.train_world_size, mode.gen_dp_size if server else 0
+    run.plan = _plan(state | step, ranks, server, num_servers * mode.gen_instance_size)
     memory = psutil.virtual_memory().total
-    run.plan = _plan(trainer, mode.train_world_size, server, num_servers * mode.gen_instance_size)
-    if on_gpus:
-        gpu = min(
-            (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())), default=0
-        )
-        if not gpu:
-            yield Finding("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
-            return
-        yield _fits("a trainer rank", trainer, gpu, run)
-        yield _fits("the host", host, memory, run)
-        if server:
-            yield from _serves(run, server, kv_token, gpu)
-    else:
-        together = {name: size * mode.train_world_size for name, size in (trainer | host).items()}
-        for name, size in server.items():
-            together[f"servers' {name}"] = size * num_servers
+    if not on_gpus:
+        together = {name: size * ranks for name, size in (state | step).items()}
+        together |= {f"servers' {name}": size * num_servers for name, size in server.items()}
         yield _fits("the run", together, memory, run)
+        return
+    gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    if not gpus:
+        yield Finding("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
+        return
+    offloads = run.engine.fsdp.offload_params
+    on_host = {name: size * ranks for name, size in state.items()}
+    yield _fits("a trainer rank", step if offloads else state | step, min(gpus), run)
+    yield _fits("the host", on_host if offloads else {_READ: run.shape.num_parameters * FLOAT32}, memory, run)
+    if server:
+        yield _serves(run, server, kv_token, min(gpus))
 
 
 def _trainer_parts(run: Run, shape: ModelShape, mode: AllocationMode) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what a rank needs on its device, and on the host."""
+    """Return what a rank holds all the time, and on top in a step of sequences of full length."""
     engine, ranks = run.engine, mode.train_world_size
     rows = run.config.train_dataset.batch_size
     if isinstance(run.config, GRPOConfig):
-        rows = (
-            run.config.rollout.consumer_batch_size * run.config.gconfig.n_samples // run.config.actor.ppo_n_minibatches
-        )
+        groups = -(-run.config.rollout.consumer_batch_size // run.config.actor.ppo_n_minibatches)
+        rows = groups * run.config.gconfig.n_samples
     tokens, spec = -(-rows // ranks) * max(run.longest, 1), engine.mb_spec
     micro = -(-tokens // spec.n_mbs)
     if spec.max_tokens_per_mb is not None:
@@ -520,34 +547,25 @@ def _trainer_parts(run: Run, shape: ModelShape, mode: AllocationMode) -> tuple[d
         accumulates=micro < tokens,
         recomputes=engine.gradient_checkpointing,
     )
-    if engine.fsdp.offload_params:
-        return step, {name: size * ranks for name, size in state.items()}
-    return state | step, {"model as rank 0 reads it": shape.num_parameters * 4}
+    return state, step
 
 
 def _server_parts(run: Run, shape: ModelShape, mode: AllocationMode) -> tuple[dict[str, int], int]:
     """Return what a GPU of a server needs (all of a server on a CPU), and of it the bytes per token."""
     config = run.config
-    if isinstance(config, SFTConfig) or mode.gen_dp_size == 0 or (run.roles is not None and run.roles.foreign_servers):
+    if isinstance(config, SFTConfig) or mode.gen_dp_size == 0 or run.foreign_servers:
         return {}, 0
-    is_lite = config.rollout.backend == "lite"
-    options = {"lite": {"dtype": config.lite.dtype}, "sglang": config.sglang}.get(config.rollout.backend, config.vllm)
-    value_bytes = getattr(torch, str(options.get("dtype", "bfloat16")), torch.bfloat16).itemsize
-    extra = shape.vocab * shape.hidden if config.rollout.untie_embeddings and shape.is_tied else 0
-    weights = (shape.num_parameters + extra) * value_bytes // mode.gen_tp_size
-    kv_token = kv_bytes_per_token(shape, value_bytes=value_bytes, gpus=mode.gen_tp_size)
-    sequences = _sequences(config, mode)
-    if is_lite:
-        sequences = min(sequences, config.lite.slots)
-        limits = {"cache": sequences * min(run.longest, config.lite.context) * kv_token, "next weights": weights}
-        return {"weights": weights} | limits, kv_token
-    return {"weights": weights, "cache of all answers": sequences * run.longest * kv_token}, kv_token
-
-
-def _sequences(config: GRPOConfig, mode: AllocationMode) -> int:
-    """Return how many answers one server writes at once when all episodes run."""
+    options = {"lite": {"dtype": config.lite.dtype}, "sglang": config.sglang, "vllm": config.vllm}[run.backend]
+    dtype = getattr(torch, str(options.get("dtype", config.actor.dtype)), torch.bfloat16)
+    copied = shape.vocab * shape.hidden if config.rollout.untie_embeddings and shape.is_tied else 0
+    weights = (shape.num_parameters + copied) * dtype.itemsize // mode.gen_tp_size
+    kv_token = kv_bytes_per_token(shape, value_bytes=dtype.itemsize, gpus=mode.gen_tp_size)
     episodes = config.rollout.max_concurrent_rollouts or config.rollout.consumer_batch_size
-    return -(-episodes * config.gconfig.n_samples // mode.gen_dp_size)
+    sequences = -(-episodes * config.gconfig.n_samples // mode.gen_dp_size)
+    if run.backend != "lite":
+        return {"weights": weights, "cache": sequences * run.longest * kv_token}, kv_token
+    cache = min(sequences, config.lite.slots) * min(run.longest, config.lite.context) * kv_token
+    return {"weights": weights, "next weights": weights, "cache": cache}, kv_token
 
 
 def _fits(who: str, parts: dict[str, int], device: int, run: Run) -> Finding:
@@ -562,46 +580,33 @@ def _fits(who: str, parts: dict[str, int], device: int, run: Run) -> Finding:
     return Finding(level, told, _KNOBS.get(largest, _MORE_RANKS).format(key=run.engine_key))
 
 
-_MORE_RANKS = "Use more trainer ranks in allocation_mode, a smaller model, or {key}.fsdp.offload_params=true."
-_KNOBS = {
-    "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb.",
-    "logits": "Lower {key}.mb_spec.max_tokens_per_mb.",
-    "whole gradients": "Let a batch be one micro-batch (raise {key}.mb_spec.max_tokens_per_mb, or more trainer ranks).",
-    "model as rank 0 reads it": "Use a machine with more memory or a smaller model.",
-    "servers' cache": "Lower lite.slots or lite.context.",
-}
-
-
-def _serves(run: Run, server: dict[str, int], kv_token: int, gpu: int) -> Iterator[Finding]:
+def _serves(run: Run, server: dict[str, int], kv_token: int, gpu: int) -> Finding:
     """Compare the cache that a server has room for with the answers it is asked for at once."""
     assert isinstance(run.config, GRPOConfig)
-    told = run.config.sglang.get("mem_fraction_static"), run.config.vllm.get("gpu_memory_utilization")
-    share = float(told[run.config.rollout.backend == "vllm"] or _SERVER_SHARE)
-    room = int(gpu * share) - server["weights"]
-    if room < run.longest * kv_token:
-        yield Finding(
+    told = {"sglang": run.config.sglang.get("mem_fraction_static"), "lite": 1.0}
+    share = float(told.get(run.backend, run.config.vllm.get("gpu_memory_utilization")) or _SERVER_SHARE)
+    room = (int(gpu * share) - server["weights"]) // kv_token
+    if room < run.longest:
+        return Finding(
             "problem",
-            f"a server has {gpu * share / GIB:.1f} GiB of a GPU, and needs {server['weights'] / GIB:.2f} for weights and "
-            f"{run.longest * kv_token / GIB:.2f} for one answer of {run.longest:,} tokens",
+            f"a server has {gpu * share / GIB:.1f} GiB of each GPU, of which weights take "
+            f"{server['weights'] / GIB:.2f}: no room for an answer of {run.longest:,} tokens",
             "Raise t of the servers in allocation_mode, or lower gconfig.max_new_tokens.",
         )
-        return
-    wanted = sum(server.values()) - server["weights"]
-    fitting = f"a server's cache holds {room // kv_token:,} tokens, {room // kv_token // max(run.longest, 1):,} answers"
-    if room < wanted:
-        yield Finding(
+    fitting = f"a server's cache holds {room:,} tokens, {room // max(run.longest, 1):,} answers of full length"
+    if room * kv_token < sum(server.values()) - server["weights"]:
+        return Finding(
             "warning",
-            f"{fitting} of full length, fewer than are asked for at once: the others wait or are computed again",
+            f"{fitting}, fewer than are asked for at once: the others wait or are computed again",
             "Lower rollout.max_concurrent_rollouts, or give the servers more GPUs.",
         )
-    else:
-        yield Finding("ok", f"{fitting} of full length at once")
+    return Finding("ok", fitting)
 
 
 def _plan(trainer: dict[str, int], num_ranks: int, server: dict[str, int], num_servers: int) -> Table:
     """Return the plan of the devices, in GiB."""
-    table = Table(title="Memory in GiB, estimated", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GiB for sequences of full length")
     table.add_column("each", justify="right")
     table.add_column("all", justify="right")
     for name, parts, count in (("trainer rank", trainer, num_ranks), ("server", server, num_servers)):

@@ -111,8 +111,11 @@ class Dialect(abc.ABC):
     """Whether broadcasts reach it by gloo also if the trainer has GPUs."""
 
     @abc.abstractmethod
-    async def meet(self, caller: Caller) -> None:
-        """Find out what a server can do; ServerError if it is of another kind, ConfigError if it can't do enough."""
+    async def meet(self, caller: Caller) -> str | None:
+        """Find out what a server can do, and return the dtype in which it computes, None if it does not tell.
+
+        Raises ServerError for one of another kind, and ConfigError for one that can't do enough.
+        """
 
     @abc.abstractmethod
     def generate_call(
@@ -127,10 +130,6 @@ class Dialect(abc.ABC):
     @abc.abstractmethod
     def is_overflow(self, error: StatusError) -> bool:
         """Tell whether a server refused a request because its context is too short."""
-
-    @abc.abstractmethod
-    async def compute_dtype(self, caller: Caller) -> str | None:
-        """Return the dtype in which a server computes; None if it does not tell."""
 
     @abc.abstractmethod
     def verifies(self, meta: WeightUpdateMeta) -> bool:

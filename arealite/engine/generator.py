@@ -82,8 +82,8 @@ class Generator:
                 f"from {', '.join(silent)}. Look at its log, or raise rollout.setup_timeout."
             )
         for address in addresses:
-            await self._dialect.meet(Caller(address, self.http, lambda: max(0.001, deadline - loop.time())))
-            self._servers.add(address)
+            caller = Caller(address, self.http, lambda: max(0.001, deadline - loop.time()))
+            self._servers.add(address, dtype=await self._dialect.meet(caller))
         if self._config.tokenizer_path:
             self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
 
@@ -262,14 +262,13 @@ class Generator:
 
     async def _ask_canary(self, server: Server, req: ModelRequest) -> Canary:
         caller = Caller(server.address, self.http, lambda: self._config.weight_update_timeout)
-        dtype = await self._dialect.compute_dtype(caller)
         seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
         endpoint, payload = self._dialect.generate_call(server.address, req, [], seed, ignore_eos=True)
         reply = await caller.post(endpoint, payload)
         segment = self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens)
         if not segment.tokens:
             raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
-        return Canary(server.address, dtype, segment.tokens, segment.logprobs, segment.versions)
+        return Canary(server.address, server.dtype, segment.tokens, segment.logprobs, segment.versions)
 
 
 def _may_retry(error: ServerError) -> bool:

@@ -26,6 +26,8 @@ class Server:
     address: str
     version: int
     """Of the weights that were last published to it."""
+    dtype: str | None = None
+    """In which it computes; None if it does not tell."""
     outstanding_tokens: int = 0
     """Tokens of the requests in flight, prompts and largest completions."""
     num_requests: int = 0
@@ -47,11 +49,11 @@ class ServerSet:
         for address in addresses:
             self.add(address)
 
-    def add(self, address: str, version: int = 0) -> None:
+    def add(self, address: str, version: int = 0, dtype: str | None = None) -> None:
         """Add a server whose weights are `version`; one that is there already stays as it is."""
         with self._lock:
             if address not in self._servers:
-                self._servers[address] = Server(address, version)
+                self._servers[address] = Server(address, version, dtype)
 
     def remove(self, address: str) -> None:
         """Send nothing more to a server; requests in flight end as they may."""

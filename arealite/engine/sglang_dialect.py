@@ -33,10 +33,10 @@ class SGLangDialect(Dialect):
         self._max_tokens: dict[str, int] = {}
         """By address: the longest prompt and completion that SGLang lets one ask for."""
 
-    async def meet(self, caller: Caller) -> None:
+    async def meet(self, caller: Caller) -> str | None:
         """Refuse a server of another kind, and one that would use keys and values of old weights for new requests."""
         try:
-            await caller.get("/get_model_info")
+            info = await caller.get("/get_model_info")
         except StatusError as error:
             if error.status != 404:
                 raise
@@ -45,8 +45,8 @@ class SGLangDialect(Dialect):
                 "Correct rollout.server_addrs, or the backend in allocation_mode or rollout.backend."
             ) from error
         if self._is_lite:
-            return
-        info = await self._server_info(caller)
+            return str(info["dtype"])
+        info = await caller.get("/get_server_info")
         if "max_req_input_len" in info:
             self._max_tokens[caller.address] = info["max_req_input_len"] + _RESERVED_TOKENS
         if self._pause_mode == "in_place" and not info.get("disable_radix_cache"):
@@ -55,6 +55,7 @@ class SGLangDialect(Dialect):
                 f"{caller.address}, so that new requests would go on with keys and values of old weights for ever. "
                 "Start it with --disable-radix-cache, or set rollout.pause_mode=retract."
             )
+        return None if info.get("dtype") in (None, "auto") else str(info["dtype"])
 
     def generate_call(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
@@ -92,11 +93,6 @@ class SGLangDialect(Dialect):
     def is_overflow(self, error: StatusError) -> bool:
         """Tell whether a server refused a request because its context is too short."""
         return error.status == 400 and _OVERFLOW.search(str(error)) is not None
-
-    async def compute_dtype(self, caller: Caller) -> str | None:
-        """Return the dtype in which a server computes; None if it does not tell."""
-        dtype = (await self._server_info(caller)).get("dtype")
-        return None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
 
     def verifies(self, meta: WeightUpdateMeta) -> bool:
         """Tell whether servers compare the fingerprints of what they get that way."""
@@ -161,9 +157,6 @@ class SGLangDialect(Dialect):
         """Finish an update by broadcast, and return the tensors that were taken although they differ."""
         reply = await _post(caller, "/end_weight_update", _spelled(proof))
         return list(reply.get("mismatched", []))
-
-    async def _server_info(self, caller: Caller) -> Json:
-        return await caller.get("/model_info" if self._is_lite else "/get_server_info")
 
     @property
     def _flushes_cache(self) -> bool:

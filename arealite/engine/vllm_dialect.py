@@ -36,8 +36,8 @@ class VLLMDialect(Dialect):
         self._tells_versions: set[str] = set()
         """Addresses of servers that have the generate endpoint."""
 
-    async def meet(self, caller: Caller) -> None:
-        """Refuse a server of another kind, and find out whether it tells the versions of tokens."""
+    async def meet(self, caller: Caller) -> str | None:
+        """Refuse a server of another kind or with old keys and values, and find out whether it tells versions."""
         try:
             paths = (await caller.get("/openapi.json"))["paths"].keys()
             if _COMPLETIONS not in paths or "/pause" not in paths:
@@ -55,12 +55,14 @@ class VLLMDialect(Dialect):
                 f"got {self._pause_mode} and {caller.address}. Start it with --enable-scale-out, or change "
                 "rollout.pause_mode."
             )
-        if self._pause_mode == "in_place" and (await _config(caller))["cache_config"]["enable_prefix_caching"]:
+        config: dict[str, Any] = (await caller.get("/server_info?config_format=json"))["vllm_config"]
+        if self._pause_mode == "in_place" and config["cache_config"]["enable_prefix_caching"]:
             raise ConfigError(
                 f"rollout.pause_mode must not be in_place with the prefix cache of vLLM: got both at {caller.address}, "
                 "so that new requests would go on with keys and values of old weights. Start it with "
                 "--no-enable-prefix-caching, or set rollout.pause_mode=retract."
             )
+        return str(config["model_config"]["dtype"]).removeprefix("torch.")
 
     def generate_call(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
@@ -105,10 +107,6 @@ class VLLMDialect(Dialect):
     def is_overflow(self, error: StatusError) -> bool:
         """Tell whether a server refused a request because its context is too short."""
         return error.status == 400 and _OVERFLOW.search(str(error)) is not None
-
-    async def compute_dtype(self, caller: Caller) -> str | None:
-        """Return the dtype in which a server computes; None if it does not tell."""
-        return str((await _config(caller))["model_config"]["dtype"]).removeprefix("torch.")
 
     def verifies(self, meta: WeightUpdateMeta) -> bool:
         """Tell whether servers compare the fingerprints of what they get that way."""
@@ -188,13 +186,6 @@ class VLLMDialect(Dialect):
             reply = await caller.post("/reset_prefix_cache")
             if reply.get("success") is False:
                 raise bad_reply(caller.address, "/reset_prefix_cache", "report success", reply)
-
-
-async def _config(caller: Caller) -> dict[str, Any]:
-    """Return vLLM's own account of its configuration."""
-    info = await caller.get("/server_info?config_format=json")
-    config: dict[str, Any] = info["vllm_config"]
-    return config
 
 
 async def _call_workers(caller: Caller, method: str, **arguments: object) -> list[list[str]]:

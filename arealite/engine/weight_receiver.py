@@ -32,6 +32,7 @@ logger = logging.getLogger("arealite.client")
 
 _CONTINUE_S = 30.0
 """Most that servers may take to go on after a publication, whatever became of it."""
+_LISTEN_PAUSE_S = 0.01
 _LEAVE_S = 5.0
 """Deadline for servers to leave a group that is no longer used."""
 
@@ -196,7 +197,11 @@ class Publication:
         await asyncio.to_thread(shutil.rmtree, path)
 
     async def join(self, plan: BroadcastPlan) -> None:
-        """Let all servers join the group, while the sender does."""
+        """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
+        while not await _listens(plan.address, plan.port):
+            await asyncio.sleep(_LISTEN_PAUSE_S)
+            if self._remaining_s() <= 0.001:
+                raise TimeoutError("the sender did not listen")
         await self._on_all(lambda caller: self._dialect.join(caller, plan, self.meta.timeout_s))
 
     async def leave(self, plan: BroadcastPlan) -> None:
@@ -286,6 +291,16 @@ class Publication:
 
     def _remaining_s(self) -> float:
         return max(0.001, self._deadline - asyncio.get_running_loop().time())
+
+
+async def _listens(address: str, port: int) -> bool:
+    """Tell whether someone accepts connections."""
+    try:
+        _, writer = await asyncio.open_connection(address, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def _raise_if_failed(sender: asyncio.Future[None]) -> None:

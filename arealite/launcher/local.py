@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from arealite.launcher.roles import (
     check_roles,
     server_jobs,
     trainer_job,
+    untied_model,
 )
 from arealite.launcher.stall import StallPolicy
 from arealite.launcher.supervisor import Ending, Supervisor
@@ -72,6 +74,7 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
             roles = check_roles(config)
             _check_resume(config)
             held.enter_context(file_lock(_run_folder(config) / ".launcher.lock", timeout_s=_LOCK_TIMEOUT_S))
+            _untie(config, roles)
         except (ConfigError, TimeoutError) as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return _CONFIG_FAILED
@@ -155,6 +158,17 @@ async def _attempt(
 
 def _run_folder(config: GRPOConfig | SFTConfig) -> Path:
     return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+
+
+def _untie(config: GRPOConfig | SFTConfig, roles: Roles) -> None:
+    """Write the model that servers start with, in a process of its own, as a launcher does without torch."""
+    if roles.num_servers == 0 or not isinstance(config, GRPOConfig) or not config.rollout.untie_embeddings:
+        return
+    command = [sys.executable, "-m", "arealite.utils.untied_copy", config.actor.path, str(untied_model(config))]
+    outcome = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if outcome.returncode != 0:
+        last_line = outcome.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"rollout.untie_embeddings must be false for {config.actor.path}: got true. {last_line}")
 
 
 def _check_resume(config: GRPOConfig | SFTConfig) -> None:

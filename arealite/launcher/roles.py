@@ -260,12 +260,17 @@ def visible_gpus() -> list[str]:
 
 
 def _server_python(config: GRPOConfig) -> str:
-    return config.launcher.server_python or sys.executable
+    return os.path.expanduser(config.launcher.server_python) or sys.executable
 
 
 def _served_model(config: GRPOConfig) -> str:
     """Return the folder or hub id of the model that servers start with."""
-    return config.actor.path
+    return str(untied_model(config)) if config.rollout.untie_embeddings else config.actor.path
+
+
+def untied_model(config: GRPOConfig) -> Path:
+    """Return where the run keeps the copy of its model that has an output layer of its own."""
+    return Path(config.cluster.fileroot).absolute() / config.experiment_name / config.trial_name / "untied_model"
 
 
 def _block(config: GRPOConfig, backend: str) -> dict[str, Any]:
@@ -291,6 +296,12 @@ def _lite_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) ->
     return [sys.executable, "-m", LITE_MODULE, *_flags(flags)]
 
 
+def _defaults(config: GRPOConfig, *, no_cache: str) -> dict[str, Any]:
+    """Return flags that the user may change: servers compute like the trainer, and without a prefix cache where
+    sequences keep theirs when weights change, because they would lend its old part to new ones."""
+    return {"dtype": config.actor.dtype, no_cache: config.rollout.pause_mode == "in_place"}
+
+
 def _sglang_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
     ours = {
         "model_path": _served_model(config),
@@ -301,12 +312,11 @@ def _sglang_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) 
         "weight_version": 0,
         "random_seed": int(config.sglang.get("random_seed", config.seed)) + index,
     }
-    return [_server_python(config), "-m", "arealite.launcher.sglang_server", *_flags(config.sglang | ours)]
+    flags = _flags(_defaults(config, no_cache="disable_radix_cache") | config.sglang | ours)
+    return [_server_python(config), "-m", "arealite.launcher.sglang_server", *flags]
 
 
 def _vllm_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
-    """Sequences that keep their cache when weights change would lend its old part to new ones, were it shared."""
-    defaults = {"no_enable_prefix_caching": config.rollout.pause_mode == "in_place"}
     ours = {
         "model": _served_model(config),
         "host": LOOPBACK,
@@ -314,7 +324,8 @@ def _vllm_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) ->
         "tensor_parallel_size": roles.gpus_per_server,
         "seed": int(config.vllm.get("seed", config.seed)) + index,
     }
-    return [_server_python(config), "-m", "arealite.launcher.vllm_server", *_flags(defaults | config.vllm | ours)]
+    flags = _flags(_defaults(config, no_cache="no_enable_prefix_caching") | config.vllm | ours)
+    return [_server_python(config), "-m", "arealite.launcher.vllm_server", *flags]
 
 
 def _flags(options: Mapping[str, object]) -> list[str]:

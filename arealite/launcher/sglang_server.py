@@ -18,7 +18,7 @@ import os
 import runpy
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from arealite.api.errors import ConfigError
 
@@ -28,14 +28,13 @@ RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the flags, then answer `--check` or become the server."""
     flags = list(sys.argv[1:] if argv is None else argv)
-    is_check = "--check" in flags
-    if is_check:
+    if is_check := "--check" in flags:
         flags.remove("--check")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what SGLang prints is no answer of ours
             version = check_flags(flags)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
         return 2
     if is_check:
         print(json.dumps({"program": "sglang", "version": version, "tied_reload": True}))
@@ -56,7 +55,6 @@ def check_flags(flags: Sequence[str]) -> str:
             f"fails with {_one_line(error)}. Set launcher.server_python to that of SGLang's environment."
         ) from error
     parser = _Parser(prog="python -m arealite.launcher.sglang_server")
-    parser.add_argument("--check", action="store_true", help="only check the flags, and print one line of JSON")
     server_args.ServerArgs.add_cli_args(parser)
     options, unknown = parser.parse_known_args(flags)
     if unknown:
@@ -92,7 +90,7 @@ def check_flags(flags: Sequence[str]) -> str:
 def unknown_flag_message(word: str, known: Collection[str], version: str) -> str:
     """Name what SGLang does not know, with the flags that look like it."""
     flag = word.partition("=")[0]
-    matches = difflib.get_close_matches(flag, known)
+    matches = difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
     advice = f"Did you mean {' or '.join(matches)}?" if matches else "Remove it from the sglang block."
     return f"every flag must be one of SGLang {version}: got {flag}. {advice}"
 
@@ -113,9 +111,7 @@ def check_nodes(*, nnodes: int, node_rank: int, dist_init_addr: str | None, num_
             "Add dist_init_addr=HOST:PORT of node 0, the same on every node."
         )
     if num_devices % nnodes:
-        raise ConfigError(
-            f"nnodes must divide tp_size * pp_size: got {nnodes} and {num_devices}. Change one of them."
-        )
+        raise ConfigError(f"nnodes must divide tp_size * pp_size: got {nnodes} and {num_devices}. Change one of them.")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,8 +127,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _one_line(error: BaseException) -> str:
-    lines: list[Any] = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first_line.rstrip('.')}"
 
 
 if __name__ == "__main__":

@@ -77,12 +77,18 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def description() -> dict[str, object]:
-    """Tell which program this is and what it can do."""
+    """Tell which program this is and what it can do; on a CPU it serves wrong logits once a tied model was reloaded."""
     import vllm
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
-    return {"program": "vllm", "version": vllm.__version__, "device": device, "tied_reload": device != "cpu"}
+    return {
+        "program": "vllm",
+        "version": vllm.__version__,
+        "device": device,
+        "tied_reload": device != "cpu",
+        "broadcast": bool(_weight_transfer()),
+    }
 
 
 def refusal(message: str, options: Collection[str]) -> str:
@@ -95,7 +101,7 @@ def refusal(message: str, options: Collection[str]) -> str:
 
 
 def _parser_class() -> Callable[..., Any]:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.entrypoints.cli.serve import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
         """vLLM's parser that raises instead of printing its usage."""

@@ -11,11 +11,15 @@ Memory: tensors of a bucket are held until vLLM has loaded the layer they belong
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -81,16 +85,17 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Leave the old group, if any, and join a new one."""
         self.shutdown()
-        parallel = self.parallel_config
-        self._group = join_group(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            init_info.world_size,
-            init_info.group_name,
-            backend=init_info.backend,
-            timeout_s=init_info.timeout_s,
-        )
+        with self._failing_together():
+            parallel = self.parallel_config
+            self._group = join_group(
+                init_info.master_address,
+                init_info.master_port,
+                init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+                init_info.world_size,
+                init_info.group_name,
+                backend=init_info.backend,
+                timeout_s=init_info.timeout_s,
+            )
 
     def start_weight_update(self) -> None:
         """Let vLLM buffer the tensors of each layer until the layer is complete."""
@@ -99,14 +104,10 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one bucket and load it."""
-        try:
+        with self._failing_together():
             self.receive_weights(self.parse_update_info(update_info))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-        except BaseException:
-            self.shutdown()
-            self.abandon()
-            raise
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Receive the tensors, keep their fingerprints and hand them to the model."""
@@ -135,6 +136,26 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         """Name the tensors that the last update did not bring as `expected`, by `utils.fingerprint`."""
         names = self._received.keys() | expected.keys()
         return sorted(name for name in names if self._received.get(name) != expected.get(name))
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Let all workers of the server fail if one does, and only the last one raise.
+
+        vLLM stops reading the workers' replies at the first error, and what it left unread it takes for the replies
+        to its next call.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        errors: list[Any] = [None] * get_world_group().world_size
+        dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}", group=get_world_group().cpu_group)
+        if cause := next(filter(None, errors), None):
+            self.shutdown()
+            self.abandon()
+            if self.parallel_config.rank == self.parallel_config.world_size - 1:
+                raise RuntimeError(cause) from error
 
     def shutdown(self) -> None:
         """Leave the group. Idempotent."""

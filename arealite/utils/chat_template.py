@@ -9,6 +9,7 @@ that is why a workflow keeps the sampled ids even if its template is certified.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,11 @@ class Break:
     """The text from there on that the model saw and sampled."""
     rendered: str
     """What the template writes instead."""
+
+    def __str__(self) -> str:
+        kept, rendered = (json.dumps(text, ensure_ascii=False) for text in (self.kept, self.rendered))
+        change = f"turn {self.turn} changes when {self.when}"
+        return f"with {self.kind}, {change}: the model saw {kept}..., the template writes {rendered}..."
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Pages(ScriptedServer):
 
 
 def vllm(*paths: str, prefix_caching: bool = True) -> Pages:
-    config = {"cache_config": {"enable_prefix_caching": prefix_caching}}
+    config = {"cache_config": {"enable_prefix_caching": prefix_caching}, "model_config": {"dtype": "torch.float32"}}
     pages = {"/openapi.json": {"paths": {path: {} for path in ("/v1/completions", "/pause", *paths)}}}
     return Pages(pages | {"/server_info": {"vllm_config": config}})
 
@@ -114,3 +114,17 @@ def test_tokens_that_the_model_does_not_have_are_not_sent(tmp_path: Path) -> Non
                 generate(engine, [5, bad], max_new_tokens=2)
         assert generate(engine, [0, VOCAB_SIZE - 1], max_new_tokens=2).output_len == 2
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("server", "backend", "dtype"),
+    [
+        (ScriptedServer(info={"dtype": "bfloat16"}), "sglang", "bfloat16"),
+        (ScriptedServer(info={"dtype": "auto"}), "sglang", None),
+        (ScriptedServer(info={"dtype": "float32"}), "lite", "float32"),
+        (vllm(), "vllm", "float32"),
+    ],
+)
+def test_servers_tell_the_dtype_that_bounds_their_canaries(server: Any, backend: str, dtype: str | None) -> None:
+    with connected(server, backend=backend) as engine:
+        assert [one.dtype for one in engine.servers.servers] == [dtype]

@@ -1,11 +1,11 @@
 """Tries what we need of inference servers on the servers themselves.
 
-    python -m servers conformance [--vllm PYTHON] [--sglang PYTHON] [--skipped-sglang REASON] [--only WORD]
+    python -m servers conformance [--vllm PYTHON] [--sglang PYTHON] [--skipped REASON] [--only WORD]
     python -m servers train --server vllm|sglang --python PYTHON
     python -m servers record --server vllm|sglang --python PYTHON --out FOLDER
 
 Start it with `tests` on PYTHONPATH. PYTHON is the interpreter of the environment in which a server is installed. The
-last line is `RESULT {json}`; the exit status is 1 when a check has failed.
+last line of the first two is `RESULT {json}`; the exit status is 1 when a check has failed.
 """
 
 from __future__ import annotations
@@ -17,38 +17,58 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from servers import conformance
+from servers import conformance, recording, training
+from servers.programs import Name, program
 
 
 def main() -> int:
     """Run one of the commands."""
-    parser = argparse.ArgumentParser(prog="servers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    conforming = commands.add_parser("conformance", help="every check on every server, as one table")
-    conforming.add_argument("--vllm", help="interpreter with vLLM")
-    conforming.add_argument("--sglang", help="interpreter with SGLang")
-    conforming.add_argument("--without-lite", action="store_true")
-    conforming.add_argument("--only", default="", help="checks whose name contains this")
-    args = parser.parse_args()
+    args = _parse()
     torch.set_num_threads(1)
     disable_progress_bar()
     set_verbosity_error()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the servers: threads that fight for a core are many times slower
     folder = Path(tempfile.mkdtemp(prefix="arealite-servers-"))
-    pythons = {} if args.without_lite else {"lite": sys.executable}
-    pythons |= {name: python for name in ("vllm", "sglang") if (python := getattr(args, name))}
-    result = conformance.run(folder, pythons, only=args.only)
-    num_failed = sum(one["failed"] for one in result["servers"].values())
-    if num_failed == 0:
-        shutil.rmtree(folder)
+    if args.command == "record":
+        print(recording.record(program(args.server, args.python), folder, args.out))
+        result: dict[str, Any] = {"failed": 0}
+    elif args.command == "train":
+        result = training.run(program(args.server, args.python), folder)
     else:
+        pythons: dict[Name, str] = {"lite": sys.executable, "vllm": args.vllm, "sglang": args.sglang}
+        result = conformance.run(folder, {name: path for name, path in pythons.items() if path}, only=args.only)
+        if args.skipped:
+            print(f"SKIPPED {args.skipped}")
+            result["skipped"] = args.skipped
+    if result["failed"]:
         print(f"see {folder}")
-    print(f"RESULT {json.dumps(result)}")
-    return 1 if num_failed else 0
+    else:
+        shutil.rmtree(folder)
+    if args.command != "record":
+        print(f"RESULT {json.dumps(result)}")
+    return 1 if result["failed"] else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="servers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    conforming = commands.add_parser("conformance", help="every check on every server, as one table")
+    conforming.add_argument("--vllm", type=os.path.abspath, help="interpreter that has vLLM")
+    conforming.add_argument("--sglang", type=os.path.abspath, help="interpreter that has SGLang")
+    conforming.add_argument("--skipped", help="why a server is left out, for the last line")
+    conforming.add_argument("--only", default="", help="checks whose name contains this")
+    trained = commands.add_parser("train", help="train through a server, by every way that weights can take")
+    recorded = commands.add_parser("record", help="write down what a server answers, for the tests of our dialects")
+    for command in (trained, recorded):
+        command.add_argument("--server", choices=["vllm", "sglang"], required=True)
+        command.add_argument("--python", type=os.path.abspath, required=True, help="interpreter that has it")
+    recorded.add_argument("--out", type=Path, required=True, help="folder for <program>-<version>.json")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

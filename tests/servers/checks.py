@@ -38,7 +38,7 @@ MAX_Z = 5.0
 
 
 class NotApplicable(Exception):
-    """The server has nothing of the kind."""
+    """The server has nothing of the kind; the text goes into the cell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Check:
     name: str
     run: Callable[[Subject], str]
     may_refuse: bool = False
+    is_in_place: bool = False
+    """Whether it takes a server that was started for the pause mode in_place."""
 
 
 # Generation
@@ -96,6 +98,9 @@ def top_p(subject: Subject) -> str:
 
 def seeds(subject: Subject) -> str:
     """The samples of a run depend on its seed, and on nothing else."""
+
+    if not subject.program.honours_seeds:
+        raise NotApplicable("samples of its own")
 
     def run(seed: int) -> list[list[int]]:
         with subject.client(seed=seed) as engine:
@@ -220,6 +225,9 @@ def overflow(subject: Subject) -> str:
     with subject.client() as engine:
         error = _refusal(subject, engine, ModelRequest(prompt(1, CONTEXT + 50)))
     assert isinstance(error, ContextOverflowError), f"expected a ContextOverflowError: got {error!r}"
+    place, _, body = str(error).partition("status 400: ")
+    assert f"http://{subject.address}/" in place, f"the error must name server and endpoint: got {error}"
+    assert str(CONTEXT) in body or str(CONTEXT - 1) in body, f"the error must show the body: got {error}"
     return "ContextOverflowError"
 
 
@@ -239,19 +247,22 @@ def outgrown(subject: Subject) -> str:
 
 
 def bad_input(subject: Subject) -> str:
-    """A token that the model does not have is a ServerError that names server, endpoint, status and body."""
+    """A token that the model does not have is refused by name, before or by the server, which stays as it was."""
+    notes = []
     with subject.client() as engine:
-        error = _refusal(subject, engine, ModelRequest([5, 10**6]))
-        for part in (f"http://{subject.address}/", "status 4", "1000000"):
+        for request, part in (
+            (ModelRequest([5, 10**6]), "1000000"),
+            (ModelRequest([5, -1]), "-1"),
+            (ModelRequest([]), "input_ids"),
+            (ModelRequest([5], requests(1, 4, n_samples=2)[0].gconfig), "n_samples"),
+        ):
+            error = _refusal(subject, engine, request)
             assert part in str(error), f"the error must name {part}: got {error}"
-        for request in (ModelRequest([]), ModelRequest([5], requests(1, 4, n_samples=2)[0].gconfig)):
-            try:
-                subject.complete(engine, [request])
-            except ValueError:
-                continue
-            raise AssertionError(f"our client must refuse {request}: it did not")
-    subject.sample(1, 4)
-    return type(error).__name__
+            if isinstance(error, ServerError):
+                assert f"http://{subject.address}/" in str(error) and "status 4" in str(error), f"got {error}"
+            notes.append("server" if isinstance(error, ServerError) else "client")
+        subject.complete(engine, requests(1, 4))
+    return f"refused by {', '.join(notes)}"
 
 
 # Pausing, with requests in flight
@@ -262,7 +273,7 @@ def pause_mode(mode: str) -> Callable[[Subject], str]:
 
     def check(subject: Subject) -> str:
         if mode not in subject.program.pause_modes:
-            raise NotApplicable
+            raise NotApplicable("")
         with subject.client(pause_mode=mode, weight_update="disk") as engine:
             same = _publish_in_flight(subject, engine, subject.history[-1], mode)
             _agree(subject.score(same))
@@ -278,32 +289,31 @@ def pause_mode(mode: str) -> Callable[[Subject], str]:
     return check
 
 
-def _publish_in_flight(
-    subject: Subject, engine: RemoteInferenceEngine, model: str, mode: str
-) -> list[ModelResponse]:
+def _publish_in_flight(subject: Subject, engine: RemoteInferenceEngine, model: str, mode: str) -> list[ModelResponse]:
     """Publish a model while requests are under way, until one of them has seen both versions."""
     batch = requests(8, 160, greedy=True)
     started = time.monotonic()
     subject.complete(engine, batch)
-    share, whole_s = 0.5, time.monotonic() - started
-    for _ in range(4):
+    whole_s = time.monotonic() - started
+    length = 160 if whole_s > 2 else 400
+    batch, delay_s = requests(8, length, greedy=True), 0.5 * whole_s
+    for _ in range(6):
         flight = Flight(subject, engine, batch)
-        time.sleep(share * whole_s)
-        was_over, version = flight.is_over, subject.version
-        before = subject.history[-1]
+        time.sleep(delay_s)
+        was_over, version, before = flight.is_over, subject.version, subject.history[-1]
         subject.publish(engine, model)
         responses = flight.land()
-        _require_complete(subject.score(responses), 160)
+        _require_complete(subject.score(responses), length)
         expected = {version} if mode == "wait" else {version, version + 1}
         for one in responses:
             assert one.output_versions == sorted(one.output_versions), "versions must not go back"
             assert set(one.output_versions) <= expected, f"versions must be in {expected}: {set(one.output_versions)}"
         if not was_over and (mode == "wait" or any(set(one.output_versions) == expected for one in responses)):
             return responses
-        share = share * 0.7 if was_over else share
+        delay_s *= 0.5
         if before != model:
             subject.publish(engine, before)
-    raise AssertionError(f"some request must span versions {version} and {version + 1}: none did in 4 tries")
+    raise AssertionError(f"some request must span versions {version} and {version + 1}: none did in 6 tries")
 
 
 def _gap_by_version(subject: Subject, responses: Sequence[ModelResponse], *, is_stale_after: bool) -> float:
@@ -369,7 +379,7 @@ def canary(subject: Subject) -> str:
 def fingerprint(subject: Subject) -> str:
     """A tensor with other bits than were sent is found out, by name."""
     if not subject.program.verifies_fingerprints:
-        raise NotApplicable
+        raise NotApplicable("")
     weights = _weights(subject)
     name = "model.layers.1.mlp.up_proj.weight"
     with subject.client() as engine:
@@ -435,10 +445,10 @@ CHECKS = (
     Check("prompt beyond the context", overflow),
     Check("completion beyond the context", outgrown),
     Check("bad input", bad_input),
-    Check("pause: abort", pause_mode("abort")),
-    Check("pause: retract", pause_mode("retract")),
-    Check("pause: in_place", pause_mode("in_place")),
-    Check("pause: wait", pause_mode("wait")),
+    Check("pause: abort", pause_mode("abort"), may_refuse=True),
+    Check("pause: retract", pause_mode("retract"), may_refuse=True),
+    Check("pause: in_place", pause_mode("in_place"), may_refuse=True, is_in_place=True),
+    Check("pause: wait", pause_mode("wait"), may_refuse=True),
     Check("weights through the disk", update_by("disk")),
     Check("weights by broadcast", update_by("broadcast")),
     Check("canary finds wrong weights", canary),
@@ -468,6 +478,9 @@ def _follows(subject: Subject, expected: Callable[[Scored], torch.Tensor], **sam
     """
     scored = subject.sample(64, **sampling)
     distributions = [expected(one) for one in scored]
+    told = (
+        None if subject.program.narrows_logprobs or "temperature" in sampling else [one.logprobs_TV() for one in scored]
+    )
     surprise = variance = 0.0
     for one, logprobs_TV in zip(scored, distributions):
         finite_TV = logprobs_TV.clamp_min(-1e4)
@@ -476,14 +489,15 @@ def _follows(subject: Subject, expected: Callable[[Scored], torch.Tensor], **sam
         surprise += (-one.of_tokens(logprobs_TV) - entropy_T).sum().item()
     z = surprise / variance**0.5
     assert abs(z) <= MAX_Z, f"tokens must follow the distribution: their surprise is {z:.1f} standard deviations off"
-    return f"{_agree(scored, distributions)}, z {z:.1f}"
+    whose = "" if told is None or not sampling else " of the whole distribution"
+    return f"{_agree(scored, told or distributions)}{whose}, z {z:.1f}"
 
 
-def _refusal(subject: Subject, engine: RemoteInferenceEngine, request: ModelRequest) -> ServerError:
-    """Return the error of a request that the server must refuse."""
+def _refusal(subject: Subject, engine: RemoteInferenceEngine, request: ModelRequest) -> Exception:
+    """Return the error of a request that our client or the server must refuse."""
     try:
         responses = subject.complete(engine, [request])
-    except ServerError as error:
+    except (ServerError, ValueError) as error:
         return error
     raise AssertionError(f"the request must be refused: got {responses}")
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.api.errors import AReaLiteError
 from servers.checks import CHECKS, Check, NotApplicable
 from servers.programs import Name, Program, program, served
 from servers.subject import Laboratory, Subject, requests
@@ -73,7 +73,8 @@ def run(folder: Path, pythons: Mapping[Name, str], *, only: str) -> dict[str, An
     for check in checks:
         table.add_row(check.name, *(str(column.cells[check.name]) for column in columns.values()))
     Console(width=150).print(table)
-    return {"servers": {name: column.summary() for name, column in columns.items()}}
+    summaries = {name: column.summary() for name, column in columns.items()}
+    return {"failed": sum(one["failed"] for one in summaries.values()), "servers": summaries}
 
 
 def _try(one: Program, laboratory: Laboratory, checks: list[Check]) -> Column:
@@ -81,34 +82,40 @@ def _try(one: Program, laboratory: Laboratory, checks: list[Check]) -> Column:
     started = time.monotonic()
     column = Column(one.about(laboratory.models["first"]))
     print(f"{one.name}: {json.dumps(column.about)}", flush=True)
-    remaining = list(checks)
-    while remaining:
-        log = laboratory.folder / f"{one.name}-{column.num_restarts}.log"
-        with served(one, laboratory.models["first"], log) as address:
-            print(f"{one.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
-            subject = Subject(one, address, laboratory)
-            while remaining:
-                check = remaining.pop(0)
+    for serving, is_in_place in ((one, False), (one.for_in_place, True)):
+        _attempt_all(serving, [check for check in checks if check.is_in_place == is_in_place], laboratory, column)
+    column.wall_s = time.monotonic() - started
+    return column
+
+
+def _attempt_all(serving: Program, checks: list[Check], laboratory: Laboratory, column: Column) -> None:
+    """Start a server and fill in the cells of some checks."""
+    while checks:
+        started = time.monotonic()
+        with served(serving, laboratory.models["first"], laboratory.folder / f"{serving.name}.log") as address:
+            print(f"{serving.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
+            subject = Subject(serving, address, laboratory)
+            while checks:
+                check, *checks = checks
                 check_started = time.monotonic()
                 column.cells[check.name] = cell = _attempt(check, subject)
                 wall_s = time.monotonic() - check_started
-                print(f"{one.name}: {wall_s:5.1f} s  {check.name}: {cell.kind} {cell.note}", flush=True)
+                print(f"{serving.name}: {wall_s:5.1f} s  {check.name}: {cell.kind} {cell.note}", flush=True)
                 if cell.kind == "fail" and not _is_usable(subject):
                     column.num_restarts += 1
                     break
             column.num_updates += subject.num_updates
             column.num_interrupts += subject.num_interrupts
-    column.wall_s = time.monotonic() - started
-    return column
 
 
 def _attempt(check: Check, subject: Subject) -> Cell:
     try:
         return Cell("pass", check.run(subject))
-    except NotApplicable:
-        return Cell("n.a.")
+    except NotApplicable as reason:
+        return Cell("n.a.", str(reason))
     except Exception as error:
-        if check.may_refuse and (isinstance(error, ConfigError) or getattr(error, "status", 0) == 400):
+        is_ours = isinstance(error, ValueError) and " must " in str(error)
+        if check.may_refuse and (is_ours or getattr(error, "status", 0) == 400):
             return Cell("refused", str(error)[:200])
         if not isinstance(error, AssertionError | AReaLiteError):
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The three server programs as our launchers start them, on loopback, each owned by a guard so that nothing outlives us.
+"""The three server programs as our launchers start them, on loopback, each owned by a guard that ends it with us.
 
 A program has been *installed* into an environment of its own; its interpreter is all that is needed here.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ Name = Literal["lite", "sglang", "vllm"]
 REPOSITORY = Path(__file__).parents[2]
 CONTEXT = 512
 """Longest sequence of every server, in tokens."""
-_READY_S = 150.0
-_CHECK_S = 120.0
+_READY_S = 300.0
+_CHECK_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,20 @@ class Program:
     module: str
     model_flag: str
     flags: dict[str, Any]
+    in_place_flags: dict[str, Any]
+    """Further ones that the pause mode in_place takes: nothing cached may outlive the weights it was computed with."""
     env: dict[str, str]
     client: type[RemoteInferenceEngine]
     pause_modes: tuple[str, ...]
-    verifies_fingerprints: bool
+    verifies_fingerprints: bool = True
+    honours_seeds: bool = True
+    narrows_logprobs: bool = True
+    """Whether logprobs are those of the distribution that top_k and top_p leave, rather than of the whole one."""
+
+    @property
+    def for_in_place(self) -> Program:
+        """Return the same program as it serves clients whose pause mode is in_place."""
+        return replace(self, flags=self.flags | self.in_place_flags)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -56,8 +66,10 @@ class Program:
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that serves with `arguments`, or only checks them if one is `--check`."""
-        spelled = [[f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])] for name, value in
-                   self.flags.items()]
+        spelled = [
+            [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            for name, value in self.flags.items()
+        ]
         return [self.python, "-m", self.module, *(word for words in spelled for word in words), *arguments]
 
     def about(self, model: Path) -> dict[str, Any]:
@@ -77,17 +89,34 @@ class Program:
 def program(name: Name, python: str) -> Program:
     """Describe a server program that is installed for an interpreter."""
     if name == "lite":
-        flags: dict[str, Any] = {"context": CONTEXT, "slots": 64, "allow_stale_kv": True}
-        modes = ("abort", "retract", "in_place")
         return Program(
-            name, python, "arealite.server", "--model-path", flags, {}, RemoteSGLangEngine, modes, True
+            name,
+            python,
+            "arealite.server",
+            "--model-path",
+            {"context": CONTEXT, "slots": 64},
+            {"allow_stale_kv": True},
+            {},
+            RemoteSGLangEngine,
+            ("abort", "retract", "in_place"),
         )
     if name == "vllm":
-        flags = {"dtype": "float32", "max_model_len": CONTEXT, "max_num_seqs": 64, "enforce_eager": True}
-        modes = ("abort", "in_place", "wait")
-        env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
         return Program(
-            name, python, "arealite.launcher.vllm_server", "--model", flags, env, RemoteVLLMEngine, modes, True
+            name,
+            python,
+            "arealite.launcher.vllm_server",
+            "--model",
+            {
+                "dtype": "float32",
+                "max_model_len": CONTEXT,
+                "max_num_seqs": 64,
+                "enforce_eager": True,
+                "no_enable_chunked_prefill": True,
+            },
+            {"no_enable_prefix_caching": True},
+            {"VLLM_CPU_KVCACHE_SPACE": "1"},
+            RemoteVLLMEngine,
+            ("abort", "retract", "in_place", "wait"),
         )
     flags = {
         "device": "cpu",
@@ -100,10 +129,19 @@ def program(name: Name, python: str) -> Program:
         "max_running_requests": 64,
         "sleep_on_idle": True,
     }
-    modes = ("abort", "retract", "in_place")
-    env = {"SGLANG_USE_CPU_ENGINE": "0"}
     return Program(
-        name, python, "arealite.launcher.sglang_server", "--model-path", flags, env, RemoteSGLangEngine, modes, False
+        name,
+        python,
+        "arealite.launcher.sglang_server",
+        "--model-path",
+        flags,
+        {"disable_radix_cache": True},
+        {"SGLANG_USE_CPU_ENGINE": "0"},
+        RemoteSGLangEngine,
+        ("abort", "retract", "in_place"),
+        verifies_fingerprints=False,
+        honours_seeds=False,  # it needs attention kernels of GPUs for that
+        narrows_logprobs=False,
     )
 
 
@@ -113,7 +151,7 @@ def served(program: Program, model: Path, log: Path) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         holder = stack.enter_context(hold_port())
         address = f"{LOOPBACK}:{port_of(holder)}"
-        output = stack.enter_context(log.open("wb"))
+        output = stack.enter_context(log.open("ab"))
         arguments = [program.model_flag, str(model), "--host", LOOPBACK, "--port", str(port_of(holder))]
         guarded = [sys.executable, "-m", "arealite.launcher.guard", *program.command(*arguments)]
         process = subprocess.Popen(

@@ -1,9 +1,9 @@
 """Lets SGLang start on a CPU: declares the operators that torchvision registers fake kernels for.
 
-The torchvision of PyPI is compiled against a CUDA torch, so beside a CPU torch its library of operators does not load and
-`import torchvision` fails at the first operator that no one declared. No operator gets an implementation here: language
-models call none. `install_sglang.sh` has every interpreter of the test environment import this module at its start, the
-processes that SGLang spawns included; torch is imported only when torchvision is looked for.
+The torchvision of PyPI is compiled against a CUDA torch, so beside a CPU torch its library of operators does not load,
+and `import torchvision` fails at the first operator that no one declared. No operator gets an implementation here:
+language models call none. `install_sglang.sh` has every interpreter of the test environment import this module at its
+start, the processes that SGLang spawns included; torch is imported only when torchvision is looked for.
 """
 
 import sys

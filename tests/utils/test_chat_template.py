@@ -81,6 +81,7 @@ def test_earlier_thoughts_are_stripped_once_another_question_follows(judge) -> N
     broken = certificate.breaks[0]
     assert (broken.turn, broken.when, broken.is_between_turns) == (1, "question 2 follows it", True)
     assert broken.kept.startswith("<think>") and broken.rendered.startswith("The answer is 4.")
+    assert str(broken).startswith(f'with {THINK}, turn 1 changes when question 2 follows it: the model saw "<think>\\n')
 
     closed = PROMPT.replace("<|assistant|>", "<|assistant|>{% if not enable_thinking %}<think></think>{% endif %}")
     assert kinds(judge(strips + closed)) == ALL_KINDS, "the prompt's own empty thoughts are stripped as well"

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from arealite.cli.main import main
 from arealite.utils.tiny_model import make_tiny_model
 from arealite.utils.untied_copy import write_untied_copy
 
@@ -152,3 +153,11 @@ def test_the_program_copies_or_says_in_one_line_why_not(source: Path, tmp_path: 
     done = subprocess.run([*command, tmp_path / "copy", tmp_path / "next"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert "a model must have tied embeddings" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_the_command_line_makes_tiny_models_of_both_kinds(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("two and two\n")
+    options = ["tiny-model", "--corpus", str(tmp_path / "corpus.txt"), "--out"]
+    assert main([*options, str(tmp_path / "tied")]) == main([*options, str(tmp_path / "untied"), "--untied"]) == 0
+    tied, untied = (halves(AutoModelForCausalLM.from_pretrained(tmp_path / kind)) for kind in ("tied", "untied"))
+    assert tied[0] is tied[1] and (untied[0] - untied[1]).abs().max() > 0.1

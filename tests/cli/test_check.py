@@ -1,0 +1,308 @@
+"""`arealite check` on runs that would work, and on runs that have one thing wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from arealite.cli.main import main
+from arealite.utils.network import free_port
+from arealite.utils.tiny_model import CHAT_TEMPLATE, make_tiny_model
+
+torch.set_num_threads(1)
+CONFIG = """
+experiment_name: e
+trial_name: t
+allocation_mode: lite.d2+d2
+cluster: {n_gpus_per_node: 0, fileroot: unused}
+gconfig: {n_samples: 4, max_new_tokens: 64}
+actor: {dtype: float32, gradient_checkpointing: false, mb_spec: {max_tokens_per_mb: 512}}
+lite: {context: 512}
+train_dataset: {path: "story?train=16&test=4", batch_size: 8}
+"""
+ENTRY = """
+def train(argv):
+    config, _ = load_expr_config(argv, GRPOConfig)
+    rows = load_split(config.train_dataset, "train")
+    workflow = RLVRWorkflow(reward, config.gconfig)
+"""
+TURN = "<|{{ m.role }}|>{{ m.content }}<|end|>"
+FORGETFUL = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}" + TURN + "{% endif %}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A model whose tokenizer knows 261 tokens."""
+    return make_tiny_model(tmp_path_factory.mktemp("check") / "tiny", layers=2)
+
+
+@pytest.fixture
+def model(tiny, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.fixture
+def check(tmp_path, capsys, monkeypatch):
+    """Return a function that checks a run and returns status and lines; `entry` is the script."""
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(
+        model: Path, *overrides: str, entry: str = ENTRY, config: str = CONFIG, key: str = "actor.path"
+    ) -> tuple[int, str]:
+        (tmp_path / "entry.py").write_text(entry)
+        (tmp_path / "config.yaml").write_text(config)
+        arguments = ["--config", str(tmp_path / "config.yaml"), f"{key}={model}", *overrides]
+        status = main(["check", str(tmp_path / "entry.py"), *arguments])
+        shown = capsys.readouterr()
+        assert max(map(len, shown.out.splitlines()), default=0) <= 80
+        return status, " ".join(shown.out.split()) + shown.err
+
+    return run
+
+
+def test_a_run_that_works(check, tiny) -> None:
+    status, shown = check(tiny)
+    assert status == 0 and shown.endswith("0 problems, 0 warnings")
+    for line in (
+        "ok processes lite.d2p1t1+d2p1t1: 2 servers and 2 trainer ranks on the CPU",
+        "ok server lite, the embedded server",
+        "ok model Qwen3ForCausalLM: 0.115 million parameters in 2 layers, tied embeddings",
+        "ok weights all 24 tensors in 1 safetensors file",
+        "ok tokenizer 261 tokens of 261 that the model has",
+        "ok template append-only in 72 comparisons",
+        "ok data train_dataset: the first 16 prompts have",
+        "ok memory the run needs about 0.",
+    ):
+        assert line in shown
+    assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny).parameters()) == pytest.approx(
+        0.115e6, 5e-3
+    )
+
+
+def test_a_config_that_cannot_be_read(check, tiny, capsys) -> None:
+    status, shown = check(tiny, "sed=1")
+    assert status == 2 and "ConfigError: sed must be a key of GRPOConfig" in shown
+    assert main(["check", "missing.py", "--config", "missing.yaml"]) == 2
+    assert "the entry script must be a file: got missing.py" in capsys.readouterr().err
+
+
+def test_a_warning_of_the_config_is_a_finding(check, tiny) -> None:
+    status, shown = check(tiny, "gconfig.top_p=0.9")
+    assert status == 0 and "warning config gconfig.top_p, top_k and min_new_tokens narrow" in shown
+
+
+def test_processes_that_this_machine_cannot_run(check, tiny) -> None:
+    status, shown = check(tiny, "allocation_mode=lite.d2t2+d2")
+    assert status == 1 and "PROBLEM processes servers of lite must have p1t1" in shown
+    assert "warning server not checked" in shown and "ok model" in shown, "the other checks go on"
+    if not torch.cuda.is_available():
+        status, shown = check(tiny, "cluster.n_gpus_per_node=8")
+        assert status == 1 and "PROBLEM processes allocation_mode must fit the GPUs" in shown
+        assert "warning memory no GPU here" in shown and "AdamW moments" in shown
+
+
+def test_model_files_that_are_not_whole(check, model) -> None:
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    damaged = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
+    damaged["model.layers.1.mlp.up_proj.weight"] = damaged["model.layers.1.mlp.up_proj.weight"][:7].clone()
+    save_file(damaged, file, metadata={"format": "pt"})
+    status, shown = check(model)
+    assert status == 1 and "PROBLEM weights 2 of 24 tensors are not those of the architecture" in shown
+    assert "model.norm.weight is missing" in shown
+    assert "model.layers.1.mlp.up_proj.weight is [7, 64], not [192, 64]" in shown
+    assert check(model, "actor.init_from_scratch=true")[0] == 0
+
+    save_file(weights, file, metadata={"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-100])
+    status, shown = check(model)
+    assert status == 1 and "must be a whole safetensors file" in shown and "24 of 24 tensors" in shown
+    assert check(model.parent / "nothing")[1].count("PROBLEM") >= 2
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(check, model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(model)
+    status, shown = check(model)
+    assert status == 1
+    assert "PROBLEM tokenizer the tokenizer has 262 tokens and the model embeddings for 261" in shown
+
+
+def write_template(model: Path, template: str | None) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    (model / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(model)
+
+
+def test_a_template_that_rewrites_turns(check, model) -> None:
+    """Of no consequence for the single turn of our workflow, and fatal for any other."""
+    write_template(model, FORGETFUL + PROMPT)
+    status, shown = check(model)
+    assert (
+        status == 0 and "warning template not append-only: with plain answers, turn 1 changes when question 2" in shown
+    )
+    assert 'the model saw "The answer' in shown and "Fix: No matter for single-turn workflows" in shown
+    status, shown = check(model, entry=ENTRY.replace("RLVRWorkflow", "MyWorkflow"))
+    assert status == 1 and "PROBLEM template not append-only" in shown and "may be multi-turn" in shown
+    assert "enable_thinking" not in shown
+
+    closed = PROMPT.replace("<|assistant|>", "<|assistant|>{% if not enable_thinking %}<think></think>{% endif %}")
+    write_template(model, CHAT_TEMPLATE.partition("{% if")[0] + closed)
+    assert "With enable_thinking=True this one does not." in check(model)[1]
+
+
+def test_a_template_whose_end_is_not_the_models(check, model) -> None:
+    write_template(model, CHAT_TEMPLATE.replace("<|end|>", "<|system|>"))
+    status, shown = check(model)
+    assert status == 0 and 'warning template it writes "<|system|>" after an answer, where the model ends' in shown
+    assert "Fix: Add gconfig.stop_token_ids=[2]" in shown
+    status, shown = check(model, "gconfig.stop_token_ids=[2]")
+    assert "after an answer" not in shown and "ok template append-only" in shown
+
+
+def test_no_template(check, model) -> None:
+    write_template(model, CHAT_TEMPLATE)
+    (model / "chat_template.jinja").unlink()
+    status, shown = check(model)
+    assert status == 1 and "PROBLEM template the tokenizer has no chat template" in shown
+
+
+def test_data_that_does_not_fit(check, tiny, tmp_path) -> None:
+    rows = [{"question": "x" * length, "answer": "1"} for length in (5, 210)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"train_dataset.path={tmp_path / 'rows.jsonl'}"
+    batch = ("train_dataset.batch_size=2", "actor.ppo_n_minibatches=1")
+    status, shown = check(tiny, data, *batch, "lite.context=256")
+    tokens = 210 + len(["<|user|>", "<|end|>", "<|assistant|>"])
+    assert f"the first 2 prompts have 8 to {tokens} tokens" in shown
+    assert status == 0 and "answers to it are cut before gconfig.max_new_tokens" in shown, "213 + 64 > 256"
+    status, shown = check(tiny, data, *batch, "lite.context=100")
+    assert status == 1 and f"PROBLEM data the longest prompt seen has {tokens} tokens, the context 100" in shown
+    status, shown = check(tiny, f"train_dataset.path={tmp_path / 'none.jsonl'}")
+    assert status == 1 and "PROBLEM data ValueError: dataset file must exist" in shown
+    status, shown = check(
+        tiny, f"train_dataset.path={tmp_path / 'none.jsonl'}", entry=ENTRY.replace("load_split", "mine")
+    )
+    assert status == 0 and "ok data not checked: the script has data of its own" in shown
+
+
+def test_memory_that_is_not_there(check, tiny) -> None:
+    """Each rank gets 2 x 2**20 x 4 / 2 answers in one micro-batch, of which a layer keeps kilobytes per token."""
+    too_many = (
+        "train_dataset.batch_size=2097152",
+        "train_dataset.drop_last=true",
+        "actor.mb_spec.max_tokens_per_mb=null",
+    )
+    status, shown = check(tiny, *too_many)
+    assert status == 1 and "PROBLEM memory the run needs about" in shown and "most of it activations" in shown
+    assert f"of {psutil.virtual_memory().total / 2**30:.1f} GiB" in shown
+    assert "Fix: Set actor.gradient_checkpointing=true, or lower actor.mb_spec.max_tokens_per_mb" in shown
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Stay silent."""
+
+
+def test_servers_of_someone_else(check, tiny) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Healthy)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        up, down = f"127.0.0.1:{server.server_port}", f"127.0.0.1:{free_port()}"
+        status, shown = check(tiny, f"rollout.server_addrs=[{up},{down}]")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert status == 1 and f"ok server {up} is healthy" in shown
+    assert f"PROBLEM server GET http://{down}/health must reach a server" in shown
+
+
+def test_supervised_fine_tuning(check, model) -> None:
+    """Demonstrations end with the tokenizer's eos token, whatever the template says."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = "<|pad|>"
+    tokenizer.save_pretrained(model)
+    config = CONFIG.replace("actor:", "model:").replace("lite.d2+d2", "d2")
+    config = "".join(line for line in config.splitlines(True) if not line.startswith(("gconfig", "lite")))
+    entry = ENTRY.replace("GRPOConfig", "SFTConfig").replace("RLVRWorkflow", "train")
+    status, shown = check(model, entry=entry, config=config, key="model.path")
+    assert status == 0 and "ok processes d2: 2 trainer ranks" in shown and " server" not in shown
+    assert 'the tokenizer\'s eos token "<|pad|>", where the template ends an answer with "<|end|>"' in shown
+    assert "the first 16 demonstrations have" in shown
+
+
+@pytest.fixture
+def server_python(tmp_path) -> Path:
+    """An interpreter in whose environment the wrappers of both servers know two flags."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        "if '-c' in sys.argv:\n"  # is it installed?
+        "    sys.exit()\n"
+        "if '--wrong' in sys.argv:\n"
+        "    sys.exit('noise\\narealite.api.errors.ConfigError: --wrong must be known. Did you mean --right?')\n"
+        "if '--dies' in sys.argv:\n"
+        "    sys.exit('Traceback\\nImportError: no such library')\n"
+        "print('noise')\n"
+        "name = sys.argv[2].split('.')[-1].split('_')[0]\n"
+        "print(json.dumps({'program': name, 'version': '9.9', 'tied_reload': '--right' in sys.argv}))\n"
+    )
+    program.chmod(0o755)
+    return program
+
+
+def test_a_server_program_judges_its_flags(check, tiny, server_python) -> None:
+    there = ("allocation_mode=vllm.d1+d1", f"launcher.server_python={server_python}")
+    status, shown = check(tiny, *there, "vllm={right: 1}")
+    assert status == 0 and "ok server vllm 9.9, which understands its flags" in shown
+    status, shown = check(tiny, *there, "vllm={wrong: 1}")
+    assert status == 1 and "PROBLEM server --wrong must be known. Did you mean --right?" in shown
+    status, shown = check(tiny, *there, "vllm={dies: 1}")
+    assert status == 1 and "PROBLEM server exit status 1: ImportError: no such library Fix: Run it by hand" in shown
+    status, shown = check(tiny, "allocation_mode=sglang.d1+d1", there[1], "sglang={right: 1}")
+    assert status == 0 and "ok server sglang 9.9" in shown
+
+
+def test_tied_embeddings_that_a_server_cannot_reload(check, tiny, server_python) -> None:
+    there = ("allocation_mode=vllm.d1+d1", f"launcher.server_python={server_python}")
+    status, shown = check(tiny, *there)
+    assert status == 1 and "PROBLEM model this server can't reload tied embeddings" in shown
+    assert "Fix: Set rollout.untie_embeddings=true" in shown
+    status, shown = check(tiny, *there, "rollout.untie_embeddings=true")
+    assert status == 0 and "ok model served untied" in shown
+
+
+@pytest.mark.parametrize("program", ["vllm", "sglang"])
+def test_the_real_programs(check, tiny, program: str) -> None:
+    python = os.environ.get(f"AREALITE_{program.upper()}_PYTHON")
+    if python is None:
+        pytest.skip(f"AREALITE_{program.upper()}_PYTHON names no interpreter with {program}")
+    there = (f"allocation_mode={program}.d1+d1", f"launcher.server_python={python}", "rollout.untie_embeddings=true")
+    status, shown = check(tiny, *there)
+    assert status == 0 and f"ok server {program} " in shown, shown
+    status, shown = check(tiny, *there, f"{program}={{tensor_paralel_size: 1}}")
+    assert status == 1 and "PROBLEM server" in shown and "tensor" in shown, shown
