@@ -500,28 +500,31 @@ def _context(run: Run) -> int | None:
 
 
 def _check_memory(run: Run) -> Iterator[Finding]:
-    """Add up what a trainer rank and a server need and hold it against the devices."""
-    if run.shape is None or not run.config.allocation_mode:
-        return
-    mode, on_gpus = AllocationMode.from_str(run.config.allocation_mode), run.config.cluster.n_gpus_per_node > 0
-    state, step = _trainer_parts(run, run.shape, mode)
-    server, kv_token = _server_parts(run, run.shape, mode)
+    """Plan for the GPUs of this machine, or for its memory if the run is on the CPU."""
+    if run.shape is not None and run.config.allocation_mode:
+        gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+        yield from plan_memory(run, run.shape, gpus=gpus, host=psutil.virtual_memory().total)
+
+
+def plan_memory(run: Run, shape: ModelShape, *, gpus: Sequence[int], host: int) -> Iterator[Finding]:
+    """Add up what trainer ranks and servers need and hold it against the bytes of the devices."""
+    mode = AllocationMode.from_str(run.config.allocation_mode)
+    state, step = _trainer_parts(run, shape, mode)
+    server, kv_token = _server_parts(run, shape, mode)
     ranks, num_servers = mode.train_world_size, mode.gen_dp_size if server else 0
     run.plan = _plan(state | step, ranks, server, num_servers * mode.gen_instance_size)
-    memory = psutil.virtual_memory().total
-    if not on_gpus:
+    if run.config.cluster.n_gpus_per_node == 0:
         together = {name: size * ranks for name, size in (state | step).items()}
         together |= {f"servers' {name}": size * num_servers for name, size in server.items()}
-        yield _fits("the run", together, memory, run)
+        yield _fits("the run", together, host, run)
         return
-    gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     if not gpus:
         yield Finding("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
         return
     offloads = run.engine.fsdp.offload_params
     on_host = {name: size * ranks for name, size in state.items()}
     yield _fits("a trainer rank", step if offloads else state | step, min(gpus), run)
-    yield _fits("the host", on_host if offloads else {_READ: run.shape.num_parameters * FLOAT32}, memory, run)
+    yield _fits("the host", on_host if offloads else {_READ: shape.num_parameters * FLOAT32}, host, run)
     if server:
         yield _serves(run, server, kv_token, min(gpus))
 

@@ -69,23 +69,29 @@ class Generator:
         self._vocab_size: int | None = None
         """Unknown without a tokenizer path."""
 
-    async def wait_until_ready(self, addresses: list[str]) -> None:
-        """Wait until all servers answer GET /health, see that they can do what we need, and add them to the set."""
-        timeout_s = self._config.setup_timeout
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        ready = await asyncio.gather(*(self._liveness.is_healthy_by(address, deadline) for address in addresses))
-        silent = [address for address, is_ready in zip(addresses, ready) if not is_ready]
-        if silent:
-            raise ServerError(
-                f"every inference server must answer GET /health within {timeout_s:g} s: got no answer "
-                f"from {', '.join(silent)}. Look at its log, or raise rollout.setup_timeout."
-            )
-        for address in addresses:
-            caller = Caller(address, self.http, lambda: max(0.001, deadline - loop.time()))
-            self._servers.add(address, dtype=await self._dialect.meet(caller))
+    async def connect(self, addresses: list[str]) -> None:
+        """Wait until all servers are ready, see that they can do what we need, and add them to the set."""
+        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
+        dtypes = await asyncio.gather(*(self._meet(address, deadline) for address in addresses))
+        for address, dtype in zip(addresses, dtypes, strict=True):
+            self._servers.add(address, dtype=dtype)
         if self._config.tokenizer_path:
             self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
+
+    async def _meet(self, address: str, deadline: float) -> str | None:
+        """Return the dtype of a server when it is ready. One that a run before us left paused is let go on: its weights
+        may be anything, and the first publication replaces them."""
+        loop = asyncio.get_running_loop()
+        caller = Caller(address, self.http, lambda: max(0.001, deadline - loop.time()))
+        if await self._liveness.answers_by(address, deadline):
+            dtype = await self._dialect.meet(caller)
+            await self._dialect.resume(caller)
+            if await self._liveness.is_healthy_by(address, deadline):
+                return dtype
+        raise ServerError(
+            f"every inference server must answer GET /health within {self._config.setup_timeout:g} s: got no answer "
+            f"from {address}. Look at its log, or raise rollout.setup_timeout."
+        )
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion. Raises ValueError for token ids that the model does not have."""

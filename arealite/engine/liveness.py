@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.engine.server_http import Json, ServerHttp
+from arealite.engine.server_http import Json, ServerHttp, StatusError
 from arealite.engine.server_set import Server, ServerSet
 
 logger = logging.getLogger("arealite.client")
@@ -74,16 +74,13 @@ class Liveness:
             logger.warning("server %s does not answer, others take over", server.address)
             self._start(("readmit", server), self._readmit(server))
 
+    async def answers_by(self, address: str, deadline: float) -> bool:
+        """Ask for anything with growing pauses until there is an answer or the deadline passes."""
+        return await _becomes_true_by(deadline, lambda left_s: self._answers(address, min(left_s, self._health_s)))
+
     async def is_healthy_by(self, address: str, deadline: float) -> bool:
         """Ask for /health with growing pauses until it answers or the deadline passes."""
-        loop = asyncio.get_running_loop()
-        pause_s = _FIRST_PAUSE_S
-        while (left_s := deadline - loop.time()) > 0:
-            if await self._is_healthy(address, min(left_s, self._health_s)):
-                return True
-            await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        return False
+        return await _becomes_true_by(deadline, lambda left_s: self._is_healthy(address, min(left_s, self._health_s)))
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -111,6 +108,15 @@ class Liveness:
             server.is_reachable = True
             logger.warning("server %s answers again", server.address)
 
+    async def _answers(self, address: str, timeout_s: float) -> bool:
+        try:
+            await self._http.get(address, "/", timeout_s=timeout_s)
+        except StatusError:
+            return True  # there need not be such a page
+        except ServerError:
+            return False
+        return True
+
     async def _is_healthy(self, address: str, timeout_s: float) -> bool:
         try:
             await self._http.get(address, "/health", timeout_s=timeout_s)
@@ -125,3 +131,15 @@ class Liveness:
             return
         task = self._tasks[key] = asyncio.create_task(coroutine)
         task.add_done_callback(lambda _: self._tasks.pop(key))
+
+
+async def _becomes_true_by(deadline: float, ask: Callable[[float], Coroutine[Any, Any, bool]]) -> bool:
+    """Ask with growing pauses, telling how many seconds are left, until the answer is yes or the deadline passes."""
+    loop = asyncio.get_running_loop()
+    pause_s = _FIRST_PAUSE_S
+    while (left_s := deadline - loop.time()) > 0:
+        if await ask(left_s):
+            return True
+        await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+    return False

@@ -89,7 +89,7 @@ class RemoteInferenceEngine(InferenceEngine):
     async def _connect(self, addresses: list[str]) -> None:
         self._generator = Generator(self.config, self._dialect, self.servers)
         self._require_executor().loop.closers.append(self._generator.http.close)
-        await self._generator.wait_until_ready(addresses)
+        await self._generator.connect(addresses)
         beacon.report("servers", lambda: [vars(server) for server in self.servers.servers])
         self.servers.note_publication(self.servers.servers, self._version)
 

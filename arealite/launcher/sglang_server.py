@@ -2,9 +2,10 @@
 
 Runs with the interpreter of the environment in which SGLang is installed, so it needs nothing but SGLang, the standard
 library and our errors. The flags are those of the installed SGLang, judged by its own parser and its own rules; what is
-added are refusals of what would hang later or would falsify what we train on. With `--check` nothing is started.
+added are refusals of what would hang later or would falsify what we train on. With `--check` nothing is started, and
+one line of JSON tells what is installed.
 
-Invariant: a refusal is one line on stderr and exit status 2, before a model is loaded.
+Invariant: a refusal is the last line on stderr and exit status 2, before a model is loaded.
 """
 
 from __future__ import annotations

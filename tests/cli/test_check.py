@@ -16,7 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.cli.check import Finding, Run, plan_memory
 from arealite.cli.main import main
+from arealite.utils.memory_plan import ModelShape
 from arealite.utils.network import free_port
 from arealite.utils.tiny_model import CHAT_TEMPLATE, make_tiny_model
 
@@ -79,7 +82,7 @@ def test_a_run_that_works(check, tiny) -> None:
     status, shown = check(tiny)
     assert status == 0 and shown.endswith("0 problems, 0 warnings")
     for line in (
-        "ok processes lite.d2p1t1+d2p1t1: 2 servers and 2 trainer ranks on the CPU",
+        "ok processes lite.d2+d2: 2 servers and 2 trainer ranks on the CPU",
         "ok server lite, the embedded server",
         "ok model Qwen3ForCausalLM: 0.115 million parameters in 2 layers, tied embeddings",
         "ok weights all 24 tensors in 1 safetensors file",
@@ -158,7 +161,7 @@ def test_a_template_that_rewrites_turns(check, model) -> None:
     assert (
         status == 0 and "warning template not append-only: with plain answers, turn 1 changes when question 2" in shown
     )
-    assert 'the model saw "The answer' in shown and "Fix: No matter for single-turn workflows" in shown
+    assert 'the model saw "<|assistant|>The answ' in shown and "Fix: No matter for single-turn workflows" in shown
     status, shown = check(model, entry=ENTRY.replace("RLVRWorkflow", "MyWorkflow"))
     assert status == 1 and "PROBLEM template not append-only" in shown and "may be multi-turn" in shown
     assert "enable_thinking" not in shown
@@ -214,6 +217,61 @@ def test_memory_that_is_not_there(check, tiny) -> None:
     assert status == 1 and "PROBLEM memory the run needs about" in shown and "most of it activations" in shown
     assert f"of {psutil.virtual_memory().total / 2**30:.1f} GiB" in shown
     assert "Fix: Set actor.gradient_checkpointing=true, or lower actor.mb_spec.max_tokens_per_mb" in shown
+
+
+def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
+    """A model of 1 G parameters; 4 ranks with 8 of the 32 answers of 1024 tokens each, 4 servers with 8 each."""
+    shape = ModelShape(
+        num_parameters=2**30,
+        layer_parameters=2**25,
+        outer_parameters=2**28,
+        num_layers=24,
+        hidden=2048,
+        mlp=8192,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab=2**17,
+        max_positions=None,
+        has_qk_norm=False,
+        is_tied=True,
+    )
+    config = CONFIG.replace("lite.d2+d2", "sglang.d4+d4").replace("n_gpus_per_node: 0", "n_gpus_per_node: 8")
+    (tmp_path / "config.yaml").write_text(config)
+
+    def plan(gpu: float, *overrides: str) -> list[Finding]:
+        arguments = ["actor.path=m", "gconfig.max_new_tokens=1000", "actor.dtype=bfloat16", *overrides]
+        run = Run(load_expr_config(["--config", str(tmp_path / "config.yaml"), *arguments], GRPOConfig)[0], set())
+        run.longest_prompt = 24
+        return list(plan_memory(run, shape, gpus=[int(gpu * 2**30)], host=2**35))
+
+    # Parameters 1, gradients 1, moments 2 GiB; 320 M gathered in bf16 0.625; whole gradients 4; 1 minibatch in 4 has 2
+    # groups, so 2 answers a rank in micro-batches of 1024 tokens: activations 24 * 1024 * (2 * 2 * 2048 * (4 + 2 + 2) /
+    # 2 + 8 + (3 * 2048 + 2 * 1024) * 2 + 64 + 4 * 8192 * 2) bytes; logits 2 * 1024 * 2**18 + 3 * 1024 * 2**19.
+    layer = 2 * 2048 * 6 + 8 + 2 * 2048 * 2 + (3 * 2048 + 2 * 1024) * 2 + 64 + 4 * 8192 * 2
+    needed = 8.625 + 24 * 1024 * layer / 2**30 + 0.5 + 1.5
+    rank, host, cache = plan(80)
+    assert (rank.level, rank.text) == ("ok", f"a trainer rank needs about {needed:.2f} of 80.0 GiB")
+    assert (host.level, host.text) == ("ok", "the host needs about 4.00 of 32.0 GiB")
+    room = int((int(80 * 2**30 * 0.9) - 2**31) / (2 * 24 * 8 * 128 * 2))
+    assert cache.level == "ok" and f"holds {room:,} tokens, {room // 1024} answers of full length" in cache.text
+
+    rank, _, cache = plan(needed - 1)
+    assert (
+        rank.level == "problem" and "most of it whole gradients (4.00)" in rank.text and "one micro-batch" in rank.fix
+    )
+    assert plan(needed / 0.9)[0].level == "warning"
+    assert plan(80, "actor.fsdp.offload_params=true")[1].text == "the host needs about 16.00 of 32.0 GiB"
+    assert (
+        plan(80, "ref={path: m}", "actor.kl_ctl=0.1")[0].text
+        == f"a trainer rank needs about {needed + 1:.2f} of 80.0 GiB"
+    )
+
+    of_8_answers = 2 + 8 * 1024 * 2 * 24 * 8 * 128 * 2 / 2**30
+    assert plan(of_8_answers / 0.5 - 0.01, "sglang.mem_fraction_static=0.5")[2].level == "warning"
+    assert plan(of_8_answers / 0.5 + 0.01, "sglang.mem_fraction_static=0.5")[2].level == "ok"
+    none = plan(2.1)[2]
+    assert none.level == "problem" and "no room for an answer of 1,024 tokens" in none.text
 
 
 class Healthy(BaseHTTPRequestHandler):

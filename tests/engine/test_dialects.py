@@ -47,6 +47,7 @@ class Pages(ScriptedServer):
         self.pages = pages
 
     def app(self) -> web.Application:
+        self._resumed = asyncio.Event()
         app = web.Application()
         for path, page in ({"/health": {}} | self.pages).items():
 
@@ -54,6 +55,7 @@ class Pages(ScriptedServer):
                 return web.json_response(page)
 
             app.router.add_get(path, answer)
+        app.router.add_post("/resume", self._continue)
         return app
 
 
@@ -128,3 +130,20 @@ def test_tokens_that_the_model_does_not_have_are_not_sent(tmp_path: Path) -> Non
 def test_servers_tell_the_dtype_that_bounds_their_canaries(server: Any, backend: str, dtype: str | None) -> None:
     with connected(server, backend=backend) as engine:
         assert [one.dtype for one in engine.servers.servers] == [dtype]
+
+
+def test_a_server_that_was_left_paused_is_let_go_on() -> None:
+    """SGLang does not even answer /health while it is paused."""
+
+    class Paused(ScriptedServer):
+        async def _health(self, request: web.Request) -> web.Response:
+            await self._resumed.wait()
+            return await super()._health(request)
+
+        def app(self) -> web.Application:
+            app = super().app()
+            self._resumed.clear()
+            return app
+
+    with connected(Paused(), setup_timeout=5) as engine:
+        assert generate(engine, [5, 6], max_new_tokens=3).output_len == 3

@@ -34,6 +34,8 @@ def connect(stack: contextlib.ExitStack, *servers: ScriptedServer, **config: Any
     engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, **{"backend": "lite", **config}))
     engine.initialize(None, None)
     stack.callback(engine.destroy)
+    for server in servers:
+        server.calls.clear()
     return engine
 
 

@@ -144,6 +144,7 @@ def test_vllm_servers(load, server_python, nvidia_smi):
     assert jobs[1].command[:3] == [server_python, "-m", "arealite.launcher.vllm_server"]
     assert flags_of(jobs[1].command) == {
         "--model": "tiny",
+        "--dtype": "bfloat16",
         "--host": "127.0.0.1",
         "--port": "4002",
         "--tensor-parallel-size": "2",
