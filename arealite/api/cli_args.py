@@ -296,7 +296,7 @@ class InferenceEngineConfig(Block):
     """Filled in from the top level; finds stop strings that an interruption has cut in two."""
     weight_update_timeout: Positive = 120.0
     """Seconds after which an update of the weights has failed."""
-    setup_timeout: Positive = 120.0
+    setup_timeout: Positive = 600.0
     """Seconds in which every server must become ready."""
     request_timeout: Positive = 3600.0
     """Seconds after which one request to a server has failed."""

@@ -170,6 +170,10 @@ class VLLMDialect(Dialect):
         differing: list[str] = []
         if proof is not None:
             by_worker = await _call_workers(caller, "mismatched_weights", fingerprints=proof.fingerprints)
+            if not all(isinstance(names, list) for names in by_worker):  # a worker answers an earlier call
+                raise bad_reply(
+                    caller.address, "/collective_rpc mismatched_weights", "have a list per worker", by_worker
+                )
             differing = sorted({name for names in by_worker for name in names})
         if proof is not None and differing and not proof.accepts_mismatch:
             raise ServerError(
@@ -188,7 +192,7 @@ class VLLMDialect(Dialect):
                 raise bad_reply(caller.address, "/reset_prefix_cache", "report success", reply)
 
 
-async def _call_workers(caller: Caller, method: str, **arguments: object) -> list[list[str]]:
+async def _call_workers(caller: Caller, method: str, **arguments: object) -> list[Any]:
     """Call a method of every worker of a server and return their results."""
     reply = await caller.post("/collective_rpc", {"method": method, "kwargs": arguments})
     results = reply.get("results")

@@ -11,7 +11,8 @@ what was found. Flags of the user win over our defaults:
 - logprobs of the distribution that was sampled from, after temperature, top-p and top-k;
 - only the end tokens of the model's generation_config.json count: its temperature, top-k or penalties would change
   requests that do not name them;
-- the token-level endpoint /inference/v1/generate, which tells the weight version of each token.
+- the token-level endpoint /inference/v1/generate, which tells the weight version of each token;
+- on a CPU prompts are prefilled whole, because vLLM 0.32 dies there of a prompt in chunks whose request has a seed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _DEFAULTS = {
     "logprobs_mode": "processed_logprobs",
     "enable_scale_out": True,
 }
+_CPU_DEFAULTS = {"enable_chunked_prefill": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,10 +64,12 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
     """Return what the installed vLLM understands, with our defaults, or refuse it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
+    from vllm.platforms import current_platform
 
     parser = make_arg_parser(_parser_class()(prog="python -m arealite.launcher.vllm_server"))
     known = {action.dest for action in parser._actions}
-    defaults = {name: value for name, value in (_DEFAULTS | _weight_transfer()).items() if name in known}
+    wanted = _DEFAULTS | _weight_transfer() | (_CPU_DEFAULTS if current_platform.device_type == "cpu" else {})
+    defaults = {name: value for name, value in wanted.items() if name in known}
     parser.set_defaults(**defaults)
     args: argparse.Namespace = parser.parse_args(list(flags))
     try:

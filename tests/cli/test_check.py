@@ -245,9 +245,9 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
         run.longest_prompt = 24
         return list(plan_memory(run, shape, gpus=[int(gpu * 2**30)], host=2**35))
 
-    # Parameters 1, gradients 1, moments 2 GiB; 320 M gathered in bf16 0.625; whole gradients 4; 1 minibatch in 4 has 2
-    # groups, so 2 answers a rank in micro-batches of 1024 tokens: activations 24 * 1024 * (2 * 2 * 2048 * (4 + 2 + 2) /
-    # 2 + 8 + (3 * 2048 + 2 * 1024) * 2 + 64 + 4 * 8192 * 2) bytes; logits 2 * 1024 * 2**18 + 3 * 1024 * 2**19.
+    # A rank: parameters 1, gradients 1, moments 2 GiB; gathered in bf16 0.625, whole gradients 4. A minibatch has 2 of
+    # the 8 groups, 2 answers a rank, each of which fills a micro-batch of 1024 tokens. Of a layer autograd keeps two
+    # norms, their outputs, queries, keys, values and the MLP; logits are there twice, and three chunks in float32.
     layer = 2 * 2048 * 6 + 8 + 2 * 2048 * 2 + (3 * 2048 + 2 * 1024) * 2 + 64 + 4 * 8192 * 2
     needed = 8.625 + 24 * 1024 * layer / 2**30 + 0.5 + 1.5
     rank, host, cache = plan(80)

@@ -226,7 +226,10 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["actor.path=tiny", "allocation_mode=lite.d1t2+d1"], "servers of lite must have p1t1"),
         (["actor.path=tiny", "allocation_mode=sglang.d1p2+d1", "rollout.weight_update=disk"], "sglang must have p1 "),
         (["actor.path=tiny", "allocation_mode=sglang.d1+d1"], "must be installed: got sglang.d1p1t1+d1p1t1"),
-        (["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.port=1"], "leave base_gpu_id, host, model_path, port"),
+        (
+            ["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.port=1"],
+            "leave base_gpu_id, host, model_path, port",
+        ),
         (
             ["actor.path=/no/model", "allocation_mode=lite.d1+d1"],
             "actor.path must be a folder or a hub id: got /no/model",

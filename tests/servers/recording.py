@@ -69,7 +69,6 @@ class Recorder:
         greedy = self._complete("greedy", 16)
         tokens = greedy.get("output_ids") or greedy["choices"][0]["token_ids"]
         self._complete("sampled", 16, greedy=False)
-        self._complete("hot", 16, greedy=False, temperature=2.0)
         self._complete("top_k", 16, greedy=False, top_k=1)
         self._complete("stop id", 16, stop_token_ids=[tokens[5]])
         self._complete("min tokens", 8, stop_token_ids=[tokens[5]], min_new_tokens=8)
@@ -96,7 +95,7 @@ class Recorder:
     def _until_stopped(self, ends: list[int]) -> None:
         """Sample hotly until the model ends a completion itself."""
         for seed in range(100):
-            body = self._complete("end token", 64, seed=seed, greedy=False, temperature=4.0)
+            body = self._complete("end token", 128, seed=seed, greedy=False, temperature=2.0)
             sampled = body.get("output_ids") or body["choices"][0]["token_ids"]
             if sampled[-1] in ends:
                 return
