@@ -6,6 +6,7 @@ that only embedded servers know are sent to them alone: fingerprints, and the de
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import replace
@@ -131,13 +132,15 @@ class SGLangDialect(Dialect):
         await _post(caller, "/destroy_weights_update_group", {"group_name": plan.name})
 
     async def begin(self, caller: Caller) -> bool:
-        """Start an update by broadcast; return whether the server has such sessions."""
+        """Start an update by broadcast, ending one that was never finished; return whether there are such sessions."""
         try:
             await _post(caller, "/begin_weight_update", {})
         except StatusError as error:
-            if error.status != 404:
-                raise
-            return False
+            if error.status == 404:
+                return False
+            with contextlib.suppress(StatusError):
+                await _post(caller, "/end_weight_update", {})
+            await _post(caller, "/begin_weight_update", {})
         return True
 
     async def receive(self, caller: Caller, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None) -> None:

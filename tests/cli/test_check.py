@@ -354,13 +354,17 @@ def test_tied_embeddings_that_a_server_cannot_reload(check, tiny, server_python)
     assert status == 0 and "ok model served untied" in shown
 
 
-@pytest.mark.parametrize("program", ["vllm", "sglang"])
-def test_the_real_programs(check, tiny, program: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "on_a_cpu"),
+    [("vllm", "vllm={enforce_eager: true}"), ("sglang", "sglang={device: cpu, attention_backend: torch_native}")],
+)
+def test_the_real_programs(check, tiny, program: str, on_a_cpu: str, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
     python = os.environ.get(f"AREALITE_{program.upper()}_PYTHON")
     if python is None:
         pytest.skip(f"AREALITE_{program.upper()}_PYTHON names no interpreter with {program}")
     there = (f"allocation_mode={program}.d1+d1", f"launcher.server_python={python}", "rollout.untie_embeddings=true")
-    status, shown = check(tiny, *there)
+    status, shown = check(tiny, *there, on_a_cpu)
     assert status == 0 and f"ok server {program} " in shown, shown
     status, shown = check(tiny, *there, f"{program}={{tensor_paralel_size: 1}}")
     assert status == 1 and "PROBLEM server" in shown and "tensor" in shown, shown

@@ -13,7 +13,8 @@ import torch
 from aiohttp import web
 from servers.models import Reference, write_model
 from servers.programs import CONTEXT
-from servers.recording import SEED, new_dialect
+from servers.recording import FLIGHT, SEED, new_dialect
+from servers.subject import prompt, requests
 from testing_server import serve
 
 from arealite.api.errors import ServerError
@@ -97,7 +98,7 @@ def tokens_asked(exchange: dict[str, Any]) -> list[int]:
     return next(payload[name] for name in ("input_ids", "token_ids", "prompt") if name in payload)
 
 
-def parse(recorded: Recorded, dialect: Dialect, case: str, max_tokens: int = 400) -> Segment:
+def parse(recorded: Recorded, dialect: Dialect, case: str, max_tokens: int = FLIGHT) -> Segment:
     (exchange,) = recorded.of(case)
     assert exchange["status"] == 200
     return dialect.parse_segment(recorded.address, exchange["body"], max_tokens)
@@ -122,8 +123,6 @@ def test_completions_have_the_reference_s_logprobs(
 
 
 def test_our_requests_are_those_that_were_recorded(recorded: Recorded, dialect: Dialect) -> None:
-    from servers.subject import prompt, requests  # what the recorder asked for
-
     request = requests(1, 16, greedy=True)[0]
     request.input_ids = prompt(3, 12)
     (exchange,) = recorded.of("greedy")
@@ -135,6 +134,9 @@ def test_completions_end_at_stop_tokens(recorded: Recorded, dialect: Dialect) ->
     stopped = parse(recorded, dialect, "stop id")
     stop = whole.tokens[5]
     assert stopped.finish == "stop" and stopped.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    by_string = parse(recorded, dialect, "stop string")
+    assert by_string.finish == "stop" and by_string.tokens == whole.tokens[: len(by_string.tokens)]
+    assert 3 < len(by_string.tokens) <= 16
     kept = parse(recorded, dialect, "min tokens")
     assert kept.finish == "length" and len(kept.tokens) == 8 and stop not in kept.tokens
     ended = parse(recorded, dialect, "end token")
@@ -142,11 +144,20 @@ def test_completions_end_at_stop_tokens(recorded: Recorded, dialect: Dialect) ->
     assert not set(ended.tokens[:-1]) & set(recorded.end_ids)
 
 
+def test_logprobs_after_top_k_are_of_the_rest_on_vllm_and_of_everything_on_sglang(
+    recorded: Recorded, dialect: Dialect
+) -> None:
+    whole, only = parse(recorded, dialect, "greedy"), parse(recorded, dialect, "top_k")
+    assert only.tokens == whole.tokens
+    expected = [0.0] * 16 if recorded.program == "vllm" else whole.logprobs
+    assert only.logprobs == pytest.approx(expected, abs=1e-4)
+
+
 def test_an_aborted_completion_keeps_what_was_sampled(
     recorded: Recorded, dialect: Dialect, references: list[Reference]
 ) -> None:
     segment = parse(recorded, dialect, "aborted")
-    assert segment.finish == "abort" and 0 < len(segment.tokens) == len(segment.logprobs) < 400
+    assert segment.finish == "abort" and 0 < len(segment.tokens) == len(segment.logprobs) < FLIGHT
     assert gaps(recorded, "aborted", segment, references[0]).max() < 1e-3
 
 
@@ -154,7 +165,7 @@ def test_versions_split_where_the_weights_changed(
     recorded: Recorded, dialect: Dialect, references: list[Reference]
 ) -> None:
     segment = parse(recorded, dialect, "split")
-    assert segment.versions is not None and segment.finish == "length" and len(segment.tokens) == 400
+    assert segment.versions is not None and segment.finish == "length" and len(segment.tokens) == FLIGHT
     assert segment.versions == sorted(segment.versions) and set(segment.versions) == {1, 2}
     assert gaps(recorded, "split", segment, references[1]).max() < 1e-3, "both versions are the same weights"
     assert set(parse(recorded, dialect, "greedy after the update").versions or []) == {1}

@@ -49,6 +49,18 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+SERVER_ARGS = """
+class ServerArgs:
+    @staticmethod
+    def add_cli_args(parser):
+        for name in ("model-path", "host", "base-gpu-id", "weight-version", "random-seed", "dtype", "dist-init-addr"):
+            parser.add_argument("--" + name)
+        for name, default in {"port": 0, "tp-size": 1, "pp-size": 1, "nnodes": 1, "node-rank": 0}.items():
+            parser.add_argument("--" + name, type=int, default=default)
+prepare_server_args = list
+"""
+
+
 class Run:
     """A launcher that runs in the background."""
 
@@ -84,8 +96,9 @@ class Run:
 def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Return a function that launches an entry script with fast stand-ins for SGLang's server."""
     runs: list[Run] = []
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("__version__ = '0'")
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(SERVER_ARGS)
     (tmp_path / "sglang" / "launch_server.py").write_text(PRELUDE + SERVER)
     (tmp_path / "config.yaml").write_text(
         textwrap.dedent(f"""

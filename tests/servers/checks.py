@@ -275,10 +275,11 @@ def pause_mode(mode: str) -> Callable[[Subject], str]:
         if mode not in subject.program.pause_modes:
             raise NotApplicable("")
         with subject.client(pause_mode=mode, weight_update="disk") as engine:
-            same = _publish_in_flight(subject, engine, subject.history[-1], mode)
-            _agree(subject.score(same))
-            regret = max(one.regret() for one in subject.score(same))
-            assert regret <= GAP, f"a continuation must be what it would have been: got a token {regret:.3g} below"
+            same = subject.score(_publish_in_flight(subject, engine, subject.history[-1], mode))
+        _agree(same)
+        regret = max(one.regret() for one in same)
+        assert regret <= GAP, f"a continuation must be what it would have been: got a token {regret:.3g} below"
+        with subject.client(pause_mode=mode, weight_update="broadcast") as engine:
             responses = _publish_in_flight(subject, engine, subject.other, mode)
         gap = _gap_by_version(subject, responses, is_stale_after=mode == "in_place")
         assert gap <= GAP, f"tokens must come from the version that they name: logprobs differ by {gap:.3g}"

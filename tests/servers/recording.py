@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from arealite.api.io_struct import ModelRequest
 from arealite.engine.dialect import Caller, Dialect, PauseMode
 from arealite.engine.server_http import ServerHttp
@@ -26,8 +28,10 @@ from servers.wire import Answer, ask
 
 SEED = 1
 """Of the model that the recorded servers hold; version 1 is that of the next one."""
+FLIGHT = 160
+"""Tokens asked for in completions that are interrupted."""
 _FOLDER = "/models"
-_IN_FLIGHT_S = 0.5
+_IN_FLIGHT_S = 0.2
 _TIMEOUT_S = 60.0
 
 Json = dict[str, Any]
@@ -48,7 +52,9 @@ def record(program: Program, folder: Path, out: Path) -> Path:
         recorder = Recorder(program.name, address)
         recorder.ask_everything(end_ids(models[0]), str(models[1]))
     path = out / f"{about['program']}-{about['version']}.json"
-    lines = ",\n".join(json.dumps(one).replace(str(folder), _FOLDER) for one in recorder.exchanges)
+    lines = ",\n".join(
+        json.dumps(one, separators=(",", ":")).replace(str(folder), _FOLDER) for one in recorder.exchanges
+    )
     head = json.dumps({"program": about["program"], "version": about["version"], "end_ids": end_ids(models[0])})
     path.write_text(f'{head[:-1]}, "exchanges": [\n{lines}\n]}}\n')
     return path
@@ -63,22 +69,23 @@ class Recorder:
         self._address = address
         self._dialect = new_dialect(program)
 
-    def ask_everything(self, ends: list[int], next_model: str) -> None:
-        """Go through all cases."""
+    def ask_everything(self, model: Path, next_model: Path) -> None:
+        """Go through all cases: the server holds one model, and gets the next."""
         self._meet()
         greedy = self._complete("greedy", 16)
         tokens = greedy.get("output_ids") or greedy["choices"][0]["token_ids"]
         self._complete("sampled", 16, greedy=False)
         self._complete("top_k", 16, greedy=False, top_k=1)
         self._complete("stop id", 16, stop_token_ids=[tokens[5]])
+        self._complete("stop string", 16, stop=[_letter_of(tokens, model)])
         self._complete("min tokens", 8, stop_token_ids=[tokens[5]], min_new_tokens=8)
-        self._until_stopped(ends)
+        self._until_stopped(end_ids(model))
         self._complete("overflow", 16, request=prompt(1, CONTEXT + 50))
         self._complete("temperature below 0", 16, change={"temperature": -1.0})
         self._ask("unknown endpoint", "POST", "/no_such_endpoint", {})
         self._in_flight("aborted", "abort", lambda dialect, caller: asyncio.sleep(0))
-        self._update_calls(next_model)
-        self._in_flight("split", "retract", lambda dialect, caller: dialect.load(caller, next_model, 2, None))
+        self._update_calls(str(next_model))
+        self._in_flight("split", "retract", lambda dialect, caller: dialect.load(caller, str(next_model), 2, None))
         if self._program == "vllm":
             self._dialect = new_dialect("vllm")  # one that has not met the server believes that it is an older one
             self._complete("completions: greedy", 16)
@@ -95,7 +102,7 @@ class Recorder:
     def _until_stopped(self, ends: list[int]) -> None:
         """Sample hotly until the model ends a completion itself."""
         for seed in range(100):
-            body = self._complete("end token", 128, seed=seed, greedy=False, temperature=2.0)
+            body = self._complete("end token", 64, seed=seed, greedy=False, temperature=2.0)
             sampled = body.get("output_ids") or body["choices"][0]["token_ids"]
             if sampled[-1] in ends:
                 return
@@ -129,7 +136,7 @@ class Recorder:
         self, case: str, mode: PauseMode, action: Callable[[Dialect, Caller], Coroutine[Any, Any, object]]
     ) -> None:
         """Pause the server while it samples, do something, and let it go on."""
-        thread = threading.Thread(target=self._complete, args=(case, 400))
+        thread = threading.Thread(target=self._complete, args=(case, FLIGHT))
         thread.start()
         time.sleep(_IN_FLIGHT_S)
 
@@ -176,6 +183,13 @@ class Recorder:
         exchange = {"case": case, "method": method, "endpoint": endpoint, "payload": payload}
         self.exchanges.append(exchange | {"status": answer.status, "body": body})
         return answer
+
+
+def _letter_of(tokens: list[int], model: Path) -> str:
+    """Return a letter that a completion comes to after a few tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    letters = [tokenizer.decode([token]) for token in tokens]
+    return next(one for at, one in enumerate(letters) if at > 2 and one.isascii() and one not in letters[:at])
 
 
 def _vllm_info(body: Json) -> Json:
