@@ -68,6 +68,7 @@ __all__ = [
 
 logger = logging.getLogger("arealite.config")
 
+_VLLM_MAX_TEMPERATURE = 2.0
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
 
@@ -722,6 +723,11 @@ class GRPOConfig(BaseExperimentConfig):
                 "so that importance weights would be wrong. Remove both, or use vllm or lite."
             )
         for key, one in (("gconfig", gconfig), ("eval_gconfig", self.eval_gconfig)):
+            if backend == "vllm" and one.temperature > _VLLM_MAX_TEMPERATURE:
+                raise ConfigError(
+                    f"{key}.temperature must be at most {_VLLM_MAX_TEMPERATURE:g} for vllm: got {one.temperature:g}. "
+                    "Lower it, or use sglang or lite."
+                )
             if backend == "sglang" and one.stop and one.min_new_tokens > 0:
                 raise ConfigError(
                     f"{key}.min_new_tokens must be 0 with {key}.stop for sglang: got {one.min_new_tokens} and "

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from arealite.api.errors import ServerError
+
 _MAX_STICKY = 65536
 """Remembered rids; the oldest are forgotten first."""
 NO_VERSION = -1
@@ -111,10 +113,10 @@ class ServerSet:
     def _least_loaded(self, avoid: Set[Server]) -> Server:
         members = list(self._servers.values())
         if not members:
-            raise RuntimeError("there must be an inference server: got none. Add one with servers.add(address).")
+            raise ServerError("there must be an inference server: got none. Add one with servers.add(address).")
         current = [server for server in members if server.version == self._version]
         if not current:
-            raise RuntimeError(
+            raise ServerError(
                 f"there must be an inference server with weights of version {self._version}: got versions "
                 f"{sorted({server.version for server in members})}. Publish weights, which reach every server."
             )

@@ -258,6 +258,9 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
 
     stops = ("gconfig.stop=[x]", "gconfig.min_new_tokens=3")
     assert vllm("gconfig.top_k=5", "gconfig.top_p=0.9", *stops, "rollout.pause_mode=wait").gconfig.top_k == 5
+    assert "at most 2 for vllm: got 2.5" in refusal(
+        tmp_path, MINIMAL, "rollout.backend=vllm", "gconfig.temperature=2.5"
+    )
     assert "got wait" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", "rollout.pause_mode=wait")
     assert "got wait" in refusal(tmp_path, MINIMAL, "rollout.backend=lite", "rollout.pause_mode=wait")
     for narrowed in ("gconfig.top_k=5", "gconfig.top_p=0.9"):

@@ -563,7 +563,7 @@ def test_only_servers_with_the_newest_weights_are_picked() -> None:
     servers.remove("new")
     assert servers.pick("v", 1) is b, "not answering is better than answering from other weights"
     servers.remove("b")
-    with pytest.raises(RuntimeError, match=r"with weights of version 3: got versions \[0\]"):
+    with pytest.raises(ServerError, match=r"with weights of version 3: got versions \[0\]"):
         servers.pick("w", 1)
     servers.note_publication([a], 4)
     assert servers.pick("x", 1) is a
@@ -579,5 +579,5 @@ def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
 
 
 def test_without_servers_there_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="must be an inference server"):
+    with pytest.raises(ServerError, match="must be an inference server"):
         ServerSet().pick("r", 1)

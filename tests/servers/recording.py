@@ -50,7 +50,7 @@ def record(program: Program, folder: Path, out: Path) -> Path:
     about = program.about(models[0])
     with served(program, models[0], folder / "server.log") as address:
         recorder = Recorder(program.name, address)
-        recorder.ask_everything(end_ids(models[0]), str(models[1]))
+        recorder.ask_everything(*models)
     path = out / f"{about['program']}-{about['version']}.json"
     lines = ",\n".join(
         json.dumps(one, separators=(",", ":")).replace(str(folder), _FOLDER) for one in recorder.exchanges
