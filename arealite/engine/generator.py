@@ -194,6 +194,8 @@ class Generator:
             reply = await self._liveness.post(server, endpoint, payload, timeout_s=self._config.request_timeout)
         except StatusError as error:
             if self._dialect.is_overflow(error):
+                if tokens:
+                    return Segment([], [], [], "length")  # an interruption fell on its last tokens
                 raise ContextOverflowError(
                     f"a request must fit into the context of {server.address}: got {len(req.input_ids)} tokens that "
                     f"may become {len(req.input_ids) + req.gconfig.max_new_tokens}. Drop long prompts, lower "
@@ -274,6 +276,7 @@ class Generator:
         segment = self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens)
         if not segment.tokens:
             raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
+        server.tells_versions |= segment.versions is not None
         return Canary(server.address, server.dtype, segment.tokens, segment.logprobs, segment.versions)
 
 

@@ -111,8 +111,8 @@ class Liveness:
     async def _answers(self, address: str, timeout_s: float) -> bool:
         try:
             await self._http.get(address, "/", timeout_s=timeout_s)
-        except StatusError:
-            return True  # there need not be such a page
+        except StatusError as error:
+            return error.status < 500  # there need not be such a page; above is a proxy without its server
         except ServerError:
             return False
         return True

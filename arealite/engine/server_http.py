@@ -19,6 +19,8 @@ from arealite.api.errors import ServerError, UnreachableError
 Json = dict[str, Any]
 
 _CONNECT_S = 10.0
+_IDLE_S = 4.0
+"""How long an idle connection is used again; SGLang and vLLM close it after 5 s, and a request on its way then is lost."""
 _SHOWN_CHARS = 500
 
 
@@ -35,7 +37,7 @@ class ServerHttp:
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the staleness account bounds the number of requests
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),  # the staleness account bounds requests
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json"},

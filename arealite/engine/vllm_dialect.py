@@ -56,6 +56,11 @@ class VLLMDialect(Dialect):
                 "rollout.pause_mode."
             )
         config: dict[str, Any] = (await caller.get("/server_info?config_format=json"))["vllm_config"]
+        if (mode := config["model_config"].get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
+            raise ConfigError(
+                f"vLLM must return logprobs of what it samples from: got {mode} at {caller.address}, which are those "
+                "before temperature, top-p and top-k. Start it with --logprobs-mode processed_logprobs."
+            )
         if self._pause_mode == "in_place" and config["cache_config"]["enable_prefix_caching"]:
             raise ConfigError(
                 f"rollout.pause_mode must not be in_place with the prefix cache of vLLM: got both at {caller.address}, "
@@ -69,7 +74,8 @@ class VLLMDialect(Dialect):
     ) -> tuple[str, Json]:
         """Return endpoint and payload that let a server continue `req` after `tokens`.
 
-        Nothing is left to defaults, which come from the model's generation_config.json.
+        Nothing is left to defaults, which come from the model's generation_config.json. A continuation has a seed of
+        its own, because vLLM draws the same random numbers again for the same seed, wherever a request begins.
         """
         gconfig = req.gconfig
         sampling: Json = {
@@ -81,9 +87,10 @@ class VLLMDialect(Dialect):
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "stop": gconfig.stop,
+            "skip_special_tokens": False,  # a stop string may be the text of one
             "stop_token_ids": gconfig.stop_token_ids,
             "ignore_eos": ignore_eos,
-            "seed": seed % 2**63,
+            "seed": (seed + len(tokens)) % 2**63,
             "logprobs": 0,  # only those of the sampled tokens
         }
         input_ids = [*req.input_ids, *tokens]

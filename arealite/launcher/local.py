@@ -69,7 +69,7 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
     """
     with contextlib.ExitStack() as held:
         try:
-            entry = _entry(entry)
+            entry = entry_script(entry)
             config = read_config(entry, argv)
             roles = check_roles(config)
             _check_resume(config)
@@ -79,6 +79,14 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return _CONFIG_FAILED
         return asyncio.run(_run(config, roles, entry=entry, argv=argv))
+
+
+def entry_script(entry: str | Path) -> Path:
+    """Return the absolute path of the script, which must be a file."""
+    path = Path(entry)
+    if not path.is_file():
+        raise ConfigError(f"the entry script must be a file: got {entry}, which does not exist. Correct its path.")
+    return path.resolve()
 
 
 def read_config(entry: Path, argv: Sequence[str]) -> GRPOConfig | SFTConfig:
@@ -188,13 +196,6 @@ def _stall_policy(config: GRPOConfig | SFTConfig, roles: Roles) -> StallPolicy:
         on_stall=config.launcher.on_stall,
         foreign_servers={address: address for address in roles.foreign_servers.split(",") if address},
     )
-
-
-def _entry(entry: str | Path) -> Path:
-    path = Path(entry)
-    if not path.is_file():
-        raise ConfigError(f"the entry script must be a file: got {entry}, which does not exist. Correct its path.")
-    return path.resolve()
 
 
 def _loaded_class_names(entry: Path) -> set[str]:

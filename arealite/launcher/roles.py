@@ -95,12 +95,12 @@ def check_roles(config: GRPOConfig | SFTConfig) -> Roles:
     mode = AllocationMode.from_str(config.allocation_mode)
     _check_trainers(mode)
     _check_model(config)
-    foreign_servers = _foreign_servers(config)
+    foreign = foreign_servers(config)
     is_replay = isinstance(config, GRPOConfig) and bool(config.rollout.replay_from)
-    starts_servers = mode.gen_dp_size > 0 and not foreign_servers and not is_replay
+    starts_servers = mode.gen_dp_size > 0 and not foreign and not is_replay
     if starts_servers:
         _check_servers(config, mode)
-    if isinstance(config, GRPOConfig) and mode.gen_dp_size == 0 and not foreign_servers and not is_replay:
+    if isinstance(config, GRPOConfig) and mode.gen_dp_size == 0 and not foreign and not is_replay:
         raise ConfigError(
             f"allocation_mode must name servers for reinforcement learning: got {mode}. "
             f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
@@ -111,8 +111,15 @@ def check_roles(config: GRPOConfig | SFTConfig) -> Roles:
         gpus_per_server=mode.gen_instance_size,
         num_ranks=1 if mode.type_ is AllocationType.DECOUPLED_EVAL else mode.train_world_size,
         gpus=_gpus(config, needed=num_servers * mode.gen_instance_size + mode.train_world_size),
-        foreign_servers=foreign_servers,
+        foreign_servers=foreign,
     )
+
+
+def foreign_servers(config: GRPOConfig | SFTConfig) -> str:
+    """Return the addresses of servers that someone else starts and stops, with commas between them."""
+    if isinstance(config, GRPOConfig) and config.rollout.server_addrs:
+        return ",".join(config.rollout.server_addrs)
+    return os.environ.get(SERVER_ADDRS_VARIABLE, "")
 
 
 def server_jobs(config: GRPOConfig | SFTConfig, roles: Roles, ports: Sequence[int]) -> list[ServerJob]:
@@ -226,12 +233,6 @@ def _check_installed(config: GRPOConfig, mode: AllocationMode) -> None:
         )
 
 
-def _foreign_servers(config: GRPOConfig | SFTConfig) -> str:
-    if isinstance(config, GRPOConfig) and config.rollout.server_addrs:
-        return ",".join(config.rollout.server_addrs)
-    return os.environ.get(SERVER_ADDRS_VARIABLE, "")
-
-
 def _gpus(config: GRPOConfig | SFTConfig, *, needed: int) -> tuple[str, ...]:
     """Return the GPUs to use; none on a CPU cluster."""
     limit = config.cluster.n_gpus_per_node
@@ -299,7 +300,7 @@ def _lite_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) ->
 def _defaults(config: GRPOConfig, *, no_cache: str) -> dict[str, Any]:
     """Return flags that the user may change: servers compute like the trainer, and without a prefix cache where
     sequences keep theirs when weights change, because they would lend its old part to new ones."""
-    return {"dtype": config.actor.dtype, no_cache: config.rollout.pause_mode == "in_place"}
+    return {"dtype": config.actor.dtype} | ({no_cache: True} if config.rollout.pause_mode == "in_place" else {})
 
 
 def _sglang_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) -> list[str]:
@@ -324,8 +325,9 @@ def _vllm_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) ->
         "tensor_parallel_size": roles.gpus_per_server,
         "seed": int(config.vllm.get("seed", config.seed)) + index,
     }
-    flags = _flags(_defaults(config, no_cache="no_enable_prefix_caching") | config.vllm | ours)
-    return [_server_python(config), "-m", "arealite.launcher.vllm_server", *flags]
+    options = _defaults(config, no_cache="no_enable_prefix_caching") | config.vllm | ours
+    switched_off = {f"no_{name}": True for name, value in options.items() if value is False and name[:2] != "no"}
+    return [_server_python(config), "-m", "arealite.launcher.vllm_server", *_flags(options | switched_off)]
 
 
 def _flags(options: Mapping[str, object]) -> list[str]:

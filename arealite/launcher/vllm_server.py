@@ -71,13 +71,19 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
     wanted = _DEFAULTS | _weight_transfer() | (_CPU_DEFAULTS if current_platform.device_type == "cpu" else {})
     defaults = {name: value for name, value in wanted.items() if name in known}
     parser.set_defaults(**defaults)
-    args: argparse.Namespace = parser.parse_args(list(flags))
+    args: argparse.Namespace = parser.parse_args(without_needless(flags, parser._option_string_actions))
     try:
         ServeSubcommand().validate(args)
         AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, TypeError, OSError, AssertionError) as error:
         raise ConfigError(f"vLLM's flags must agree with each other and with the model: got {_told(error)}") from error
     return args
+
+
+def without_needless(flags: Sequence[str], options: Collection[str]) -> list[str]:
+    """Drop `--no-X` where a parser with these `options` knows only X, which is off unless it is given."""
+    needless = {f"--no-{option.removeprefix('--')}" for option in options} - set(options)
+    return [flag for flag in flags if flag not in needless]
 
 
 def description() -> dict[str, object]:

@@ -35,7 +35,6 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab: int
-    max_positions: int | None
     has_qk_norm: bool
     is_tied: bool
 
@@ -59,7 +58,6 @@ def model_shape(model: Any) -> ModelShape:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab=model.get_output_embeddings().weight.shape[0],
-        max_positions=getattr(config, "max_position_embeddings", None),
         has_qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         is_tied=bool(config.tie_word_embeddings),
     )

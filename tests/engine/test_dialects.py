@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.vllm_dialect import VLLMDialect
 from arealite.engine.vllm_remote import RemoteVLLMEngine
 
 
@@ -59,8 +62,9 @@ class Pages(ScriptedServer):
         return app
 
 
-def vllm(*paths: str, prefix_caching: bool = True) -> Pages:
-    config = {"cache_config": {"enable_prefix_caching": prefix_caching}, "model_config": {"dtype": "torch.float32"}}
+def vllm(*paths: str, prefix_caching: bool = True, logprobs_mode: str = "processed_logprobs") -> Pages:
+    model = {"dtype": "torch.float32", "logprobs_mode": logprobs_mode}
+    config = {"cache_config": {"enable_prefix_caching": prefix_caching}, "model_config": model}
     pages = {"/openapi.json": {"paths": {path: {} for path in ("/v1/completions", "/pause", *paths)}}}
     return Pages(pages | {"/server_info": {"vllm_config": config}})
 
@@ -91,6 +95,22 @@ def test_requests_may_not_stay_at_a_server_that_tells_no_versions(pause_mode: st
         meet(vllm(prefix_caching=False), backend="vllm", pause_mode=pause_mode)
 
 
+def test_a_vllm_with_logprobs_of_another_distribution_is_refused() -> None:
+    """They are those at temperature 1, whatever is sampled from, unless it is started otherwise."""
+    with pytest.raises(ConfigError, match="got raw_logprobs at .*--logprobs-mode processed_logprobs"):
+        meet(vllm(logprobs_mode="raw_logprobs"), backend="vllm")
+
+
+def test_a_continuation_by_vllm_does_not_draw_the_same_random_numbers_again() -> None:
+    """vLLM seeds a generator when a request begins; SGLang and lite hash the seed with the position."""
+    request = ModelRequest([5, 6], GenerationHyperparameters(max_new_tokens=8))
+    seeds = [
+        VLLMDialect(pause_mode="abort").generate_call("h:1", request, [7] * done, 2**63 - 1)[1]["seed"]
+        for done in range(3)
+    ]
+    assert seeds == [2**63 - 1, 0, 1]
+
+
 def test_named_engines_take_only_their_own_servers() -> None:
     with pytest.raises(ConfigError, match="sglang or lite for RemoteSGLangEngine: got vllm"):
         RemoteSGLangEngine(InferenceEngineConfig(backend="vllm"))
@@ -105,6 +125,26 @@ def test_token_limits_fit_into_the_context() -> None:
         assert generate(engine, [5] * 9, max_new_tokens=100).output_len == 7
         assert generate(engine, [5] * 9, max_new_tokens=3).output_len == 3
     assert [one["sampling_params"]["max_new_tokens"] for one in server.requests] == [7, 3]
+
+
+def test_a_completion_that_is_interrupted_where_the_context_ends_is_kept() -> None:
+    """SGLang takes no prompt as long as what it had already sampled."""
+    server = ScriptedServer(info={"max_req_input_len": 10}, context=16, token_delay_s=0.02)
+
+    def interrupt() -> None:
+        while not server.requests:
+            time.sleep(0.005)
+        time.sleep(0.06)
+        server.context = 10
+        server.abort_all()
+
+    with connected(server) as engine, ThreadPoolExecutor(1) as pool:
+        interruption = pool.submit(interrupt)
+        response = generate(engine, [5] * 9, max_new_tokens=100)
+        interruption.result()
+    assert response.stop_reason == "length" and response.num_interrupts == 1
+    assert 1 <= response.output_len == len(response.output_logprobs) == len(response.output_versions) < 7
+    assert len(server.requests) == 2
 
 
 def test_tokens_that_the_model_does_not_have_are_not_sent(tmp_path: Path) -> None:
@@ -130,6 +170,18 @@ def test_tokens_that_the_model_does_not_have_are_not_sent(tmp_path: Path) -> Non
 def test_servers_tell_the_dtype_that_bounds_their_canaries(server: Any, backend: str, dtype: str | None) -> None:
     with connected(server, backend=backend) as engine:
         assert [one.dtype for one in engine.servers.servers] == [dtype]
+
+
+def test_a_proxy_whose_server_still_starts_is_waited_for() -> None:
+    class Proxied(ScriptedServer):
+        @web.middleware
+        async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
+            self.num_calls = getattr(self, "num_calls", 0) + 1
+            if self.num_calls < 3:
+                return web.Response(status=502)
+            return await super()._refuse(request, handler)
+
+    meet(Proxied(), setup_timeout=5)
 
 
 def test_a_server_that_was_left_paused_is_let_go_on() -> None:

@@ -137,7 +137,7 @@ def test_vllm_servers(load, server_python, nvidia_smi):
     config = load(
         *("allocation_mode=vllm.d2t2+d3", "actor.path=tiny", "cluster.n_gpus_per_node=8", "seed=5"),
         *(f"launcher.server_python={server_python}", "rollout.pause_mode=in_place"),
-        "vllm={max_model_len: 512, enforce_eager: true, disable_log_stats: false, compilation_config: {mode: 3}}",
+        "vllm={max_model_len: 512, enforce_eager: true, enable_chunked_prefill: false, compilation_config: {mode: 3}}",
     )
     roles = check_roles(config)
     jobs = server_jobs(config, roles, [4001, 4002])
@@ -153,6 +153,7 @@ def test_vllm_servers(load, server_python, nvidia_smi):
         "--enforce-eager": "",
         "--compilation-config": '{"mode": 3}',
         "--no-enable-prefix-caching": "",
+        "--no-enable-chunked-prefill": "",
     }
     assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
 

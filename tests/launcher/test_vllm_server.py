@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import arealite
-from arealite.launcher.vllm_server import refusal
+from arealite.launcher.vllm_server import refusal, without_needless
 from arealite.utils.tiny_model import make_tiny_model
 
 PYTHON = os.environ.get("AREALITE_VLLM_PYTHON", "")
@@ -46,9 +46,16 @@ def test_bad_values_are_told_as_they_are():
     assert told == ("flags of vLLM must be valid: got argument --port: invalid int value: 'x'. Correct the vllm block.")
 
 
+def test_a_switch_without_an_opposite_is_off_unless_it_is_given():
+    flags = ["--model", "no-model", "--no-disable-log-stats", "--no-enable-x", "--no-nothing"]
+    options = ["--model", "--disable-log-stats", "--enable-x", "--no-enable-x"]
+    assert without_needless(flags, options) == ["--model", "no-model", "--no-enable-x", "--no-nothing"]
+
+
 @needs_vllm
 def test_a_check_tells_the_program_in_one_line(model):
-    done = run("--check", "--model", str(model), "--dtype", "float32", "--max-model-len", "512")
+    switches = ("--no-disable-log-stats", "--no-enable-prefix-caching")
+    done = run("--check", "--model", str(model), "--dtype", "float32", "--max-model-len", "512", *switches)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     found = json.loads(line)

@@ -262,7 +262,7 @@ def bad_input(subject: Subject) -> str:
                 assert f"http://{subject.address}/" in str(error) and "status 4" in str(error), f"got {error}"
             notes.append("server" if isinstance(error, ServerError) else "client")
         subject.complete(engine, requests(1, 4))
-    return f"refused by {', '.join(notes)}"
+    return f"refused by {' and '.join(sorted(set(notes)))}"
 
 
 # Pausing, with requests in flight

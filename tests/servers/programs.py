@@ -111,7 +111,6 @@ def program(name: Name, python: str) -> Program:
                 "max_model_len": CONTEXT,
                 "max_num_seqs": 64,
                 "enforce_eager": True,
-                "no_enable_chunked_prefill": True,
             },
             {"no_enable_prefix_caching": True},
             {"VLLM_CPU_KVCACHE_SPACE": "1"},

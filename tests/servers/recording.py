@@ -189,7 +189,9 @@ def _letter_of(tokens: list[int], model: Path) -> str:
     """Return a letter that a completion comes to after a few tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     letters = [tokenizer.decode([token]) for token in tokens]
-    return next(one for at, one in enumerate(letters) if at > 2 and one.isascii() and one not in letters[:at])
+    return next(
+        one for at, one in enumerate(letters) if at and len(one) == 1 and one.isascii() and one not in letters[:at]
+    )
 
 
 def _vllm_info(body: Json) -> Json:

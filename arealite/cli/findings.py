@@ -1,0 +1,77 @@
+"""What the checks of `arealite check` find: printed as it is found, counted at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Concatenate, Literal, ParamSpec, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from arealite.api.errors import AReaLiteError
+
+Level = Literal["ok", "warning", "problem"]
+_STYLES = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold white on red")}
+_SHOWN_CHARS = 600
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found, and what to do about it."""
+
+    level: Level
+    text: str
+    fix: str = ""
+
+
+class Findings:
+    """The findings of all checks so far."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+        self.all: list[Finding] = []
+        self._topic = ""
+
+    def look(
+        self, topic: str, check: Callable[Concatenate[Findings, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Make a check. Whatever a model, a data set or a server does instead of passing is a problem of the run."""
+        self._topic = topic
+        try:
+            with self.console.status(f"checking the {topic}"):
+                return check(self, *args, **kwargs)
+        except AReaLiteError as error:
+            self.add("problem", str(error))
+        except Exception as error:
+            self.add("problem", " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARS])
+        return None
+
+    def add(self, level: Level, text: str, fix: str = "") -> None:
+        """Print a finding of the check that is being made."""
+        self.all.append(Finding(level, text, fix))
+        mark, style = _STYLES[level]
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=len("PROBLEM"))
+        line.add_column(width=9)
+        line.add_column(overflow="fold")
+        line.add_row(Text(mark, style=style), Text(self._topic, style="bold"), Text(text))
+        if fix:
+            line.add_row("", "", Text(f"Fix: {fix}", style="cyan"))
+        self.console.print(line)
+
+    def summarize(self) -> bool:
+        """Print how many problems and warnings there are, and return whether there are problems."""
+        problems, warnings = (sum(finding.level == level for finding in self.all) for level in ("problem", "warning"))
+        told = f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
+        self.console.print(Text(told, style="bold red" if problems else "bold green"))
+        return problems > 0
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 rank` or `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
