@@ -1,8 +1,8 @@
 """`arealite check`: what a run would trip over, found before it runs.
 
 Every check looks at the real thing: the config as the launcher reads it, the installed server's own parser, the
-headers of the model's files, the tokenizer's own ids. A finding comes with its fix. Nothing is started except servers'
-parsers, and nothing is downloaded except what describes a model (its configs and tokenizer) and data sets.
+headers of the model's files, the tokenizer's own ids. Nothing is started except servers' parsers, and nothing is
+downloaded except what describes a model (its configs and tokenizer) and data sets.
 
 Exit status: 0 no problem (warnings don't count), 1 problems (2, from the front door: the config can't be read).
 """

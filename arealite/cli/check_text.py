@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -69,12 +68,12 @@ def _check_end(found: Findings, config: Config, tokenizer: Any, certificate: Cer
     """The token after an answer must end generation, and be the one that fine-tuning teaches."""
     tail, end = certificate.after_answer, certificate.end_id
     if end is None:
-        ends = ", ".join(_quoted(tokenizer.decode([token])) for token in sorted(end_ids))
-        told = f"it writes {_quoted(tail)} after an answer, where the model ends with {ends}: answers may run on"
+        ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids))
+        told = f"it writes {tail!r} after an answer, where the model ends with {ends}: answers may run on"
         fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
         found.add("warning", told, fix)
     elif isinstance(config, SFTConfig) and end != tokenizer.eos_token_id:
-        ours, its = (_quoted(tokenizer.decode([token])) for token in (tokenizer.eos_token_id, end))
+        ours, its = (repr(tokenizer.decode([token])) for token in (tokenizer.eos_token_id, end))
         told = f"demonstrations end with the tokenizer's eos token {ours}, where the template ends an answer with {its}"
         found.add("warning", told, f"Set eos_token of the tokenizer to {its}.")
 
@@ -124,7 +123,3 @@ def _context(config: Config, model: PreTrainedModel) -> float:
         lite, sglang, vllm = config.lite.context, config.sglang.get("context_length"), config.vllm.get("max_model_len")
         limits.append({"lite": lite, "sglang": sglang, "vllm": vllm}[config.rollout.backend])
     return min((int(limit) for limit in limits if limit is not None), default=float("inf"))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         help="look for what a run would trip over, before it runs",
         usage="arealite check ENTRY.py --config FILE.yaml [key=value ...]",
         description="Check config, server program and flags, model files, tokenizer, chat template, data and memory of "
-        "the run that the launcher would start with the same arguments. Each finding comes with its fix.",
+        "the run that the launcher would start with the same arguments. Most findings name their fix.",
         epilog="exit status: 0 no problem (warnings don't count), 1 problems, 2 the config can't be read",
     )
     check.add_argument("entry", metavar="ENTRY.py", help="script with the training loop")

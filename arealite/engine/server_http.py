@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 _CONNECT_S = 10.0
 _IDLE_S = 4.0
-"""How long an idle connection is used again; SGLang and vLLM close it after 5 s, and a request on its way then is lost."""
+"""An idle connection is not used again after that; SGLang and vLLM close it after 5 s, and lose what is on its way."""
 _SHOWN_CHARS = 500
 
 

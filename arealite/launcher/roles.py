@@ -326,8 +326,9 @@ def _vllm_command(config: GRPOConfig, roles: Roles, *, port: int, index: int) ->
         "seed": int(config.vllm.get("seed", config.seed)) + index,
     }
     options = _defaults(config, no_cache="no_enable_prefix_caching") | config.vllm | ours
-    switched_off = {f"no_{name}": True for name, value in options.items() if value is False and name[:2] != "no"}
-    return [_server_python(config), "-m", "arealite.launcher.vllm_server", *_flags(options | switched_off)]
+    off = [name for name, value in options.items() if value is False and not name.startswith(("no_", "no-"))]
+    flags = _flags(options | {f"no_{name}": True for name in off})
+    return [_server_python(config), "-m", "arealite.launcher.vllm_server", *flags]
 
 
 def _flags(options: Mapping[str, object]) -> list[str]:

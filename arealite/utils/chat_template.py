@@ -9,7 +9,6 @@ that is why a workflow keeps the sampled ids even if its template is certified.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +72,7 @@ def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:
             refused[kind] = str(error)
         else:
             breaks |= {kind: broken} if broken else {}
-    texts = [*(answer for _, _, answer in _KINDS.values()), *_HARD_TEXTS]
-    decoded = {text: tokenizer.decode(_encode(tokenizer, text)) for text in texts}
+    decoded = {text: tokenizer.decode(_encode(tokenizer, text)) for text in (_PLAIN, _THOUGHT, *_HARD_TEXTS)}
     garbled = {text: back for text, back in decoded.items() if back != text}
     return Certificate(breaks, refused, tail, end, garbled)
 
@@ -91,20 +89,20 @@ def _first_break(tokenizer: Any, system: str, asker: str, answer: str, end: list
         if prompt[: len(kept)] != kept:
             saw, writes = _difference(tokenizer, kept, prompt)
             change = f"turn {turn} changes when question {turn + 1} follows it"
-            return f"{change}: the model saw {saw}..., the template writes {writes}..."
+            return f"{change}: the model saw {saw!r}..., the template writes {writes!r}..."
         kept = [*prompt, *_encode(tokenizer, answer), *end]
         messages.append(_message("assistant", answer))
     return ""
 
 
 def _difference(tokenizer: Any, kept: list[int], prompt: list[int]) -> tuple[str, str]:
-    """Quote both texts from the first token on that differs, in pieces if it is the same text in other tokens."""
+    """Return both texts from the first token on that differs, in pieces if it is the same text in other tokens."""
     first = next((i for i, (old, new) in enumerate(zip(kept, prompt, strict=False)) if old != new), len(prompt))
     ours, theirs = kept[first : first + _AROUND], prompt[first : first + _AROUND]
     text, other = tokenizer.decode(ours), tokenizer.decode(theirs)
     if text.startswith(other) or other.startswith(text):
         text, other = ("|".join(tokenizer.decode([token]) for token in ids) for ids in (ours, theirs))
-    return json.dumps(text, ensure_ascii=False), json.dumps(other, ensure_ascii=False)
+    return text, other
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -114,6 +114,11 @@ def test_processes_that_this_machine_cannot_run(check, tiny) -> None:
         assert "warning memory no GPU here" in shown and "AdamW moments" in shown
 
 
+def test_servers_alone_have_no_memory_plan(check, tiny) -> None:
+    status, shown = check(tiny, "allocation_mode=lite.d1")
+    assert status == 0 and "1 server and 0 trainer ranks" in shown and "memory" not in shown
+
+
 def test_model_files_that_are_not_whole(check, model) -> None:
     file = model / "model.safetensors"
     weights = load_file(file)
@@ -156,7 +161,7 @@ def test_a_template_that_rewrites_turns(check, model) -> None:
     assert (
         status == 0 and "warning template not append-only: with plain answers, turn 1 changes when question 2" in shown
     )
-    assert 'the model saw "<|assistant|>The answ' in shown and "Fix: No matter for single-turn workflows" in shown
+    assert "the model saw '<|assistant|>The answ" in shown and "Fix: No matter for single-turn workflows" in shown
     status, shown = check(model, entry=ENTRY.replace("RLVRWorkflow", "MyWorkflow"))
     assert status == 1 and "PROBLEM template not append-only" in shown and "may be multi-turn" in shown
 
@@ -164,7 +169,7 @@ def test_a_template_that_rewrites_turns(check, model) -> None:
 def test_a_template_whose_end_is_not_the_models(check, model) -> None:
     write_template(model, CHAT_TEMPLATE.replace("<|end|>", "<|system|>"))
     status, shown = check(model)
-    assert status == 0 and 'warning template it writes "<|system|>" after an answer, where the model ends' in shown
+    assert status == 0 and "warning template it writes '<|system|>' after an answer, where the model ends" in shown
     assert "Fix: Set eos_token_id in generation_config.json" in shown
     status, shown = check(model, "gconfig.stop_token_ids=[2]")
     assert "after an answer" not in shown and "ok template append-only" in shown
@@ -297,7 +302,7 @@ def test_supervised_fine_tuning(check, model) -> None:
     entry = ENTRY.replace("GRPOConfig", "SFTConfig").replace("RLVRWorkflow", "train")
     status, shown = check(model, entry=entry, config=config, key="model.path")
     assert status == 0 and "ok processes d2: 2 trainer ranks" in shown and " server" not in shown
-    assert 'the tokenizer\'s eos token "<|pad|>", where the template ends an answer with "<|end|>"' in shown
+    assert "the tokenizer's eos token '<|pad|>', where the template ends an answer with '<|end|>'" in shown
     assert "the first 16 demonstrations have" in shown
 
 

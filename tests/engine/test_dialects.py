@@ -97,7 +97,7 @@ def test_requests_may_not_stay_at_a_server_that_tells_no_versions(pause_mode: st
 
 def test_a_vllm_with_logprobs_of_another_distribution_is_refused() -> None:
     """They are those at temperature 1, whatever is sampled from, unless it is started otherwise."""
-    with pytest.raises(ConfigError, match="got raw_logprobs at .*--logprobs-mode processed_logprobs"):
+    with pytest.raises(ConfigError, match=r"got raw_logprobs at .*--logprobs-mode processed_logprobs"):
         meet(vllm(logprobs_mode="raw_logprobs"), backend="vllm")
 
 

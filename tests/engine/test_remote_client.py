@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -26,6 +27,7 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ContextOverflowError, EpisodeError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
+from arealite.engine import server_http
 from arealite.engine.server_http import StatusError
 from arealite.engine.server_set import ServerSet, parse_addresses
 from arealite.engine.sglang_dialect import SGLangDialect
@@ -213,6 +215,38 @@ def test_a_failure_keeps_the_tokens_already_received() -> None:
     assert len(server.requests[1]["input_ids"]) == len(server.requests[2]["input_ids"]) > len(PROMPT)
 
 
+def test_a_connection_is_not_used_when_the_server_may_be_closing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a request would be lost, and a server that loses that of a pause would miss the weights."""
+
+    class Impatient(ScriptedServer):
+        """Loses requests on connections that were idle for long."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.num_lost = 0
+            self.answered_at: dict[Any, float] = {}
+
+        @web.middleware
+        async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
+            transport = request.transport
+            assert transport is not None
+            if time.monotonic() - self.answered_at.get(transport, math.inf) > 0.3:
+                self.num_lost += 1
+                transport.close()
+            response = await super()._refuse(request, handler)
+            self.answered_at[transport] = time.monotonic()
+            return response
+
+    assert server_http._IDLE_S < 5
+    monkeypatch.setattr(server_http, "_IDLE_S", 0.2)
+    server = Impatient()
+    with connected(server) as engine:
+        for _ in range(3):
+            generate(engine, max_new_tokens=2)
+            time.sleep(0.4)
+    assert server.num_lost == 0 and len(server.requests) == 3
+
+
 def test_retries_end() -> None:
     server = ScriptedServer(failures=[500] * 10)
     with connected(server, request_retries=2) as engine:
@@ -359,6 +393,18 @@ def test_a_server_that_tells_no_version_is_believed_unless_weights_moved_meanwhi
         thread.join()
     assert pending[0].output_versions == [5] * 10
     assert len(server.requests) == 3, "the reply that spans the change is asked for again"
+
+
+def test_a_server_that_forgets_versions_after_its_canary_is_not_believed() -> None:
+    """It has started anew, with the weights of its start."""
+    server = ScriptedServer(version=3)
+    with connected(server) as engine:
+        engine.servers.note_publication(engine.servers.servers, 3)
+        request = ModelRequest(PROMPT, GenerationHyperparameters(max_new_tokens=2))
+        assert [one.versions for one in engine.sample_canaries(request, 3)] == [[3, 3]]
+        server.tells = "nothing"
+        with pytest.raises(ServerError, match="with weights of version 3: got versions"):
+            generate(engine, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, Weigh
 from arealite.engine.canary import check_canary
 from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.utils.fingerprint import fingerprints
+from arealite.utils.tiny_model import PAD, ROLES
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 from servers.models import Scored, end_ids
 from servers.programs import CONTEXT, REPOSITORY
@@ -180,6 +181,20 @@ def stop_strings(subject: Subject) -> str:
         )
         assert after.stop_reason == ("stop" if has_ended else "length")
     return "token-exact"
+
+
+def special_stop_strings(subject: Subject) -> str:
+    """The text of a special token is a stop string like any other."""
+    tokenizer = AutoTokenizer.from_pretrained(subject.laboratory.models["first"])
+    whole = [one.response.output_tokens for one in subject.sample(64, greedy=True)]
+    specials = {text: tokenizer.convert_tokens_to_ids(text) for text in (ROLES[0], ROLES[2], PAD)}
+    stop, token = next(one for one in specials.items() if any(one[1] in tokens for tokens in whole))
+    with subject.client() as engine:
+        cut = subject.complete(engine, requests(64, 32, greedy=True, stop=[stop]))
+    for before, after in zip(whole, cut):
+        length = before.index(token) + 1 if token in before else 32
+        assert after.output_tokens == before[:length], f"{stop} must end a completion after {length} tokens"
+    return f"at {stop}"
 
 
 def min_tokens(subject: Subject) -> str:
@@ -441,6 +456,7 @@ CHECKS = (
     Check("end tokens", end_tokens),
     Check("stop tokens", stop_ids),
     Check("stop strings", stop_strings, may_refuse=True),
+    Check("stop strings of special tokens", special_stop_strings, may_refuse=True),
     Check("min_new_tokens", min_tokens, may_refuse=True),
     Check("load: 128 at once", load),
     Check("prompt beyond the context", overflow),

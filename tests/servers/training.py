@@ -129,7 +129,7 @@ def _launch(run: Run, program: Program, model: Path, folder: Path) -> Outcome:
         "trial_name": program.name,
         "total_train_steps": STEPS,
         "gconfig.n_samples": GROUP,
-        "gconfig.max_new_tokens": 96,
+        "gconfig.max_new_tokens": 64,
         "train_dataset.path": "story?train=200&test=10",
         "train_dataset.batch_size": BATCH,
         "evaluator.freq_steps": STEPS,

@@ -48,15 +48,15 @@ def test_a_newline_after_the_end_token_belongs_to_the_next_prompt(judge) -> None
 def test_a_newline_before_the_end_token_was_never_sampled(judge) -> None:
     certificate = judge(LOOP.replace("<|end|>", "\n<|end|>") + PROMPT)
     assert certificate.breaks.keys() == ALL_KINDS
-    assert certificate.breaks[PLAIN].startswith('turn 1 changes when question 2 follows it: the model saw "<|end|>"...')
-    assert 'the template writes "\\n<|end|><|user|>' in certificate.breaks[PLAIN]
+    assert certificate.breaks[PLAIN].startswith("turn 1 changes when question 2 follows it: the model saw '<|end|>'...")
+    assert "the template writes '\\n<|end|><|user|>" in certificate.breaks[PLAIN]
 
 
 def test_the_marker_and_an_empty_line_of_the_answer_are_encoded_together(judge) -> None:
     template = LOOP.replace("|>{{ m.content", "|>\n{{ m.content") + PROMPT.replace("<|assistant|>", "<|assistant|>\n")
     (kind, change), *others = judge(template).breaks.items()
     assert kind == EMPTY_LINE and not others
-    assert r'saw "\n|\n|\n|The| answer' in change and r'writes "\n\n|\n|The| answer' in change
+    assert r"saw '\n|\n|\n|The| answer" in change and r"writes '\n\n|\n|The| answer" in change
 
 
 def test_earlier_thoughts_are_stripped_once_another_question_follows(judge) -> None:
@@ -70,8 +70,8 @@ def test_earlier_thoughts_are_stripped_once_another_question_follows(judge) -> N
     )
     breaks = judge(strips + PROMPT).breaks
     assert breaks.keys() == {THINK, EMPTY_LINE}, "thoughts between tools stay"
-    assert breaks[THINK].startswith('turn 1 changes when question 2 follows it: the model saw "<think>\\n')
-    assert 'the template writes "The answer is 4.' in breaks[THINK]
+    assert breaks[THINK].startswith("turn 1 changes when question 2 follows it: the model saw '<think>\\n")
+    assert "the template writes 'The answer is 4." in breaks[THINK]
 
     closed = PROMPT.replace("<|assistant|>", "<|assistant|>{% if not enable_thinking %}<think></think>{% endif %}")
     assert judge(strips + closed).breaks.keys() == ALL_KINDS, "the prompt's own empty thoughts are stripped as well"
@@ -81,13 +81,13 @@ def test_only_the_second_turn_changes(judge) -> None:
     shortened = "{% for m in messages %}{% if loop.index0 != 3 or loop.last %}" + TURN + "{% endif %}{% endfor %}"
     breaks = judge(shortened + PROMPT).breaks
     assert breaks.keys() == ALL_KINDS
-    assert breaks[PLAIN].startswith('turn 2 changes when question 3 follows it: the model saw "<|assistant|>The')
+    assert breaks[PLAIN].startswith("turn 2 changes when question 3 follows it: the model saw '<|assistant|>The")
 
 
 def test_trimmed_answers(judge) -> None:
     breaks = judge(LOOP.replace("m.content", "m.content | trim") + PROMPT).breaks
     assert breaks.keys() == {EMPTY_LINE, WHITESPACE}
-    assert r'saw " \n<|end|>"' in breaks[WHITESPACE] and 'writes "<|end|>' in breaks[WHITESPACE]
+    assert r"saw ' \n<|end|>'" in breaks[WHITESPACE] and "writes '<|end|>" in breaks[WHITESPACE]
 
 
 def test_a_system_prompt_of_the_template_itself(judge) -> None:
