@@ -13,6 +13,18 @@ from arealite.utils.fingerprint import mismatched
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
 
+def vllm_config(
+    *, prefix_caching: bool = False, logprobs_mode: str = "processed_logprobs", backend: str | None = "arealite"
+) -> dict[str, Any]:
+    """Return what vLLM says of its configuration, as far as a client reads it."""
+    return {
+        "model_config": {"dtype": "torch.float32", "logprobs_mode": logprobs_mode},
+        "cache_config": {"enable_prefix_caching": prefix_caching},
+        "parallel_config": {"world_size": 1, "data_parallel_size": 1},
+        "weight_transfer_config": None if backend is None else {"backend": backend},
+    }
+
+
 @dataclass
 class ScriptedVLLM(ScriptedServer):
     """Tokens are the same function of seed and position; only the protocol differs."""
@@ -22,6 +34,8 @@ class ScriptedVLLM(ScriptedServer):
     can_reset_cache: bool = True
     has_started_anew: bool = False
     """And says `default` where it said a version."""
+    backend: str | None = "arealite"
+    """Of its weight transfer; None is a stock server."""
     damaged: set[str] = field(default_factory=set)
     """Tensors that arrive otherwise than they were sent."""
 
@@ -34,8 +48,7 @@ class ScriptedVLLM(ScriptedServer):
             return web.json_response({"paths": {path: {} for path in paths}})
 
         async def server_info(_: web.Request) -> web.Response:
-            config = {"model_config": {"dtype": "torch.float32"}, "cache_config": {"enable_prefix_caching": False}}
-            return web.json_response({"vllm_config": config})
+            return web.json_response({"vllm_config": vllm_config(backend=self.backend)})
 
         app.router.add_get("/health", self._health)
         app.router.add_get("/openapi.json", openapi)

@@ -274,8 +274,6 @@ class InferenceEngineConfig(Block):
     """Protocol of the servers; filled in from `allocation_mode`."""
     server_addrs: Addresses = field(default_factory=list)
     """host:port of servers that someone else started and stops; empty is those of the launcher."""
-    server_tp_size: PositiveInt = 1
-    """GPUs of one server; filled in from `allocation_mode`."""
     consumer_batch_size: PositiveInt = 1
     """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
     max_concurrent_rollouts: PositiveInt | None = None
@@ -289,7 +287,8 @@ class InferenceEngineConfig(Block):
     pause_mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
     """What new weights do to completions in flight. `abort`: they come back and are continued later, by any server.
     `retract`: they stay and their keys and values are computed again. `in_place`: they stay and go on with those of the
-    old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the weights wait for them."""
+    old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the weights wait for them,
+    so `weight_update_timeout` must be longer than a completion takes."""
     untie_embeddings: Bool = False
     """Serve a model whose tied output layer is a tensor of its own, for servers that can't reload a tied one (vLLM on a
     CPU): the launcher starts them from such a copy, and each publication sends the embeddings twice."""
@@ -701,7 +700,6 @@ class GRPOConfig(BaseExperimentConfig):
                 f"{self.allocation_mode}. Remove rollout.backend."
             )
         self.rollout.backend = cast(Literal["lite", "sglang", "vllm"], mode.gen_backend)
-        self.rollout.server_tp_size = mode.gen_tp_size
         if self.rollout.weight_update == "broadcast" and mode.gen_pp_size > 1:
             raise ConfigError(
                 f"rollout.weight_update must be disk if servers have p > 1: got broadcast and {self.allocation_mode}. "

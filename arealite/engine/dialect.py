@@ -8,13 +8,14 @@ checked, and one that breaks the protocol becomes a ServerError that names serve
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.engine.server_http import Json, ServerHttp, StatusError
-from arealite.engine.server_set import Server
+from arealite.engine.server_set import Server, ServerFacts
 
 _UNTOLD = ("default", None)
 """What a server says that has no version."""
@@ -38,22 +39,22 @@ class Segment:
 
 @dataclass(frozen=True)
 class BroadcastPlan:
-    """The broadcast group of some servers: the sender is rank 0, each server has `tp_size` ranks after it."""
+    """The broadcast group of some servers: the sender is rank 0, and the GPUs of the servers follow in order."""
 
     name: str
     address: str
     port: int
     backend: Literal["nccl", "gloo"]
     servers: tuple[Server, ...]
-    tp_size: int
 
     @property
     def world_size(self) -> int:
-        return 1 + len(self.servers) * self.tp_size
+        return 1 + sum(server.facts.num_gpus for server in self.servers)
 
     def first_rank(self, address: str) -> int:
         """Return the rank of a server's first GPU."""
-        return 1 + [server.address for server in self.servers].index(address) * self.tp_size
+        before = itertools.takewhile(lambda server: server.address != address, self.servers)
+        return 1 + sum(server.facts.num_gpus for server in before)
 
     def write_to(self, meta: WeightUpdateMeta) -> None:
         """Tell the sender."""
@@ -111,11 +112,12 @@ class Dialect(abc.ABC):
     """Whether broadcasts reach it by gloo also if the trainer has GPUs."""
 
     @abc.abstractmethod
-    async def meet(self, caller: Caller) -> str | None:
-        """Find out what a server can do, and return the dtype in which it computes, None if it does not tell.
+    async def meet(self, caller: Caller) -> ServerFacts:
+        """Find out what a server is; ServerError if it is of another kind, ConfigError if it can't do enough."""
 
-        Raises ServerError for one of another kind, and ConfigError for one that can't do enough.
-        """
+    @abc.abstractmethod
+    async def take_over(self, caller: Caller) -> None:
+        """Let a server go on that a run before us may have left paused, or in the middle of an update."""
 
     @abc.abstractmethod
     def generate_call(

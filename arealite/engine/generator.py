@@ -21,7 +21,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.engine.dialect import Caller, Dialect, Segment
 from arealite.engine.liveness import Liveness
 from arealite.engine.server_http import ServerHttp, StatusError
-from arealite.engine.server_set import Server, ServerSet
+from arealite.engine.server_set import Server, ServerFacts, ServerSet
 from arealite.generation.stop_strings import StopStrings
 from arealite.rollout.episode import SampleRecord, current_episode, sampling_seed
 from arealite.utils import beacon
@@ -72,22 +72,22 @@ class Generator:
     async def connect(self, addresses: list[str]) -> None:
         """Wait until all servers are ready, see that they can do what we need, and add them to the set."""
         deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
-        dtypes = await asyncio.gather(*(self._meet(address, deadline) for address in addresses))
-        for address, dtype in zip(addresses, dtypes, strict=True):
-            self._servers.add(address, dtype=dtype)
+        facts = await asyncio.gather(*(self._meet(address, deadline) for address in addresses))
+        for address, one in zip(addresses, facts, strict=True):
+            self._servers.add(address, facts=one)
         if self._config.tokenizer_path:
             self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
 
-    async def _meet(self, address: str, deadline: float) -> str | None:
-        """Return the dtype of a server when it is ready. One that a run before us left paused is let go on: its weights
-        may be anything, and the first publication replaces them."""
+    async def _meet(self, address: str, deadline: float) -> ServerFacts:
+        """Learn about a server and wait until it is ready. The weights of one that a run before us left paused may be
+        anything; the first publication replaces them."""
         loop = asyncio.get_running_loop()
         caller = Caller(address, self.http, lambda: max(0.001, deadline - loop.time()))
         if await self._liveness.answers_by(address, deadline):
-            dtype = await self._dialect.meet(caller)
-            await self._dialect.resume(caller)
+            facts = await self._dialect.meet(caller)
+            await self._dialect.take_over(caller)
             if await self._liveness.is_healthy_by(address, deadline):
-                return dtype
+                return facts
         raise ServerError(
             f"every inference server must answer GET /health within {self._config.setup_timeout:g} s: got no answer "
             f"from {address}. Look at its log, or raise rollout.setup_timeout."
@@ -277,7 +277,7 @@ class Generator:
         if not segment.tokens:
             raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
         server.tells_versions |= segment.versions is not None
-        return Canary(server.address, server.dtype, segment.tokens, segment.logprobs, segment.versions)
+        return Canary(server.address, server.facts.dtype, segment.tokens, segment.logprobs, segment.versions)
 
 
 def _may_retry(error: ServerError) -> bool:

@@ -43,7 +43,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.config = config
         self.servers = ServerSet()
         self._dialect = _dialect(config)
-        self._receiver = WeightReceiver(self._dialect, self.servers, config.weight_check, tp_size=config.server_tp_size)
+        self._receiver = WeightReceiver(self._dialect, self.servers, config.weight_check)
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._generator: Generator
@@ -92,6 +92,10 @@ class RemoteInferenceEngine(InferenceEngine):
         await self._generator.connect(addresses)
         beacon.report("servers", lambda: [vars(server) for server in self.servers.servers])
         self.servers.note_publication(self.servers.servers, self._version)
+
+    def add_server(self, address: str) -> None:
+        """Add a server, which gets requests once weights have been published to it (rank 0)."""
+        self._require_executor().loop.run(self._generator.connect([address]))
 
     # Generation
 

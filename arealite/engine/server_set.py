@@ -21,6 +21,17 @@ NO_VERSION = -1
 """Of a server whose weights are unknown."""
 
 
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server has told about itself."""
+
+    dtype: str | None = None
+    """In which it computes; None if it does not tell."""
+    num_gpus: int = 1
+    """Each is a rank of broadcast groups, also if it is a CPU."""
+    takes_broadcasts: bool = True
+
+
 @dataclass(eq=False)
 class Server:
     """One server as the client sees it."""
@@ -28,8 +39,7 @@ class Server:
     address: str
     version: int
     """Of the weights that were last published to it."""
-    dtype: str | None = None
-    """In which it computes; None if it does not tell."""
+    facts: ServerFacts = ServerFacts()
     outstanding_tokens: int = 0
     """Tokens of the requests in flight, prompts and largest completions."""
     num_requests: int = 0
@@ -49,13 +59,13 @@ class ServerSet:
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
         for address in addresses:
-            self.add(address)
+            self.add(address, version=0)
 
-    def add(self, address: str, version: int = 0, dtype: str | None = None) -> None:
+    def add(self, address: str, version: int = NO_VERSION, facts: ServerFacts = ServerFacts()) -> None:
         """Add a server whose weights are `version`; one that is there already stays as it is."""
         with self._lock:
             if address not in self._servers:
-                self._servers[address] = Server(address, version, dtype)
+                self._servers[address] = Server(address, version, facts)
 
     def remove(self, address: str) -> None:
         """Send nothing more to a server; requests in flight end as they may."""
@@ -113,7 +123,7 @@ class ServerSet:
     def _least_loaded(self, avoid: Set[Server]) -> Server:
         members = list(self._servers.values())
         if not members:
-            raise ServerError("there must be an inference server: got none. Add one with servers.add(address).")
+            raise ServerError("there must be an inference server: got none. Add one with add_server(address).")
         current = [server for server in members if server.version == self._version]
         if not current:
             raise ServerError(

@@ -17,6 +17,7 @@ from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.engine.dialect import BroadcastPlan, Caller, Dialect, Finish, PauseMode, Proof, Segment, token_versions
 from arealite.engine.server_http import Json, StatusError, bad_reply
+from arealite.engine.server_set import ServerFacts
 
 _GENERATE = "/generate"
 _RESERVED_TOKENS = 6
@@ -34,7 +35,7 @@ class SGLangDialect(Dialect):
         self._max_tokens: dict[str, int] = {}
         """By address: the longest prompt and completion that SGLang lets one ask for."""
 
-    async def meet(self, caller: Caller) -> str | None:
+    async def meet(self, caller: Caller) -> ServerFacts:
         """Refuse a server of another kind, and one that would use keys and values of old weights for new requests."""
         try:
             info = await caller.get("/get_model_info")
@@ -46,7 +47,7 @@ class SGLangDialect(Dialect):
                 "Correct rollout.server_addrs, or the backend in allocation_mode or rollout.backend."
             ) from error
         if self._is_lite:
-            return str(info["dtype"])
+            return ServerFacts(str(info["dtype"]))
         info = await caller.get("/get_server_info")
         if "max_req_input_len" in info:
             self._max_tokens[caller.address] = info["max_req_input_len"] + _RESERVED_TOKENS
@@ -56,7 +57,12 @@ class SGLangDialect(Dialect):
                 f"{caller.address}, so that new requests would go on with keys and values of old weights for ever. "
                 "Start it with --disable-radix-cache, or set rollout.pause_mode=retract."
             )
-        return None if info.get("dtype") in (None, "auto") else str(info["dtype"])
+        dtype = None if info.get("dtype") in (None, "auto") else str(info["dtype"])
+        return ServerFacts(dtype, num_gpus=int(info.get("tp_size", 1)))
+
+    async def take_over(self, caller: Caller) -> None:
+        """Let a server go on that a run before us may have left paused; `begin` ends an update that it left open."""
+        await self.resume(caller)
 
     def generate_call(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False

@@ -19,11 +19,16 @@ from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.engine.dialect import BroadcastPlan, Caller, Dialect, Finish, PauseMode, Proof, Segment, token_versions
 from arealite.engine.server_http import Json, StatusError, bad_reply
+from arealite.engine.server_set import ServerFacts
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
 _OVERFLOW = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
 """In what vLLM (at three places) says of a prompt that leaves no room."""
+_OUR_EXTENSION = "arealite"
+"""Name of the weight transfer that our launch wrapper brings along."""
+_ABANDON_S = 10.0
+"""In which a server must put its old weights back, also when the deadline of an update has passed."""
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep&clear_cache=false", "wait": "wait"}
 
@@ -35,9 +40,11 @@ class VLLMDialect(Dialect):
         self._pause_mode = pause_mode
         self._tells_versions: set[str] = set()
         """Addresses of servers that have the generate endpoint."""
+        self._extended: set[str] = set()
+        """Addresses of servers that our launch wrapper has started."""
 
-    async def meet(self, caller: Caller) -> str | None:
-        """Refuse a server of another kind or with old keys and values, and find out whether it tells versions."""
+    async def meet(self, caller: Caller) -> ServerFacts:
+        """Refuse a server of another kind, with raw logprobs, or with old keys and values, and note what it tells."""
         try:
             paths = (await caller.get("/openapi.json"))["paths"].keys()
             if _COMPLETIONS not in paths or "/pause" not in paths:
@@ -56,7 +63,7 @@ class VLLMDialect(Dialect):
                 "rollout.pause_mode."
             )
         config: dict[str, Any] = (await caller.get("/server_info?config_format=json"))["vllm_config"]
-        if (mode := config["model_config"].get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
+        if (mode := config["model_config"]["logprobs_mode"]) != "processed_logprobs":
             raise ConfigError(
                 f"vLLM must return logprobs of what it samples from: got {mode} at {caller.address}, which are those "
                 "before temperature, top-p and top-k. Start it with --logprobs-mode processed_logprobs."
@@ -67,7 +74,20 @@ class VLLMDialect(Dialect):
                 "so that new requests would go on with keys and values of old weights. Start it with "
                 "--no-enable-prefix-caching, or set rollout.pause_mode=retract."
             )
-        return str(config["model_config"]["dtype"]).removeprefix("torch.")
+        transfer, parallel = config["weight_transfer_config"], config["parallel_config"]
+        if transfer is not None and transfer["backend"] == _OUR_EXTENSION:
+            self._extended.add(caller.address)
+        return ServerFacts(
+            dtype=str(config["model_config"]["dtype"]).removeprefix("torch."),
+            num_gpus=parallel["world_size"] * parallel["data_parallel_size"],
+            takes_broadcasts=caller.address in self._extended,
+        )
+
+    async def take_over(self, caller: Caller) -> None:
+        """Let a server go on that a run before us may have left paused, with the layers that an update left empty."""
+        if caller.address in self._extended:
+            await _call_workers(caller, "abandon_weight_update")
+        await self.resume(caller)
 
     def generate_call(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
@@ -106,6 +126,9 @@ class VLLMDialect(Dialect):
             segment = _parse(address, endpoint, choice, max_tokens)
         except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
             raise bad_reply(address, endpoint, "have the fields of vLLM", reply) from error
+        spans_versions = endpoint == _GENERATE and self._pause_mode in ("retract", "in_place")
+        if spans_versions and choice.get("weight_versions") is None:
+            raise bad_reply(address, endpoint, "tell weight_versions, as rollout.pause_mode needs", reply)
         if self._pause_mode != "in_place" or not segment.versions:
             return segment
         num_new = sum(version != segment.versions[0] for version in segment.versions)
@@ -132,8 +155,10 @@ class VLLMDialect(Dialect):
         try:
             await _call_workers(caller, "reload_weights", weights_path=path)
         except ServerError:
-            with contextlib.suppress(ServerError):  # only our extension can put the old weights back
-                await _call_workers(caller, "abandon_weight_update")
+            if caller.address in self._extended:
+                with contextlib.suppress(ServerError):
+                    soon = replace(caller, remaining_s=lambda: _ABANDON_S)
+                    await _call_workers(soon, "abandon_weight_update")
             raise
         await caller.post("/update_weight_version", {"new_version": str(version)})
         await self._forget_cache(caller)
@@ -178,8 +203,9 @@ class VLLMDialect(Dialect):
         if proof is not None:
             by_worker = await _call_workers(caller, "mismatched_weights", fingerprints=proof.fingerprints)
             if not all(isinstance(names, list) for names in by_worker):  # a worker answers an earlier call
-                raise bad_reply(
-                    caller.address, "/collective_rpc mismatched_weights", "have a list per worker", by_worker
+                raise ServerError(
+                    f"every worker of {caller.address} must answer with a list of names: got {by_worker}. A call that "
+                    "failed on one of them has put them out of step; start the server anew."
                 )
             differing = sorted({name for names in by_worker for name in names})
         if proof is not None and differing and not proof.accepts_mismatch:

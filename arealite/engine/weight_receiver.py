@@ -4,8 +4,8 @@ A publication pauses every server, brings the weights in, from a checkpoint fold
 lets the servers go on. Requests in flight come back as aborted and the client core continues them later, unless
 `rollout.pause_mode` lets them stay. Servers that can't be reached are left out, and get no requests until they take
 part in a later publication. Servers that can are told the sender's fingerprints and verify what they got. Invariants:
-it ends within its deadline; a failure names the server; servers whose weights are whole always go on, and one that may
-hold half of the new weights never does.
+it ends within its deadline; a failure names the server; after it servers go on, unless one of them may hold half of the
+new weights: then none does until a publication has reached them whole.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ _LEAVE_S = 5.0
 class WeightReceiver:
     """Brings published weights to the members of a server set."""
 
-    def __init__(self, dialect: Dialect, servers: ServerSet, check: WeightCheckConfig, *, tp_size: int) -> None:
+    def __init__(self, dialect: Dialect, servers: ServerSet, check: WeightCheckConfig) -> None:
         self.num_mismatched = 0
         """Tensors that a server took although their fingerprints differed."""
         self._dialect = dialect
         self._servers = servers
         self._check = check
-        self._tp_size = tp_size
         self._plan: BroadcastPlan | None = None
         self._joined: BroadcastPlan | None = None
         self._is_torn = False
@@ -83,6 +82,11 @@ class WeightReceiver:
     def _agree(self, members: list[Server], meta: WeightUpdateMeta) -> None:
         """Write the broadcast group of these servers into `meta`; that of the last time if they are all still in it."""
         servers = tuple(members)
+        if unable := [server.address for server in servers if not server.facts.takes_broadcasts]:
+            raise ServerError(
+                f"every server must take weights by broadcast: got {', '.join(unable)}, which can't. Set "
+                "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.vllm_server."
+            )
         has_left = any(server.version == NO_VERSION for server in servers)  # who has started anew is in no group
         if self._plan is None or self._plan.servers != servers or has_left:
             address = LOOPBACK if all(_is_local(server.address) for server in servers) else host_ip()
@@ -90,7 +94,7 @@ class WeightReceiver:
             backend: Literal["nccl", "gloo"] = (
                 "nccl" if torch.cuda.is_available() and not self._dialect.is_on_cpu else "gloo"
             )
-            self._plan = BroadcastPlan(name, address, free_port(address), backend, servers, self._tp_size)
+            self._plan = BroadcastPlan(name, address, free_port(address), backend, servers)
         self._plan.write_to(meta)
 
     @asynccontextmanager

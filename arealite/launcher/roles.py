@@ -221,7 +221,7 @@ def _check_installed(config: GRPOConfig, mode: AllocationMode) -> None:
     question = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); sys.exit(not (s and s.origin))"
     try:
         answer = subprocess.run([python, "-c", question, str(mode.gen_backend)], timeout=60, check=False)
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"launcher.server_python must be a Python interpreter: got {python}, {error}. Correct its path."
         ) from error

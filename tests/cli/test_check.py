@@ -255,7 +255,12 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
         rank.level == "problem" and "most of it whole gradients (4.00)" in rank.text and "one micro-batch" in rank.fix
     )
     assert plan(needed / 0.9)[0].level == "warning"
-    assert plan(80, "actor.fsdp.offload_params=true")[1].text == "the host needs about 16.00 of 32.0 GiB"
+    rank, host, _ = plan(80, "actor.fsdp.offload_params=true")
+    assert rank.text == f"a trainer rank needs about {needed - 4:.2f} of 80.0 GiB"
+    assert host.text == "the host needs about 16.00 of 32.0 GiB"
+    together = 4.625 + 24 * 2048 * layer / 2**30 + 1 + 1.5
+    rank = plan(80, "actor.mb_spec.max_tokens_per_mb=null")[0]
+    assert rank.text == f"a trainer rank needs about {together:.2f} of 80.0 GiB"
     assert (
         plan(80, "ref={path: m}", "actor.kl_ctl=0.1")[0].text
         == f"a trainer rank needs about {needed + 1:.2f} of 80.0 GiB"
@@ -290,6 +295,7 @@ def test_servers_of_someone_else(check, tiny) -> None:
         server.server_close()
     assert status == 1 and f"ok server {up} is healthy" in shown
     assert f"PROBLEM server GET http://{down}/health must reach a server" in shown
+    assert "AdamW moments" in shown and "next weights" not in shown, "the plan leaves them out"
 
 
 def test_supervised_fine_tuning(check, model) -> None:
@@ -315,6 +321,8 @@ def server_python(tmp_path) -> Path:
         "import json, sys\n"
         "if '-c' in sys.argv:\n"  # is it installed?
         "    sys.exit()\n"
+        "if '--check' not in sys.argv or 'untied_model' in ' '.join(sys.argv):\n"
+        "    sys.exit('it would start, from a folder that is not there yet')\n"
         "if '--wrong' in sys.argv:\n"
         "    sys.exit('noise\\narealite.api.errors.ConfigError: --wrong must be known. Did you mean --right?')\n"
         "if '--dies' in sys.argv:\n"

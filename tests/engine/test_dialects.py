@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from testing_server import ScriptedServer, serve
+from testing_vllm import ScriptedVLLM, vllm_config
 from tiny_models import VOCAB_SIZE, save_qwen3
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import ConfigError, ServerError
-from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
 from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_dialect import VLLMDialect
@@ -63,8 +64,7 @@ class Pages(ScriptedServer):
 
 
 def vllm(*paths: str, prefix_caching: bool = True, logprobs_mode: str = "processed_logprobs") -> Pages:
-    model = {"dtype": "torch.float32", "logprobs_mode": logprobs_mode}
-    config = {"cache_config": {"enable_prefix_caching": prefix_caching}, "model_config": model}
+    config = vllm_config(prefix_caching=prefix_caching, logprobs_mode=logprobs_mode, backend=None)
     pages = {"/openapi.json": {"paths": {path: {} for path in ("/v1/completions", "/pause", *paths)}}}
     return Pages(pages | {"/server_info": {"vllm_config": config}})
 
@@ -169,7 +169,7 @@ def test_tokens_that_the_model_does_not_have_are_not_sent(tmp_path: Path) -> Non
 )
 def test_servers_tell_the_dtype_that_bounds_their_canaries(server: Any, backend: str, dtype: str | None) -> None:
     with connected(server, backend=backend) as engine:
-        assert [one.dtype for one in engine.servers.servers] == [dtype]
+        assert [one.facts.dtype for one in engine.servers.servers] == [dtype]
 
 
 def test_a_proxy_whose_server_still_starts_is_waited_for() -> None:
@@ -199,3 +199,22 @@ def test_a_server_that_was_left_paused_is_let_go_on() -> None:
 
     with connected(Paused(), setup_timeout=5) as engine:
         assert generate(engine, [5, 6], max_new_tokens=3).output_len == 3
+
+
+def test_the_size_of_a_server_is_its_own_word() -> None:
+    with connected(ScriptedServer(info={"tp_size": 4})) as engine:
+        assert [one.facts.num_gpus for one in engine.servers.servers] == [4]
+
+
+def test_a_stock_vllm_takes_no_broadcast_and_says_so_at_once() -> None:
+    with connected(ScriptedVLLM(backend=None), backend="vllm") as engine:
+        meta = WeightUpdateMeta("nccl", nccl_param_specs=[[ParamSpec("a", (2,), "float32")]], version=1)
+        with pytest.raises(WeightUpdateError, match="Set rollout.weight_update=disk"):
+            engine.update_weights(meta)
+        assert generate(engine, [5, 6], max_new_tokens=3).output_len == 3, "it goes on with its weights"
+
+
+def test_taking_over_a_vllm_ends_the_update_that_a_run_before_has_left() -> None:
+    server = ScriptedVLLM()
+    with connected(server, backend="vllm"):
+        assert server.calls == ["abandon_weight_update", "/resume"]

@@ -81,7 +81,8 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[Recorded]:
 def dialect(recorded: Recorded) -> Dialect:
     """Return a dialect that has met the server."""
     dialect = new_dialect(recorded.program)
-    assert recorded.run("meet", dialect.meet) == "float32"
+    facts = recorded.run("meet", dialect.meet)
+    assert (facts.dtype, facts.num_gpus, facts.takes_broadcasts) == ("float32", 1, True)
     return dialect
 
 

@@ -602,7 +602,7 @@ def test_only_servers_with_the_newest_weights_are_picked() -> None:
     assert servers.pick("r", 1) is a
     servers.note_publication([b], 3)
     assert [servers.pick(rid, 1) for rid in ("r", "r", "s", "t")] == [b] * 4, "also a rid that was with another"
-    servers.add("old")
+    servers.add("old", version=0)
     servers.add("new", version=3)
     assert servers.pick("u", 1).address == "new"
     b.is_reachable = False

@@ -119,7 +119,7 @@ def test_a_change_of_membership_forms_a_new_group(stack: contextlib.ExitStack) -
     stack.enter_context(serve(second))
     for version, members in ((1, [first]), (2, [first, second]), (3, [second])):
         if version == 2:
-            engine.servers.add(second.address)
+            engine.add_server(second.address)
             assert {sample(engine, f"before-{index}").server for index in range(4)} == {first.address}
         if version == 3:
             engine.servers.remove(first.address)
@@ -160,8 +160,8 @@ def test_meta_travels_between_ranks() -> None:
 
 
 def test_every_gpu_of_a_server_has_a_rank(stack: contextlib.ExitStack) -> None:
-    servers = ScriptedServer(tp_size=2), ScriptedServer(tp_size=2)
-    engine, meta = connect(stack, *servers, server_tp_size=2), by_broadcast()
+    servers = [ScriptedServer(tp_size=2, info={"tp_size": 2}) for _ in range(2)]
+    engine, meta = connect(stack, *servers, backend="sglang"), by_broadcast()
     publish(engine, Sender(), meta, 1.0)
     assert meta.nccl_world_size == 5
     assert [(one.joins[0]["rank_offset"], one.joins[0]["world_size"]) for one in servers] == [(1, 5), (3, 5)]
@@ -197,7 +197,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
         engine.set_version(version)
 
     with serve(leaves):
-        engine.servers.add(leaves.address)
+        engine.add_server(leaves.address)
         publish_either(1)
         port = int(leaves.address.rpartition(":")[2])
         assert {sample(engine, f"1-{index}").server for index in range(12)} == {stays.address, leaves.address}

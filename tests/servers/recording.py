@@ -198,8 +198,10 @@ def _vllm_info(body: Json) -> Json:
     config = body["vllm_config"]
     return {
         "vllm_config": {
-            "model_config": {name: config["model_config"][name] for name in ("dtype", "max_model_len")},
+            "model_config": {name: config["model_config"][name] for name in ("dtype", "logprobs_mode")},
             "cache_config": {"enable_prefix_caching": config["cache_config"]["enable_prefix_caching"]},
+            "parallel_config": {name: config["parallel_config"][name] for name in ("world_size", "data_parallel_size")},
+            "weight_transfer_config": config["weight_transfer_config"],
         }
     }
 
