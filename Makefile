@@ -11,7 +11,7 @@ SGLANG_VENV ?= $(VENV)-sglang
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test test-quickstart test-recovery test-servers test-vllm test-sglang chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -45,6 +45,10 @@ test-recovery: $(VENV)/.installed-dev            ## resume a killed run on two r
 	$(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py $(ARGS)
 
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
+
+install-servers:            ## install vLLM and SGLang for CPUs, each in an environment of its own (4 minutes)
+	sh tests/servers/install_vllm.sh $(VLLM_VENV)
+	sh tests/servers/install_sglang.sh $(SGLANG_VENV)
 
 test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one suite on a CPU (6 minutes once they are installed)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)

