@@ -55,7 +55,7 @@ def check_flags(flags: Sequence[str]) -> str:
             f"the interpreter of the servers must have a working SGLang: got {sys.executable}, where importing it "
             f"fails with {_one_line(error)}. Set launcher.server_python to that of SGLang's environment."
         ) from error
-    parser = _Parser(prog="python -m arealite.launcher.sglang_server")
+    parser = _Parser(prog="python -m arealite.launcher.sglang_server", allow_abbrev=False)
     server_args.ServerArgs.add_cli_args(parser)
     options, unknown = parser.parse_known_args(flags)
     if unknown:

@@ -66,7 +66,7 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
     from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
     from vllm.platforms import current_platform
 
-    parser = make_arg_parser(_parser_class()(prog="python -m arealite.launcher.vllm_server"))
+    parser = make_arg_parser(_parser_class()(prog="python -m arealite.launcher.vllm_server", allow_abbrev=False))
     known = {action.dest for action in parser._actions}
     wanted = _DEFAULTS | _weight_transfer() | (_CPU_DEFAULTS if current_platform.device_type == "cpu" else {})
     defaults = {name: value for name, value in wanted.items() if name in known}
