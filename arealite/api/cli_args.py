@@ -512,8 +512,8 @@ class LauncherConfig(Block):
     """Environment of trainers, as `A=1,B=2`."""
     trainer_threads: PositiveInt | None = None
     """CPU threads of one trainer process; None lets the launcher share out the cores."""
-    server_python: str = ""
-    """Python interpreter of the environment in which SGLang or vLLM is installed; empty is that of the launcher."""
+    server_python: str | None = None
+    """Python interpreter of the environment in which SGLang or vLLM is installed; None is that of the launcher."""
     stall_timeout: Positive = 1800.0
     """Seconds without progress of any process after which a run is called stalled."""
     on_stall: Literal["stop", "continue"] = "stop"

@@ -71,7 +71,9 @@ class Liveness:
         """Prefer other servers until this one answers /health."""
         if server.is_reachable:
             server.is_reachable = False
-            logger.warning("server %s does not answer, others take over", server.address)
+            has_other = self._servers.has_reachable()
+            what = "others take over" if has_other else "and no other can take over"
+            logger.warning("server %s does not answer, %s", server.address, what)
             self._start(("readmit", server), self._readmit(server))
 
     async def answers_by(self, address: str, deadline: float) -> bool:

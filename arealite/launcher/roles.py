@@ -228,8 +228,8 @@ def _check_installed(config: GRPOConfig, mode: AllocationMode) -> None:
     if answer.returncode != 0:
         raise ConfigError(
             f"the backend in allocation_mode must be installed: got {mode}, and {mode.gen_backend} is not in the "
-            f"environment of {python}. Set launcher.server_python to the Python of an environment that has it, run "
-            f"pip install 'arealite[{mode.gen_backend}]', or write lite in place of {mode.gen_backend}."
+            f"environment of {python}. Set launcher.server_python to the Python of an environment that has it, "
+            f"or write lite in place of {mode.gen_backend}."
         )
 
 
@@ -261,7 +261,7 @@ def visible_gpus() -> list[str]:
 
 
 def _server_python(config: GRPOConfig) -> str:
-    return os.path.expanduser(config.launcher.server_python) or sys.executable
+    return os.path.expanduser(config.launcher.server_python or sys.executable)
 
 
 def _served_model(config: GRPOConfig) -> str:
@@ -353,7 +353,8 @@ def _trainer_threads(config: GRPOConfig | SFTConfig, roles: Roles) -> int:
     times slower."""
     if config.launcher.trainer_threads is not None:
         return config.launcher.trainer_threads
-    cores = len(os.sched_getaffinity(0)) - roles.num_servers * config.lite.threads
+    foreign = [one for one in roles.foreign_servers.split(",") if one.startswith((LOOPBACK, "localhost"))]
+    cores = len(os.sched_getaffinity(0)) - (roles.num_servers + len(foreign)) * config.lite.threads
     return max(1, cores // max(1, roles.num_ranks))
 
 

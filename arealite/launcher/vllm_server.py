@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
         return _REFUSED
     _serve(args)
-    return 0
+    sys.stdout.flush()
+    os._exit(1)  # a server does not end by itself; and what a library says of its end would hide what it said before
 
 
 def parse_flags(flags: Sequence[str]) -> argparse.Namespace:

@@ -12,6 +12,7 @@ Memory: tensors of a bucket are held until vLLM has loaded the layer they belong
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -182,4 +183,10 @@ class WorkerExtension:
         self._weight_update_active = False
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Tell whether a layer that got no weights is one that checkpoints have weights for."""
+    return record.args != ("RotaryEmbedding",)
+
+
+logging.getLogger(finalize_layerwise_reload.__module__).addFilter(_is_news)
 WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeightEngine)

@@ -135,6 +135,15 @@ def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> int:
     return process.wait(10)
 
 
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """Return the files of shared memory that processes have mapped."""
+    paths = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8") as maps:  # it may be gone
+            paths |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if " /dev/shm/" in line}
+    return {path for path in paths if not path.endswith(" (deleted)")}
+
+
 def send_signal(pid: int, number: int) -> None:
     """Signal a process that may be gone already."""
     with contextlib.suppress(ProcessLookupError):

@@ -209,7 +209,7 @@ def test_the_size_of_a_server_is_its_own_word() -> None:
 def test_a_stock_vllm_takes_no_broadcast_and_says_so_at_once() -> None:
     with connected(ScriptedVLLM(backend=None), backend="vllm") as engine:
         meta = WeightUpdateMeta("nccl", nccl_param_specs=[[ParamSpec("a", (2,), "float32")]], version=1)
-        with pytest.raises(WeightUpdateError, match="Set rollout.weight_update=disk"):
+        with pytest.raises(WeightUpdateError, match="every server must take weights by broadcast"):
             engine.update_weights(meta)
         assert generate(engine, [5, 6], max_new_tokens=3).output_len == 3, "it goes on with its weights"
 
