@@ -136,12 +136,13 @@ def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> int:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Return the files of shared memory that processes have mapped."""
-    paths = set()
+    """Return the files of shared memory that processes have mapped, semaphores included."""
+    inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8") as maps:  # it may be gone
-            paths |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if " /dev/shm/" in line}
-    return {path for path in paths if not path.endswith(" (deleted)")}
+            inodes |= {int(line.split()[4]) for line in maps if " /dev/shm/" in line}
+    # A semaphore was mapped under another name than it has, so names don't tell.
+    return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes} if inodes else set()
 
 
 def send_signal(pid: int, number: int) -> None:
