@@ -113,7 +113,8 @@ class ScriptedServer:
         return web.json_response({}, status=200 if self.is_healthy else 503)
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": "scripted", "dtype": "auto"} | self.info)
+        about = {"model_path": "scripted", "dtype": "auto", "enable_deterministic_inference": True}
+        return web.json_response(about | self.info)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -146,7 +147,7 @@ class ScriptedServer:
 
     async def _sample(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, params = body["input_ids"], body["sampling_params"]
-        seed, aborts = params["sampling_seed"], self._aborts
+        seed, aborts = params.get("sampling_seed", 0), self._aborts
         tokens: list[int] = []
         pairs: list[list[Any]] = []
         spans: list[dict[str, Any]] = []

@@ -34,6 +34,8 @@ class SGLangDialect(Dialect):
         self._pause_mode = pause_mode
         self._max_tokens: dict[str, int] = {}
         """By address: the longest prompt and completion that SGLang lets one ask for."""
+        self._takes_seeds: set[str] = set()
+        """Addresses of servers that sample by seed; others ignore one, and those before 0.5 refuse it."""
 
     async def meet(self, caller: Caller) -> ServerFacts:
         """Refuse a server of another kind, and one that would use keys and values of old weights for new requests."""
@@ -51,6 +53,8 @@ class SGLangDialect(Dialect):
         info = await caller.get("/get_server_info")
         if "max_req_input_len" in info:
             self._max_tokens[caller.address] = info["max_req_input_len"] + _RESERVED_TOKENS
+        if info.get("enable_deterministic_inference"):
+            self._takes_seeds.add(caller.address)
         if self._pause_mode == "in_place" and not info.get("disable_radix_cache"):
             raise ConfigError(
                 f"rollout.pause_mode must not be in_place with the prefix cache of SGLang: got both at "
@@ -77,8 +81,9 @@ class SGLangDialect(Dialect):
             "max_new_tokens": max(1, min(gconfig.max_new_tokens - len(tokens), left)),
             "min_new_tokens": max(0, gconfig.min_new_tokens - len(tokens)),
             "stop_token_ids": gconfig.stop_token_ids,
-            "sampling_seed": seed,
         }
+        if self._is_lite or address in self._takes_seeds:
+            sampling["sampling_seed"] = seed
         if gconfig.stop:
             sampling["stop"] = gconfig.stop
         if ignore_eos:

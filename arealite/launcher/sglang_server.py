@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from arealite.api.errors import ConfigError
 
+_VERSION_FLAG = "--weight-version"
 RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
@@ -45,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_flags(flags: Sequence[str]) -> str:
-    """Refuse flags that the installed SGLang or we can't run with; return SGLang's version."""
+def check_flags(flags: list[str]) -> str:
+    """Refuse flags that the installed SGLang or we can't run with; return SGLang's version.
+
+    `--weight-version`, which servers before 0.5 don't know, is taken out for them: they stamp no versions either.
+    """
     try:
         version = str(importlib.import_module("sglang").__version__)
         server_args = importlib.import_module("sglang.srt.server_args")
@@ -57,6 +61,7 @@ def check_flags(flags: Sequence[str]) -> str:
         ) from error
     parser = _Parser(prog="python -m arealite.launcher.sglang_server", allow_abbrev=False)
     server_args.ServerArgs.add_cli_args(parser)
+    drop_unknown_version(flags, parser.flags)
     options, unknown = parser.parse_known_args(flags)
     if unknown:
         raise ConfigError(unknown_flag_message(unknown[0], parser.flags, version))
@@ -86,6 +91,13 @@ def check_flags(flags: Sequence[str]) -> str:
             "Correct the sglang block."
         ) from error
     return version
+
+
+def drop_unknown_version(flags: list[str], known: Collection[str]) -> None:
+    """Take `--weight-version` and its value out of `flags` for an SGLang that does not know it."""
+    if _VERSION_FLAG in flags and _VERSION_FLAG not in known:
+        at = flags.index(_VERSION_FLAG)
+        del flags[at : at + 2]
 
 
 def unknown_flag_message(word: str, known: Collection[str], version: str) -> str:

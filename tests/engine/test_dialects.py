@@ -218,3 +218,14 @@ def test_taking_over_a_vllm_ends_the_update_that_a_run_before_has_left() -> None
     server = ScriptedVLLM()
     with connected(server, backend="vllm"):
         assert server.calls == ["abandon_weight_update", "/resume"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_deterministic", "sends"), [("sglang", True, True), ("sglang", False, False), ("lite", False, True)]
+)
+def test_seeds_are_sent_to_servers_that_sample_by_them(backend: str, is_deterministic: bool, sends: bool) -> None:
+    """Others ignore a seed without a word, and those before SGLang 0.5 refuse it."""
+    server = ScriptedServer(info={"enable_deterministic_inference": is_deterministic})
+    with connected(server, backend=backend) as engine:
+        generate(engine, [5, 6], max_new_tokens=3)
+    assert ("sampling_seed" in server.requests[0]["sampling_params"]) == sends

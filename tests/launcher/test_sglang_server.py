@@ -11,7 +11,7 @@ import tiny_models
 
 import arealite
 from arealite.api.errors import ConfigError
-from arealite.launcher.sglang_server import check_nodes, main, unknown_flag_message
+from arealite.launcher.sglang_server import check_nodes, drop_unknown_version, main, unknown_flag_message
 
 PYTHON = os.environ.get("AREALITE_SGLANG_PYTHON", "")
 needs_sglang = pytest.mark.skipif(
@@ -31,6 +31,15 @@ for flags in json.loads(sys.argv[1]):
     results.append({"status": status, "out": out.getvalue(), "refusals": refusals})
 print(json.dumps(results))
 """
+
+
+def test_a_version_is_given_only_to_servers_that_know_it() -> None:
+    """SGLang before 0.5 stamps none."""
+    flags = ["--port", "1", "--weight-version", "0", "--tp-size", "2"]
+    drop_unknown_version(flags, {"--port", "--tp-size", "--weight-version"})
+    assert flags[2:4] == ["--weight-version", "0"]
+    drop_unknown_version(flags, {"--port", "--tp-size"})
+    assert flags == ["--port", "1", "--tp-size", "2"]
 
 
 def test_an_unknown_flag_is_named_with_those_that_look_like_it() -> None:

@@ -208,4 +208,5 @@ def _vllm_info(body: Json) -> Json:
 
 def _sglang_info(body: Json) -> Json:
     names = ("version", "dtype", "tp_size", "context_length", "max_req_input_len", "disable_radix_cache")
+    names += ("enable_deterministic_inference",)
     return {name: body[name] for name in names}
