@@ -44,6 +44,7 @@ test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on thre
 test-recovery: $(VENV)/.installed-dev            ## resume a killed run on two ranks, bit-identical (about 3 minutes)
 	$(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py $(ARGS)
 
+WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
 
 install-servers:            ## install vLLM and SGLang for CPUs, each in an environment of its own (4 minutes)
@@ -58,12 +59,14 @@ test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one
 		$(SERVERS) conformance --vllm $(VLLM_VENV)/bin/python --skipped "SGLang, which can't be installed here" $(ARGS); \
 	fi
 
-test-vllm: $(VENV)/.installed            ## train through a real vLLM on a CPU (5 minutes once it is installed)
+test-vllm: $(VENV)/.installed-dev            ## train through a real vLLM on a CPU (5 minutes once it is installed)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
+	AREALITE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(WRAPPERS) tests/launcher/test_vllm_server.py
 	$(SERVERS) train --server vllm --python $(VLLM_VENV)/bin/python $(ARGS)
 
-test-sglang: $(VENV)/.installed            ## train through a real SGLang on a CPU (6 minutes), or say loudly that it can't be installed
+test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on a CPU (6 minutes), or say loudly that it can't be installed
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
+		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/test_sglang_server.py && \
 		$(SERVERS) train --server sglang --python $(SGLANG_VENV)/bin/python $(ARGS); \
 	else \
 		echo "SKIPPED: SGLang can't be installed here, see above"; \

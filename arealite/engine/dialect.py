@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
@@ -36,6 +36,11 @@ class Segment:
     stale_kv_tokens: int = 0
     """Tokens sampled on keys and values of older weights than their version says."""
 
+    def kept_in_place(self) -> Segment:
+        """Count the tokens after a change of weights as stale: the server went on with the keys and values it had."""
+        versions = self.versions or []
+        return replace(self, stale_kv_tokens=sum(version != versions[0] for version in versions))
+
 
 @dataclass(frozen=True)
 class BroadcastPlan:
@@ -55,6 +60,17 @@ class BroadcastPlan:
         """Return the rank of a server's first GPU."""
         before = itertools.takewhile(lambda server: server.address != address, self.servers)
         return 1 + sum(server.facts.num_gpus for server in before)
+
+    def payload(self, address: str) -> Json:
+        """Return what a server must know to join."""
+        return {
+            "master_address": self.address,
+            "master_port": self.port,
+            "rank_offset": self.first_rank(address),
+            "world_size": self.world_size,
+            "group_name": self.name,
+            "backend": self.backend,
+        }
 
     def write_to(self, meta: WeightUpdateMeta) -> None:
         """Tell the sender."""
@@ -88,6 +104,15 @@ class Caller:
     async def post(self, endpoint: str, payload: Json | None = None) -> Json:
         """POST a JSON object, an empty one by default."""
         return await self.http.post(self.address, endpoint, payload or {}, timeout_s=self.remaining_s())
+
+
+def described(specs: list[ParamSpec]) -> Json:
+    """Return what a server must know of the tensors of a bucket."""
+    return {
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }
 
 
 def token_versions(spans: list[Json], num_tokens: int, require: Callable[[bool, str], None]) -> list[int] | None:

@@ -9,13 +9,22 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from dataclasses import replace
 from typing import cast
 
 from arealite.api.cli_args import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
-from arealite.engine.dialect import BroadcastPlan, Caller, Dialect, Finish, PauseMode, Proof, Segment, token_versions
+from arealite.engine.dialect import (
+    BroadcastPlan,
+    Caller,
+    Dialect,
+    Finish,
+    PauseMode,
+    Proof,
+    Segment,
+    described,
+    token_versions,
+)
 from arealite.engine.server_http import Json, StatusError, bad_reply
 from arealite.engine.server_set import ServerFacts
 
@@ -97,10 +106,7 @@ class SGLangDialect(Dialect):
             segment = _parse(address, reply, max_tokens)
         except (AttributeError, TypeError, KeyError, IndexError) as error:
             raise bad_reply(address, _GENERATE, "have the fields of SGLang", reply) from error
-        if self._is_lite or self._pause_mode != "in_place" or not segment.versions:
-            return segment
-        num_new = sum(version != segment.versions[0] for version in segment.versions)
-        return replace(segment, stale_kv_tokens=num_new)  # SGLang went on with what it had
+        return segment.kept_in_place() if self._pause_mode == "in_place" and not self._is_lite else segment
 
     def is_overflow(self, error: StatusError) -> bool:
         """Tell whether a server refused a request because its context is too short."""
@@ -126,17 +132,8 @@ class SGLangDialect(Dialect):
 
     async def join(self, caller: Caller, plan: BroadcastPlan, timeout_s: float) -> None:
         """Join a broadcast group; an embedded server bounds joining and each bucket by `timeout_s`."""
-        payload: Json = {
-            "master_address": plan.address,
-            "master_port": plan.port,
-            "rank_offset": plan.first_rank(caller.address),
-            "world_size": plan.world_size,
-            "group_name": plan.name,
-            "backend": plan.backend,
-        }
-        if self._is_lite:
-            payload["timeout_s"] = timeout_s
-        await _post(caller, "/init_weights_update_group", payload)
+        bounded = {"timeout_s": timeout_s} if self._is_lite else {}
+        await _post(caller, "/init_weights_update_group", plan.payload(caller.address) | bounded)
 
     async def leave(self, caller: Caller, plan: BroadcastPlan) -> None:
         """Leave a broadcast group."""
@@ -157,10 +154,7 @@ class SGLangDialect(Dialect):
     async def receive(self, caller: Caller, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None) -> None:
         """Take one bucket from the group; the last one comes with the version."""
         is_last = version is not None
-        payload: Json = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
+        payload = described(specs) | {
             "group_name": plan.name,
             "flush_cache": is_last and self._flushes_cache,
             "weight_version": str(version) if is_last else None,

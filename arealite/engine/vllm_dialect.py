@@ -17,7 +17,17 @@ from typing import Any
 from arealite.api.cli_args import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
-from arealite.engine.dialect import BroadcastPlan, Caller, Dialect, Finish, PauseMode, Proof, Segment, token_versions
+from arealite.engine.dialect import (
+    BroadcastPlan,
+    Caller,
+    Dialect,
+    Finish,
+    PauseMode,
+    Proof,
+    Segment,
+    described,
+    token_versions,
+)
 from arealite.engine.server_http import Json, StatusError, bad_reply
 from arealite.engine.server_set import ServerFacts
 
@@ -38,7 +48,7 @@ class VLLMDialect(Dialect):
 
     def __init__(self, *, pause_mode: PauseMode) -> None:
         self._pause_mode = pause_mode
-        self._tells_versions: set[str] = set()
+        self._has_generate: set[str] = set()
         """Addresses of servers that have the generate endpoint."""
         self._extended: set[str] = set()
         """Addresses of servers that our launch wrapper has started."""
@@ -55,7 +65,7 @@ class VLLMDialect(Dialect):
                 "Start it by python3 -m arealite.launcher.vllm_server, or correct rollout.server_addrs or the backend."
             ) from error
         if _GENERATE in paths:
-            self._tells_versions.add(caller.address)
+            self._has_generate.add(caller.address)
         elif self._pause_mode in ("retract", "in_place"):
             raise ConfigError(
                 "rollout.pause_mode must be abort or wait for a vLLM that does not tell which weights sampled a token: "
@@ -114,13 +124,13 @@ class VLLMDialect(Dialect):
             "logprobs": 0,  # only those of the sampled tokens
         }
         input_ids = [*req.input_ids, *tokens]
-        if address in self._tells_versions:
+        if address in self._has_generate:
             return _GENERATE, {"token_ids": input_ids, "sampling_params": sampling}
         return _COMPLETIONS, {"prompt": input_ids, "return_token_ids": True} | sampling
 
     def parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
         """Check a reply and return what it adds."""
-        endpoint = _GENERATE if address in self._tells_versions else _COMPLETIONS
+        endpoint = _GENERATE if address in self._has_generate else _COMPLETIONS
         try:
             (choice,) = reply["choices"]
             segment = _parse(address, endpoint, choice, max_tokens)
@@ -129,10 +139,7 @@ class VLLMDialect(Dialect):
         spans_versions = endpoint == _GENERATE and self._pause_mode in ("retract", "in_place")
         if spans_versions and choice.get("weight_versions") is None:
             raise bad_reply(address, endpoint, "tell weight_versions, as rollout.pause_mode needs", reply)
-        if self._pause_mode != "in_place" or not segment.versions:
-            return segment
-        num_new = sum(version != segment.versions[0] for version in segment.versions)
-        return replace(segment, stale_kv_tokens=num_new)  # the server went on with what it had
+        return segment.kept_in_place() if self._pause_mode == "in_place" else segment
 
     def is_overflow(self, error: StatusError) -> bool:
         """Tell whether a server refused a request because its context is too short."""
@@ -166,15 +173,7 @@ class VLLMDialect(Dialect):
 
     async def join(self, caller: Caller, plan: BroadcastPlan, timeout_s: float) -> None:
         """Join a broadcast group, in which joining and each bucket are bounded by `timeout_s`."""
-        init_info = {
-            "master_address": plan.address,
-            "master_port": plan.port,
-            "rank_offset": plan.first_rank(caller.address),
-            "world_size": plan.world_size,
-            "group_name": plan.name,
-            "backend": plan.backend,
-            "timeout_s": timeout_s,
-        }
+        init_info = plan.payload(caller.address) | {"timeout_s": timeout_s}
         await caller.post("/init_weight_transfer_engine", {"init_info": init_info})
 
     async def leave(self, caller: Caller, plan: BroadcastPlan) -> None:
@@ -190,12 +189,7 @@ class VLLMDialect(Dialect):
 
     async def receive(self, caller: Caller, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None) -> None:
         """Take one bucket from the group."""
-        update_info = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-        }
-        await caller.post("/update_weights", {"update_info": update_info})
+        await caller.post("/update_weights", {"update_info": described(specs)})
 
     async def end(self, caller: Caller, version: int, proof: Proof | None) -> list[str]:
         """Finish an update by broadcast, and return the tensors that were taken although they differ."""

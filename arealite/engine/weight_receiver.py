@@ -202,10 +202,12 @@ class Publication:
 
     async def join(self, plan: BroadcastPlan) -> None:
         """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
-        while not await _listens(plan.address, plan.port):
-            await asyncio.sleep(_LISTEN_PAUSE_S)
-            if self._remaining_s() <= 0.001:
-                raise TimeoutError("the sender did not listen")
+        try:
+            async with asyncio.timeout(self._remaining_s()):
+                while not await _listens(plan.address, plan.port):
+                    await asyncio.sleep(_LISTEN_PAUSE_S)
+        except TimeoutError:
+            raise TimeoutError("the sender did not listen") from None
         await self._on_all(lambda caller: self._dialect.join(caller, plan, self.meta.timeout_s))
 
     async def leave(self, plan: BroadcastPlan) -> None:

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from arealite.utils.fingerprint import fingerprints
+from arealite.utils.fingerprint import differing, fingerprints
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
 BACKEND = "arealite"
@@ -135,8 +135,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def mismatched(self, expected: dict[str, str]) -> list[str]:
         """Name the tensors that the last update did not bring as `expected`, by `utils.fingerprint`."""
-        names = self._received.keys() | expected.keys()
-        return sorted(name for name in names if self._received.get(name) != expected.get(name))
+        return differing(self._received, expected)
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:

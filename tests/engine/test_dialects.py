@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from testing_server import ScriptedServer, serve
+from testing_client import connected
+from testing_server import ScriptedServer
 from testing_vllm import ScriptedVLLM, vllm_config
 from tiny_models import VOCAB_SIZE, save_qwen3
 
@@ -23,15 +22,6 @@ from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_dialect import VLLMDialect
 from arealite.engine.vllm_remote import RemoteVLLMEngine
-
-
-@contextlib.contextmanager
-def connected(server: Any, **config: Any) -> Iterator[RemoteInferenceEngine]:
-    with serve(server), contextlib.ExitStack() as stack:
-        engine = RemoteInferenceEngine(InferenceEngineConfig(server_addrs=[server.address], **config))
-        stack.callback(engine.destroy)
-        engine.initialize(None, None)
-        yield engine
 
 
 def meet(server: Any, **config: Any) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from testing_client import connected
 from testing_server import EOS, ScriptedServer, logprob_at, serve, token_at
 from testing_workflows import SamplingWorkflow
 
@@ -28,6 +27,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ContextOverflowError, EpisodeError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.engine import server_http
+from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.server_http import StatusError
 from arealite.engine.server_set import ServerSet, parse_addresses
 from arealite.engine.sglang_dialect import SGLangDialect
@@ -38,21 +38,7 @@ from arealite.rollout.episode import Episode, current_episode
 PROMPT = [5, 6, 7]
 
 
-@contextlib.contextmanager
-def connected(*servers: ScriptedServer, **config: Any) -> Iterator[RemoteSGLangEngine]:
-    """Serve, connect an engine, and take everything down again."""
-    torch.set_num_threads(1)
-    with contextlib.ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(serve(server))
-        addresses = [server.address for server in servers]
-        engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, **config))
-        engine.initialize(None, None)
-        stack.callback(engine.destroy)
-        yield engine
-
-
-def generate(engine: RemoteSGLangEngine, rid: str = "a", **gconfig: Any) -> ModelResponse:
+def generate(engine: RemoteInferenceEngine, rid: str = "a", **gconfig: Any) -> ModelResponse:
     request = ModelRequest(PROMPT, GenerationHyperparameters(**gconfig), rid=rid)
     return asyncio.run(engine.agenerate(request))
 

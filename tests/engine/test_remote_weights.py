@@ -323,6 +323,16 @@ def test_a_server_that_refuses_is_named_and_the_others_go_on(stack: contextlib.E
     check_weights(bad, 1.0)
 
 
+def test_servers_are_told_of_a_group_only_when_its_sender_listens(stack: contextlib.ExitStack) -> None:
+    """SGLang would wait for one that never does, and answer nothing else meanwhile."""
+    server = ScriptedServer()
+    engine = connect(stack, server)
+    future = engine.update_weights(by_broadcast(timeout_s=0.5))
+    with pytest.raises(WeightUpdateError, match="the sender did not listen"):
+        future.result(5)
+    assert server.joins == [] and not server.is_paused
+
+
 def test_after_a_failure_the_group_is_a_new_one(stack: contextlib.ExitStack) -> None:
     """The sender's is closed, so it must not be named again."""
     server, meta = ScriptedServer(), by_broadcast()

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import testing_client
 import torch
-from testing_server import logprob_at, serve, token_at
+from testing_server import logprob_at, token_at
 from testing_vllm import COMPLETIONS, GENERATE, ScriptedVLLM
 
-from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, WeightCheckConfig
+from arealite.api.cli_args import GenerationHyperparameters, WeightCheckConfig
 from arealite.api.errors import ContextOverflowError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
-from arealite.engine.vllm_remote import RemoteVLLMEngine
+from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.utils.fingerprint import fingerprints
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 
@@ -27,21 +28,14 @@ BUCKETS = [[ParamSpec("a", (2, 3), "float32")], [ParamSpec("b", (4,), "float32")
 
 
 @contextlib.contextmanager
-def connected(*servers: ScriptedVLLM, **config: Any) -> Iterator[RemoteVLLMEngine]:
-    torch.set_num_threads(1)
-    with contextlib.ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(serve(server))
-        addresses = [server.address for server in servers]
-        engine = RemoteVLLMEngine(InferenceEngineConfig(server_addrs=addresses, backend="vllm", **config))
-        stack.callback(engine.destroy)
-        engine.initialize(None, None)
+def connected(*servers: ScriptedVLLM, **config: Any) -> Iterator[RemoteInferenceEngine]:
+    with testing_client.connected(*servers, backend="vllm", **config) as engine:
         for server in servers:
             server.calls.clear()
         yield engine
 
 
-def generate(engine: RemoteVLLMEngine, **gconfig: Any) -> ModelResponse:
+def generate(engine: RemoteInferenceEngine, **gconfig: Any) -> ModelResponse:
     return asyncio.run(engine.agenerate(ModelRequest(PROMPT, GenerationHyperparameters(**gconfig))))
 
 
@@ -72,7 +66,7 @@ def send(meta: WeightUpdateMeta, *values: float) -> None:
         meta.uploaded.set_exception(ConnectionError("not today"))
 
 
-def broadcast(engine: RemoteVLLMEngine, *values: float, version: int = 1) -> None:
+def broadcast(engine: RemoteInferenceEngine, *values: float, version: int = 1) -> None:
     meta = WeightUpdateMeta("nccl", nccl_param_specs=BUCKETS, timeout_s=10.0, version=version)
     received = engine.update_weights(meta)
     send(meta, *values)
@@ -225,5 +219,5 @@ def test_a_server_that_has_started_anew_is_noticed() -> None:
         assert {sample(engine, rid).server for rid in "ijklmnopqrst"} == {one.address for one in servers}
 
 
-def sample(engine: RemoteVLLMEngine, rid: str) -> ModelResponse:
+def sample(engine: RemoteInferenceEngine, rid: str) -> ModelResponse:
     return asyncio.run(engine.agenerate(ModelRequest(PROMPT, GenerationHyperparameters(max_new_tokens=1), rid=rid)))

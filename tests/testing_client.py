@@ -1,0 +1,27 @@
+"""A client of real servers in threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from testing_server import ScriptedServer, serve
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.engine.remote_client import RemoteInferenceEngine
+
+
+@contextlib.contextmanager
+def connected(*servers: ScriptedServer, **config: Any) -> Iterator[RemoteInferenceEngine]:
+    """Serve, connect an engine, and take everything down again."""
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(serve(server))
+        addresses = [server.address for server in servers]
+        engine = RemoteInferenceEngine(InferenceEngineConfig(server_addrs=addresses, **config))
+        stack.callback(engine.destroy)
+        engine.initialize(None, None)
+        yield engine
