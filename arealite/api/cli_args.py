@@ -49,11 +49,13 @@ __all__ = [
     "LauncherConfig",
     "LiteConfig",
     "MicroBatchSpec",
+    "NameResolveConfig",
     "OptimizerConfig",
     "PPOActorConfig",
     "RecoverConfig",
     "SFTConfig",
     "SaverConfig",
+    "SlurmLauncherConfig",
     "StatsLoggerConfig",
     "SwanlabConfig",
     "TensorBoardConfig",
@@ -200,6 +202,8 @@ class TrainEngineConfig(Block):
     """Sharding."""
     seed: NonNegativeInt = 1
     """Of random weights and dropout; filled in from the top level."""
+    node_timeout: Positive = 30.0
+    """Seconds without a word from another machine after which a rank ends; filled in from `launcher.node_timeout`."""
 
 
 @dataclass
@@ -245,6 +249,22 @@ class PPOActorConfig(TrainEngineConfig):
 
 
 @dataclass
+class NameResolveConfig(Block):
+    """Where the processes of a run find each other."""
+
+    type: Literal["nfs", "redis", "etcd3", "ray"] = "nfs"
+    """Files in a folder that every machine sees, a Redis or etcd server, or the Ray cluster of the run."""
+    nfs_record_root: Folder = ""
+    """Folder of `nfs`, whose `.names` has the entries; filled in from `cluster.fileroot`."""
+    redis_addr: str = "127.0.0.1:6379"
+    """host:port of Redis."""
+    etcd3_addr: str = "127.0.0.1:2379"
+    """host:port of etcd."""
+    ray_actor_name: str = "arealite_names"
+    """Of the detached actor that keeps the names in Ray."""
+
+
+@dataclass
 class WeightCheckConfig(Block):
     """How every publication of weights is verified."""
 
@@ -273,7 +293,11 @@ class InferenceEngineConfig(Block):
     backend: Literal["lite", "sglang", "vllm"] = "sglang"
     """Protocol of the servers; filled in from `allocation_mode`."""
     server_addrs: Addresses = field(default_factory=list)
-    """host:port of servers that someone else started and stops; empty is those of the launcher."""
+    """host:port of servers that someone else started and stops; empty is those that register for this run."""
+    num_servers: NonNegativeInt = 0
+    """Registered servers to wait for before the first episode; filled in from `allocation_mode`. More may join."""
+    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    """Where servers register; filled in from `cluster.name_resolve`."""
     consumer_batch_size: PositiveInt = 1
     """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
     max_concurrent_rollouts: PositiveInt | None = None
@@ -494,6 +518,8 @@ class StatsLoggerConfig(Block):
 class ClusterSpecConfig(Block):
     """The machines of a run."""
 
+    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    """Where the processes of a run find each other."""
     n_nodes: PositiveInt = 1
     """Machines."""
     n_gpus_per_node: NonNegativeInt = 8
@@ -503,9 +529,41 @@ class ClusterSpecConfig(Block):
 
 
 @dataclass
+class SlurmLauncherConfig(Block):
+    """What only Slurm is told."""
+
+    srun_additional_args: str = ""
+    """More arguments of srun."""
+    sbatch_additional_args: str = ""
+    """More arguments of sbatch, e.g. `--partition=gpu --account=lab --time=1-0`."""
+    container_type: Literal["none", "apptainer"] = "none"
+    """What runs the images."""
+    mount: str = ""
+    """Folders to mount in containers, as `/from:/to,/from2:/to2`."""
+    trainer_image: str = ""
+    """Image of trainers; empty runs them without a container."""
+    inference_server_image: str = ""
+    """Image of servers; empty runs them without a container."""
+
+
+@dataclass
 class LauncherConfig(Block):
     """How processes start."""
 
+    inference_server_cpus_per_gpu: PositiveInt = 4
+    """CPU cores that Ray and Slurm reserve for each GPU of a server; without GPUs, for each server."""
+    inference_server_mem_per_gpu: NonNegativeInt = 0
+    """MiB of memory that Ray and Slurm reserve for each GPU of a server; 0 reserves none."""
+    trainer_cpus_per_gpu: PositiveInt = 4
+    """CPU cores that Ray and Slurm reserve for each rank of the trainer."""
+    trainer_mem_per_gpu: NonNegativeInt = 0
+    """MiB of memory that Ray and Slurm reserve for each rank of the trainer; 0 reserves none."""
+    server_restarts: NonNegativeInt = 3
+    """How often each server that ended after it was ready is started again while the run goes on; then the run ends."""
+    node_timeout: Positive = 30.0
+    """Seconds without a word from a machine after which it is lost."""
+    slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
+    """Slurm."""
     inference_server_env_vars: EnvVars = ""
     """Environment of servers, as `A=1,B=2`."""
     trainer_env_vars: EnvVars = ""
@@ -540,6 +598,7 @@ class BaseExperimentConfig(Block):
         **_named("evaluator", fileroot="cluster.fileroot"),
         **_named("recover", fileroot="cluster.fileroot"),
         **_named("stats_logger", fileroot="cluster.fileroot"),
+        "cluster.name_resolve.nfs_record_root": "cluster.fileroot",
         **_same("valid_dataset", "train_dataset", "path", "type", "batch_size", "max_length"),
     }
     """Keys that take another key's value unless they are given."""
@@ -628,7 +687,7 @@ class SFTConfig(BaseExperimentConfig):
 
     FILLED_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.FILLED_FROM,
-        **_named("model", seed="seed"),
+        **_named("model", seed="seed", node_timeout="launcher.node_timeout"),
         "tokenizer_path": "model.path",
         "model.path": "tokenizer_path",
     }
@@ -654,8 +713,11 @@ class GRPOConfig(BaseExperimentConfig):
         **BaseExperimentConfig.FILLED_FROM,
         **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
         "rollout.tokenizer_path": "tokenizer_path",
+        "rollout.name_resolve": "cluster.name_resolve",
         **_named("actor", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
+        "actor.node_timeout": "launcher.node_timeout",
         **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
+        "ref.node_timeout": "launcher.node_timeout",
         **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
         **_same("eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "temperature"),
         **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),
@@ -700,6 +762,7 @@ class GRPOConfig(BaseExperimentConfig):
                 f"{self.allocation_mode}. Remove rollout.backend."
             )
         self.rollout.backend = cast(Literal["lite", "sglang", "vllm"], mode.gen_backend)
+        self.rollout.num_servers = self.rollout.num_servers or mode.gen_dp_size
         if self.rollout.weight_update == "broadcast" and mode.gen_pp_size > 1:
             raise ConfigError(
                 f"rollout.weight_update must be disk if servers have p > 1: got broadcast and {self.allocation_mode}. "

@@ -39,19 +39,12 @@ RENAMED = {
 }
 
 _OPTIMIZER = Retired("compute is bfloat16 or float32, whose losses are not scaled")
-_RESOURCES = Retired("only schedulers that share machines read it, and there is none yet")
 
 RETIRED = {
     "checkpointer": Retired("`recover` replaces it"),
     "server_only": Retired("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
     "total_train_n_seqs": Retired("total_train_steps bounds training", (None,)),
-    "cluster.name_resolve": Retired("the launcher tells trainers the addresses of servers"),
     "cluster.cluster_name": Retired("no cluster has settings of its own"),
-    "launcher.inference_server_cpus_per_gpu": _RESOURCES,
-    "launcher.inference_server_mem_per_gpu": _RESOURCES,
-    "launcher.trainer_cpus_per_gpu": _RESOURCES,
-    "launcher.trainer_mem_per_gpu": _RESOURCES,
-    "launcher.slurm": _RESOURCES,
     "rollout.enable_rollout_tracing": Retired("every trained sample is stored in the run folder's rollouts/"),
     "rollout.schedule_policy": Retired("requests go to the server with the fewest outstanding tokens"),
     "*.init_critic_from_actor": Retired("there is no critic", (False,)),

@@ -141,6 +141,10 @@ class WeightUpdateMeta:
     timeout_s: float = 120.0
     holds_requests: bool = False
     """Whether interrupted requests wait for `resume`, and not only until the servers have the weights."""
+    only_stale: bool = False
+    """Whether this catches up with servers that lack the newest published version, while the others go on."""
+    also_disk: bool = False
+    """Whether a broadcast has receivers that read a checkpoint at `path`; the receiving engine fills it in."""
     untie_embeddings: bool = False
     """Whether the receivers' output layer is a tensor of its own although the sender's is tied; see `rollout`."""
     wants_fingerprints: bool = False

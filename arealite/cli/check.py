@@ -13,6 +13,7 @@ import ast
 import asyncio
 import dataclasses
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,12 @@ from arealite.cli.check_model import Config, check_model, check_weights
 from arealite.cli.check_text import check_data, check_template, check_tokenizer
 from arealite.cli.findings import Findings, counted
 from arealite.engine.server_http import ServerHttp
-from arealite.launcher.local import entry_script, read_config
-from arealite.launcher.roles import Roles, check_roles, server_jobs
+from arealite.launcher import local
+from arealite.launcher.plan import Plan, foreign_servers, make_plan
+from arealite.launcher.roles import check_model as check_model_folder
+from arealite.launcher.roles import environment
+from arealite.launcher.run import entry_script, read_config
+from arealite.launcher.server_commands import check_server_block, server_command
 
 _PROGRAM_S = 300.0
 """In which a server's parser must answer; importing SGLang or vLLM for the first time takes a minute."""
@@ -39,8 +44,8 @@ def check(entry: str, argv: Sequence[str]) -> int:
     transformers_logging.disable_progress_bar()
     script = entry_script(entry)
     config, calls, found = read_config(script, argv), _calls(script), Findings()
-    roles = found.look("processes", _check_processes, config)
-    reloads_tied = found.look("server", _check_server, config, roles) if roles is not None else True
+    plan = found.look("processes", _check_processes, config)
+    reloads_tied = found.look("server", _check_server, config, plan) if plan is not None else True
     model = found.look("model", check_model, config, reloads_tied=reloads_tied is not False)
     if model is not None:
         found.look("weights", check_weights, config, model)
@@ -58,25 +63,33 @@ def _calls(entry: Path) -> set[str]:
     return {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
 
 
-def _check_processes(found: Findings, config: Config) -> Roles:
-    roles = check_roles(config)
-    where = f"on {len(roles.gpus)} GPUs" if roles.gpus else "on the CPU"
-    servers = f"{counted(roles.num_servers, 'server')} and " if roles.num_servers else ""
-    found.add("ok", f"{config.allocation_mode}: {servers}{counted(roles.num_ranks, 'trainer rank')} {where}")
-    return roles
+def _check_processes(found: Findings, config: Config) -> Plan:
+    plan = make_plan(config)
+    check_model_folder(config)
+    if isinstance(config, GRPOConfig) and plan.servers:
+        check_server_block(config)
+    if plan.num_nodes == 1:
+        local.check(config, plan)
+    num_gpus = sum(len(one.devices) for one in plan.placements)
+    where = f"on {num_gpus} GPUs" if num_gpus else "on the CPU"
+    if plan.num_nodes > 1:
+        where += f" of {plan.num_nodes} machines, which were not looked at"
+    servers = f"{counted(len(plan.servers), 'server')} and " if plan.servers else ""
+    found.add("ok", f"{config.allocation_mode}: {servers}{counted(plan.num_ranks, 'trainer rank')} {where}")
+    return plan
 
 
-def _check_server(found: Findings, config: Config, roles: Roles) -> bool:
+def _check_server(found: Findings, config: Config, plan: Plan) -> bool:
     """Ask servers for their health, or the program that will run what it says of its flags.
 
     Returns whether it can reload tied embeddings, as far as is known.
     """
     if isinstance(config, SFTConfig):
         return True
-    if roles.foreign_servers:
-        asyncio.run(_ask_health(found, roles.foreign_servers.split(",")))
-    elif roles.num_servers and config.rollout.backend != "lite":
-        return _ask_program(found, config, roles)
+    if foreign := foreign_servers(config):
+        asyncio.run(_ask_health(found, foreign.split(",")))
+    elif plan.servers and config.rollout.backend != "lite":
+        return _ask_program(found, config, plan)
     return True
 
 
@@ -90,13 +103,16 @@ async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
         await http.close()
 
 
-def _ask_program(found: Findings, config: GRPOConfig, roles: Roles) -> bool:
+def _ask_program(found: Findings, config: GRPOConfig, plan: Plan) -> bool:
     rollout = dataclasses.replace(config.rollout, untie_embeddings=False)  # a run makes the untied copy later
-    job = server_jobs(dataclasses.replace(config, rollout=rollout), roles, [1])[0]
-    module = job.command.index("-m") + 2
-    command = [*job.command[:module], "--check", *job.command[module:]]
+    num_gpus = max(1, len(plan.servers[0].devices))
+    command = server_command(dataclasses.replace(config, rollout=rollout), index=0, num_gpus=num_gpus)
+    module = command.index("-m") + 2
+    command = [*command[:module], "--check", *command[module:]]
+    devices = local.devices(config, plan.servers[0]) if plan.num_nodes == 1 else {}
+    env = os.environ | environment(config.launcher.inference_server_env_vars, python=command[0], **devices)
     done = subprocess.run(
-        command, env=job.env, capture_output=True, text=True, timeout=_PROGRAM_S, check=False, errors="replace"
+        command, env=env, capture_output=True, text=True, timeout=_PROGRAM_S, check=False, errors="replace"
     )
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
     if done.returncode != 0:

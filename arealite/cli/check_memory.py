@@ -14,7 +14,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.cli.check_model import Config, trained_block
 from arealite.cli.findings import Findings, Level
-from arealite.launcher.roles import foreign_servers
+from arealite.launcher.plan import foreign_servers
 from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
 
 GIB = 2**30

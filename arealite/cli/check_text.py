@@ -12,7 +12,7 @@ from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.cli.check_model import Config, trained_block
 from arealite.cli.findings import Findings
 from arealite.dataset import load_split
-from arealite.launcher.roles import foreign_servers
+from arealite.launcher.plan import foreign_servers
 from arealite.utils.chat_template import Certificate, certify
 from arealite.utils.hf import load_hf_tokenizer
 

@@ -72,7 +72,7 @@ class FSDPEngine(TrainEngine):
         """Join the process group, load and shard the model, build optimizer and schedule."""
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
-        distributed.join_default_group(COLLECTIVE_TIMEOUT_S)
+        distributed.join_default_group(COLLECTIVE_TIMEOUT_S, self.config.node_timeout)
         self._group: dist.ProcessGroup | None = dist.new_group()
         try:
             self._build(ft_spec)

@@ -1,8 +1,9 @@
-"""Completions from servers that may interrupt them, die, or get new weights at any moment.
+"""Completions from servers that may interrupt them, come and go, or get new weights at any moment.
 
-`generate` posts, and when a server aborts (new weights) or dies it posts again with the tokens so far and a smaller
-budget, so a completion is the concatenation of what servers really sampled. Invariant: token, logprob and version lists
-have equal lengths, tokens received are never lost or sampled twice, and the server's reply is the truth about versions.
+`generate` posts, and when a server aborts (new weights, or it leaves) or dies it posts again with the tokens so far and
+a smaller budget, so a completion is the concatenation of what servers really sampled. While no server has the newest
+weights requests wait, and the clocks of their episodes stand still. Invariant: token, logprob and version lists have
+equal lengths, tokens received are never lost or sampled twice, and the server's reply is the truth about versions.
 The only tokens given back are those at the end of an interrupted output that may have begun a stop string, because
 whoever continues it looks for stop strings in the new output only.
 """
@@ -10,16 +11,18 @@ whoever continues it looks for stop strings in the new output only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.engine.dialect import Caller, Dialect, Segment
 from arealite.engine.liveness import Liveness
+from arealite.engine.pace import Pace
 from arealite.engine.server_http import ServerHttp, StatusError
 from arealite.engine.server_set import Server, ServerFacts, ServerSet
 from arealite.generation.stop_strings import StopStrings
@@ -33,6 +36,8 @@ _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _RESUME_GRACE_S = 60.0
 """Added to the deadline of a publication before a request stops to wait for its end."""
+_PROBE = ModelRequest([2, 3], GenerationHyperparameters(max_new_tokens=8, greedy=True))
+"""What a server that was slow or sick must complete to prove itself."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,12 @@ class Generator:
         self._config = config
         self._dialect = dialect
         self._servers = servers
-        self._liveness = Liveness(self.http, servers, self.may_generate)
+        self.liveness = Liveness(self.http, servers, self.may_generate)
+        self._pace = Pace(servers, self._probe)
+        self._changed = asyncio.Event()
+        """Set and replaced when the servers have changed."""
+        self._deserted_at: float | None = None
+        """Since when no server can take a request."""
         self._num_loose_requests = 0
         self._tokenizer: asyncio.Task[Any] | None = None
         self._vocab_size: int | None = None
@@ -72,26 +82,38 @@ class Generator:
     async def connect(self, addresses: list[str]) -> None:
         """Wait until all servers are ready, see that they can do what we need, and add them to the set."""
         deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
-        facts = await asyncio.gather(*(self._meet(address, deadline) for address in addresses))
+        facts = await asyncio.gather(*(self.meet(address, deadline) for address in addresses))
         for address, one in zip(addresses, facts, strict=True):
             self._servers.add(address, facts=one)
+
+    async def load_vocabulary(self) -> None:
+        """Learn which token ids the model has, if the tokenizer is known."""
         if self._config.tokenizer_path:
             self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
 
-    async def _meet(self, address: str, deadline: float) -> ServerFacts:
+    async def meet(self, address: str, deadline: float) -> ServerFacts:
         """Learn about a server and wait until it is ready. The weights of one that a run before us left paused may be
         anything; the first publication replaces them."""
         loop = asyncio.get_running_loop()
         caller = Caller(address, self.http, lambda: max(0.001, deadline - loop.time()))
-        if await self._liveness.answers_by(address, deadline):
+        if await self.liveness.answers_by(address, deadline):
             facts = await self._dialect.meet(caller)
             await self._dialect.take_over(caller)
-            if await self._liveness.is_healthy_by(address, deadline):
+            if await self.liveness.is_healthy_by(address, deadline):
                 return facts
         raise ServerError(
             f"every inference server must answer GET /health within {self._config.setup_timeout:g} s: got no answer "
             f"from {address}. Look at its log, or raise rollout.setup_timeout."
         )
+
+    def note_change(self) -> None:
+        """Let requests that wait for a server look again, after the servers have changed."""
+        if self._servers.live:
+            self._deserted_at = None
+        elif self._deserted_at is None:
+            self._deserted_at = asyncio.get_running_loop().time()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion. Raises ValueError for token ids that the model does not have."""
@@ -138,15 +160,14 @@ class Generator:
             latency_s=latency_s,
         )
 
-    async def sample_canaries(self, req: ModelRequest, version: int) -> list[Canary]:
-        """Let every server that `version` was published to complete `req`, whatever pauses episodes."""
-        servers = [server for server in self._servers.servers if server.version == version]
+    async def sample_canaries(self, req: ModelRequest, servers: list[Server]) -> list[Canary]:
+        """Let every server complete `req`, whatever pauses episodes; those that are gone are left out."""
         try:
             canaries = await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
             if not any(canaries):
                 raise ServerError(f"one of {[server.address for server in servers]} must be reachable: got none.")
         except ServerError as error:
-            raise WeightUpdateError(f"servers must sample from their weights of version {version}: {error}") from error
+            raise WeightUpdateError(f"servers must sample from their new weights: {error}") from error
         return [canary for canary in canaries if canary is not None]
 
     async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
@@ -154,20 +175,28 @@ class Generator:
         num_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
         failed: list[Server] = []
         while True:
-            await self._wait_for_publication()
-            server = self._servers.pick(req.rid, num_tokens, avoid=set(failed))
+            server = await self._pick(req.rid, num_tokens, failed)
             version = server.version
+            began, num_before = time.monotonic(), self.liveness.num_in_flight(server)
             try:
                 segment = await self._ask(server, req, tokens, seed)
             except ServerError as error:
                 failed.append(server)
+                if _may_retry(error):
+                    self._pace.note_error(server)
                 if len(failed) > self._config.request_retries or not _may_retry(error):
                     raise
-                self._liveness.suspect(server)
+                self.liveness.suspect(server)
                 await asyncio.sleep(_backoff_s(len(failed)))
                 continue
             finally:
                 self._servers.release(server, num_tokens)
+            self._pace.note_answer(
+                server,
+                num_tokens=len(segment.tokens),
+                seconds=time.monotonic() - began,
+                num_in_flight=(num_before + self.liveness.num_in_flight(server)) / 2 + 1,
+            )
             if segment.versions is None and not server.tells_versions:
                 if server.version != version:
                     continue  # which weights sampled which token can't be known: ask again
@@ -191,7 +220,7 @@ class Generator:
         """Let one server continue a request."""
         endpoint, payload = self._dialect.generate_call(server.address, req, tokens, seed)
         try:
-            reply = await self._liveness.post(server, endpoint, payload, timeout_s=self._config.request_timeout)
+            reply = await self.liveness.post(server, endpoint, payload, timeout_s=self._config.request_timeout)
         except StatusError as error:
             if self._dialect.is_overflow(error):
                 if tokens:
@@ -204,6 +233,35 @@ class Generator:
             raise
         beacon.tick()
         return self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
+
+    async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
+        """Choose a server, and wait for one while there is none."""
+        await self._wait_for_publication()
+        server = self._servers.pick(rid, num_tokens, avoid=set(failed))
+        if server is not None:
+            return server
+        episode = current_episode.get()
+        with contextlib.nullcontext() if episode is None else episode.standstill():
+            while True:
+                changed = self._changed
+                await self._wait_for_publication()
+                server = self._servers.pick(rid, num_tokens, avoid=set(failed))
+                if server is not None:
+                    return server
+                now = asyncio.get_running_loop().time()
+                self._deserted_at = self._deserted_at or now
+                try:
+                    async with asyncio.timeout_at(self._deserted_at + self._config.setup_timeout):
+                        await changed.wait()
+                except TimeoutError:
+                    raise self._no_server() from None
+
+    def _no_server(self) -> ServerError:
+        return ServerError(
+            f"an inference server with weights of version {self._servers.version} must be there within "
+            f"{self._config.setup_timeout:g} s: got {self._servers.describe()}. Look at the servers' logs, start "
+            "others, or raise rollout.setup_timeout."
+        )
 
     async def _wait_for_publication(self) -> None:
         """Wait while a publication of weights pauses the servers."""
@@ -263,10 +321,17 @@ class Generator:
                 if num_failures <= self._config.request_retries and _may_retry(error):
                     await asyncio.sleep(_backoff_s(num_failures))
                 elif isinstance(error, UnreachableError):
-                    self._liveness.suspect(server)
+                    self.liveness.suspect(server)
                     return None
                 else:
                     raise
+
+    async def _probe(self, server: Server) -> float:
+        """Return the seconds per token of a small completion."""
+        await self._wait_for_publication()
+        began = time.monotonic()
+        answer = await self._ask_canary(server, _PROBE)
+        return (time.monotonic() - began) / len(answer.tokens)
 
     async def _ask_canary(self, server: Server, req: ModelRequest) -> Canary:
         caller = Caller(server.address, self.http, lambda: self._config.weight_update_timeout)

@@ -2,8 +2,8 @@
 
 A server that has requests in flight and gives no sign of life for a while is asked for /health. One that doesn't answer
 that either becomes a suspect, and its requests are given up so that another server can take them; if there is none,
-they go on waiting for it. A suspect is readmitted when it answers /health. Invariant: while another server could take
-a request, it waits for a dead one no longer than about `quiet_s + 2 * health_s`.
+they go on waiting for it, as long as it is a member. A suspect is readmitted when it answers /health. Invariant: while
+another server could take a request, it waits for a dead one no longer than about `quiet_s + 2 * health_s`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from arealite.api.errors import ServerError, UnreachableError
@@ -36,9 +36,9 @@ class Liveness:
         quiet_s: float = 4.0,
         health_s: float = 8.0,
     ) -> None:
-        self._http = http
+        self.http = http
         self._servers = servers
-        self._may_generate = may_generate
+        self.may_generate = may_generate
         """Nobody is judged while it is cleared: a paused server may have nothing to say."""
         self._quiet_s = quiet_s
         self._health_s = health_s
@@ -56,7 +56,7 @@ class Liveness:
         try:
             async with leash:
                 leashes.add(leash)
-                reply = await self._http.post(server.address, endpoint, payload, timeout_s=timeout_s)
+                reply = await self.http.post(server.address, endpoint, payload, timeout_s=timeout_s)
         except TimeoutError:
             raise UnreachableError(
                 f"POST http://{server.address}{endpoint} must reach a live server: got no answer to /health within "
@@ -70,11 +70,23 @@ class Liveness:
     def suspect(self, server: Server) -> None:
         """Prefer other servers until this one answers /health."""
         if server.is_reachable:
-            server.is_reachable = False
-            has_other = self._servers.has_reachable()
-            what = "others take over" if has_other else "and no other can take over"
+            self._servers.note_reachable(server, False)
+            what = "others take over" if self._servers.live else "and no other can take over"
             logger.warning("server %s does not answer, %s", server.address, what)
             self._start(("readmit", server), self._readmit(server))
+
+    async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
+        """Return the servers that don't answer /health, which are suspects from now on."""
+        asked = list(servers)
+        answers = await asyncio.gather(*(self._is_healthy(server.address, self._health_s) for server in asked))
+        dead = [server for server, is_healthy in zip(asked, answers, strict=True) if not is_healthy]
+        for server in dead:
+            self.suspect(server)
+        return dead
+
+    def num_in_flight(self, server: Server) -> int:
+        """Return how many requests a server has."""
+        return len(self._leashes[server])
 
     async def answers_by(self, address: str, deadline: float) -> bool:
         """Ask for anything with growing pauses until there is an answer or the deadline passes."""
@@ -88,9 +100,9 @@ class Liveness:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._quiet_s / 4)
-            for server in self._servers.servers:
+            for server in list(self._leashes):
                 is_quiet = loop.time() - self._heard_at[server] > self._quiet_s
-                if self._leashes[server] and is_quiet and self._may_generate.is_set():
+                if self._leashes[server] and is_quiet and self.may_generate.is_set():
                     self._start(("examine", server), self._examine(server))
 
     async def _examine(self, server: Server) -> None:
@@ -98,21 +110,25 @@ class Liveness:
         asked_at = asyncio.get_running_loop().time()
         if await self._is_healthy(server.address, self._health_s):
             self._heard_at[server] = asked_at
-        if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
+        if self._heard_at[server] >= asked_at or not self.may_generate.is_set():
             return
         self.suspect(server)
-        if self._servers.has_reachable():
+        if self._servers.live or server not in self._servers.servers:
             for leash in self._leashes[server]:
                 leash.reschedule(asked_at)
 
     async def _readmit(self, server: Server) -> None:
-        if await self.is_healthy_by(server.address, float("inf")):
-            server.is_reachable = True
+        async def is_back_or_gone(left_s: float) -> bool:
+            return server not in self._servers.servers or await self._is_healthy(server.address, self._health_s)
+
+        await _becomes_true_by(float("inf"), is_back_or_gone)
+        if server in self._servers.servers:
+            self._servers.note_reachable(server, True)
             logger.warning("server %s answers again", server.address)
 
     async def _answers(self, address: str, timeout_s: float) -> bool:
         try:
-            await self._http.get(address, "/", timeout_s=timeout_s)
+            await self.http.get(address, "/", timeout_s=timeout_s)
         except StatusError as error:
             return error.status < 500  # there need not be such a page; above is a proxy without its server
         except ServerError:
@@ -121,7 +137,7 @@ class Liveness:
 
     async def _is_healthy(self, address: str, timeout_s: float) -> bool:
         try:
-            await self._http.get(address, "/health", timeout_s=timeout_s)
+            await self.http.get(address, "/health", timeout_s=timeout_s)
         except ServerError:
             return False
         return True

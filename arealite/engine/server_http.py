@@ -15,6 +15,7 @@ import orjson
 from yarl import URL
 
 from arealite.api.errors import ServerError, UnreachableError
+from arealite.utils.secret import authorization, secret_of_environment
 
 Json = dict[str, Any]
 
@@ -33,14 +34,14 @@ class StatusError(ServerError):
 
 
 class ServerHttp:
-    """One connection pool for all servers; must be created and used in one event loop."""
+    """One connection pool for all servers, which are shown the secret of the run; belongs to one event loop."""
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),  # the staleness account bounds requests
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **authorization(secret_of_environment())},
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
         self._urls: dict[tuple[str, str], URL] = {}

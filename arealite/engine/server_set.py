@@ -1,19 +1,17 @@
 """Which inference servers there are and which one serves a request.
 
-Servers come and go at any time. Invariant: a request goes only to a member that holds the newest published weights, to
-a reachable one while there is one, and requests with the same `rid` go to one server (which has their prefix cached)
-as long as that may be. A member with other weights, because it joined later, could not be reached or has started anew,
-idles until it takes part in a publication.
+Servers come and go at any time. Invariant: a request goes only to a reachable member that holds the newest published
+weights, to one that is not drained while there is one, and requests with the same `rid` go to one server (which has
+their prefix cached) as long as that may be. A member with other weights, because it joined later, could not be reached
+or has started anew, is *stale*: it idles until it takes part in a publication.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-
-from arealite.api.errors import ServerError
 
 _MAX_STICKY = 65536
 """Remembered rids; the oldest are forgotten first."""
@@ -45,6 +43,8 @@ class Server:
     num_requests: int = 0
     """Sent so far."""
     is_reachable: bool = True
+    is_drained: bool = False
+    """Whether others take its requests, because it is slow or answers badly."""
     tells_versions: bool = False
     """Whether a reply has ever said which weights sampled it."""
 
@@ -53,7 +53,9 @@ class ServerSet:
     """A mutable set of servers, for use from any thread."""
 
     def __init__(self, addresses: Iterable[str] = ()) -> None:
-        self._version = 0
+        self.on_change: Callable[[], None] | None = None
+        """Called after every change of members and of what they are fit for, in the thread that made it."""
+        self.version = 0
         """Of the newest published weights."""
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
@@ -66,24 +68,39 @@ class ServerSet:
         with self._lock:
             if address not in self._servers:
                 self._servers[address] = Server(address, version, facts)
+        self._tell()
 
-    def remove(self, address: str) -> None:
-        """Send nothing more to a server; requests in flight end as they may."""
+    def remove(self, address: str) -> bool:
+        """Send nothing more to a server; requests in flight end as they may. Return whether it was a member."""
         with self._lock:
-            self._servers.pop(address, None)
+            was_member = self._servers.pop(address, None) is not None
+        self._tell()
+        return was_member
 
     def note_publication(self, receivers: Iterable[Server], version: int) -> None:
         """Take `version` for the newest, which these servers hold; others get no requests from now on."""
         with self._lock:
-            self._version = version
+            self.version = version
             for server in receivers:
                 server.version = version
+        self._tell()
 
     def note_loss(self, server: Server, version: int) -> None:
         """Take it that a server no longer holds weights that it once took, unless newer ones have come meanwhile."""
         with self._lock:
             if server.version == version:
                 server.version = NO_VERSION
+        self._tell()
+
+    def note_reachable(self, server: Server, is_reachable: bool) -> None:
+        """Note whether a server answers."""
+        server.is_reachable = is_reachable
+        self._tell()
+
+    def note_drained(self, server: Server, is_drained: bool) -> None:
+        """Note whether others are to take a server's requests."""
+        server.is_drained = is_drained
+        self._tell()
 
     @property
     def servers(self) -> list[Server]:
@@ -91,17 +108,34 @@ class ServerSet:
         with self._lock:
             return list(self._servers.values())
 
-    def has_reachable(self) -> bool:
-        """Tell whether a reachable member holds the newest weights."""
-        with self._lock:
-            return any(server.is_reachable and server.version == self._version for server in self._servers.values())
+    @property
+    def live(self) -> list[Server]:
+        """The reachable members that hold the newest weights."""
+        return [server for server in self.servers if server.is_reachable and server.version == self.version]
 
-    def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server:
-        """Choose a server for a request, if possible not one to `avoid`, and count its tokens until `release`."""
+    @property
+    def stale(self) -> list[Server]:
+        """The reachable members that hold other weights."""
+        return [server for server in self.servers if server.is_reachable and server.version != self.version]
+
+    def describe(self) -> str:
+        """Return what the members are fit for, for messages."""
+        return "; ".join(map(_described, self.servers)) or "no server"
+
+    def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server | None:
+        """Choose a server for a request, if possible not one to `avoid`, and count its tokens until `release`.
+
+        None if no live one is there.
+        """
         with self._lock:
-            server = self._sticky_server(rid)
-            if server is None or server in avoid:
-                server = self._least_loaded(avoid)
+            live = [one for one in self._servers.values() if one.is_reachable and one.version == self.version]
+            if not live:
+                return None
+            server = self._servers.get(self._sticky.get(rid, ""))
+            if server is None or server not in live or server in avoid or server.is_drained:
+                server = min(
+                    live, key=lambda one: (one in avoid, one.is_drained, one.outstanding_tokens, one.num_requests)
+                )
             self._sticky[rid] = server.address
             self._sticky.move_to_end(rid)
             if len(self._sticky) > _MAX_STICKY:
@@ -115,24 +149,14 @@ class ServerSet:
         with self._lock:
             server.outstanding_tokens -= num_tokens
 
-    def _sticky_server(self, rid: str) -> Server | None:
-        server = self._servers.get(self._sticky.get(rid, ""))
-        is_fit = server is not None and server.is_reachable and server.version == self._version
-        return server if is_fit else None
+    def _tell(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
-    def _least_loaded(self, avoid: Set[Server]) -> Server:
-        members = list(self._servers.values())
-        if not members:
-            raise ServerError("there must be an inference server: got none. Add one with add_server(address).")
-        current = [server for server in members if server.version == self._version]
-        if not current:
-            raise ServerError(
-                f"there must be an inference server with weights of version {self._version}: got versions "
-                f"{sorted({server.version for server in members})}. Publish weights, which reach every server."
-            )
-        reachable = [server for server in current if server.is_reachable]
-        best = [server for server in reachable if server not in avoid]
-        return min(best or reachable or current, key=lambda server: (server.outstanding_tokens, server.num_requests))
+
+def _described(server: Server) -> str:
+    weights = "unknown weights" if server.version == NO_VERSION else f"weights {server.version}"
+    return f"{server.address} with {weights}" + ("" if server.is_reachable else ", which does not answer")
 
 
 def parse_addresses(text: str | Iterable[str]) -> list[str]:

@@ -2,10 +2,11 @@
 
 A publication pauses every server, brings the weights in, from a checkpoint folder or through a broadcast group, and
 lets the servers go on. Requests in flight come back as aborted and the client core continues them later, unless
-`rollout.pause_mode` lets them stay. Servers that can't be reached are left out, and get no requests until they take
-part in a later publication. Servers that can are told the sender's fingerprints and verify what they got. Invariants:
-it ends within its deadline; a failure names the server; after it servers go on, unless one of them may hold half of the
-new weights: then none does until a publication has reached them whole.
+`rollout.pause_mode` lets them stay. Servers of a broadcast that can't take one read a checkpoint in the same
+publication. One that catches up leaves the servers alone that have the newest weights. Servers that can are told the
+sender's fingerprints and verify what they got. Invariants: it ends within its deadline; a failure names the server;
+after it servers go on, except one that may hold half of the new weights: it has no version until a publication has
+reached it whole. A server that died in it, or a newcomer that failed, is out of the next one, which may be tried.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import logging
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from arealite.api.cli_args import WeightCheckConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.dialect import BroadcastPlan, Caller, Dialect, Proof
-from arealite.engine.server_http import ServerHttp
+from arealite.engine.liveness import Liveness
 from arealite.engine.server_set import NO_VERSION, Server, ServerSet
 from arealite.utils.network import LOOPBACK, free_port, host_ip
 
@@ -43,21 +44,24 @@ class WeightReceiver:
     def __init__(self, dialect: Dialect, servers: ServerSet, check: WeightCheckConfig) -> None:
         self.num_mismatched = 0
         """Tensors that a server took although their fingerprints differed."""
+        self.members: list[Server] = []
+        """Those that the last publication reached."""
+        self.may_try_again = False
+        """Whether the last one failed because of servers that the next one would be without."""
         self._dialect = dialect
         self._servers = servers
         self._check = check
         self._plan: BroadcastPlan | None = None
         self._joined: BroadcastPlan | None = None
-        self._is_torn = False
-        """Whether a failed publication may have left a server with half of its weights."""
+        self._held: Publication | None = None
+        """One whose servers get no requests before `admit`."""
 
-    async def begin(self, http: ServerHttp, meta: WeightUpdateMeta, may_generate: asyncio.Event) -> Publication:
+    async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> Publication:
         """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
         meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._dialect.verifies(meta), {}
+        self._held, self.members = None, []
         accepts_mismatch = self._check.on_mismatch == "warn"
-        publication = Publication(
-            self._dialect, http, meta, self._servers, may_generate, accepts_mismatch=accepts_mismatch
-        )
+        publication = Publication(self._dialect, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch)
         if meta.type == "nccl":
             async with self._undone_on_failure(publication):
                 await publication.pause()
@@ -66,30 +70,57 @@ class WeightReceiver:
 
     async def receive(self, publication: Publication) -> None:
         """Bring the weights in."""
+        meta = publication.meta
         async with self._undone_on_failure(publication):
-            if publication.meta.type == "disk":
+            if meta.type == "disk":
                 await publication.wait_for_sender()
                 await publication.pause()
-                await publication.load_from_disk()
+                await publication.load_from_disk(publication.members)
             else:
                 assert self._plan is not None, "begin has made a plan"
                 await publication.unless_sender_fails(self._broadcast(publication, self._plan))
-        self._is_torn = False
+                if meta.also_disk:
+                    await publication.wait_for_sender()
+                    readers = [server for server in publication.members if server not in self._plan.servers]
+                    await publication.load_from_disk(readers)
         self.num_mismatched += publication.num_mismatched
-        self._servers.note_publication(publication.members, publication.version)
+        self.members, self._held = publication.members, publication
+        if not meta.holds_requests:
+            self.admit()
         await self._go_on(publication, None)
+
+    def admit(self) -> None:
+        """Let the servers of a publication get requests, as they are proved or nobody wants to prove them."""
+        if self._held is not None:
+            self._servers.note_publication(self._held.members, self._held.version)
+        self._held = None
+
+    def turn_away(self, failures: Mapping[Server, str]) -> dict[Server, str]:
+        """Remove the newcomers among servers that failed, if others are there, and return the rest."""
+        if not any(server.version != NO_VERSION and server not in failures for server in self._servers.servers):
+            return dict(failures)
+        for server, why in failures.items():
+            if server.version == NO_VERSION and self._servers.remove(server.address):
+                logger.warning("server %s is turned away: %s", server.address, why)
+        self.members = [server for server in self.members if server in self._servers.servers]
+        if self._held is not None:
+            self._held.members = self.members
+        return {server: why for server, why in failures.items() if server.version != NO_VERSION}
 
     def _agree(self, members: list[Server], meta: WeightUpdateMeta) -> None:
         """Write the broadcast group of these servers into `meta`; that of the last time if they are all still in it."""
-        servers = tuple(members)
-        if unable := [server.address for server in servers if not server.facts.takes_broadcasts]:
+        servers = tuple(server for server in members if server.facts.takes_broadcasts)
+        meta.also_disk = len(servers) < len(members)
+        if meta.also_disk and meta.path is None:
+            unable = ", ".join(server.address for server in members if server not in servers)
             raise ServerError(
-                f"every server must take weights by broadcast: got {', '.join(unable)}, which can't. Set "
+                f"every server must take weights by broadcast: got {unable}, which can't. Set "
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.vllm_server."
             )
         has_left = any(server.version == NO_VERSION for server in servers)  # who has started anew is in no group
         if self._plan is None or self._plan.servers != servers or has_left:
-            address = LOOPBACK if all(_is_local(server.address) for server in servers) else host_ip()
+            remote = [server.address.rpartition(":")[0] for server in servers if not _is_local(server.address)]
+            address = host_ip(remote[0]) if remote else LOOPBACK
             name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
             backend: Literal["nccl", "gloo"] = (
                 "nccl" if torch.cuda.is_available() and not self._dialect.is_on_cpu else "gloo"
@@ -103,27 +134,42 @@ class WeightReceiver:
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            plans = {self._plan, self._joined}
+            plans = {self._plan, self._joined} - {None}
             self._plan = self._joined = None
-            self._is_torn |= publication.is_torn and not self._dialect.keeps_old_weights
-            if not self._is_torn:
-                await self._go_on(publication, error)
+            if publication.is_torn and not self._dialect.keeps_old_weights:
+                for server in publication.members:
+                    self._servers.note_loss(server, server.version)
+                publication.members = []
             if isinstance(error, asyncio.CancelledError):
+                await self._go_on(publication, error)
                 raise
-            for plan in plans:
-                if plan is not None:
-                    await publication.leave(plan)  # a sender that waits for these peers fails now
+            # A sender that waits for these peers fails as they leave.
+            await asyncio.gather(self._judge(publication), *(publication.leave(plan) for plan in plans if plan))
+            await self._go_on(publication, error)
             raise WeightUpdateError(
                 f"weights of version {publication.version} must reach every live server within "
                 f"{publication.meta.timeout_s:g} s: got {type(error).__name__}: {error}"
             ) from error
+
+    async def _judge(self, publication: Publication) -> None:
+        """Find out which servers a publication failed by, and keep those out of the next one."""
+        asked, failures = publication.asked, publication.failures
+        dead = await publication.liveness.dead_among(asked)
+        publication.members = [server for server in publication.members if server not in dead]
+        others = {server: str(error) for server, error in failures.items() if server not in dead}
+        was_cut = any(isinstance(error, UnreachableError) for error in failures.values())
+        has_left = any(server not in self._servers.servers for server in asked)
+        self.may_try_again = not asked or bool(dead) or was_cut or has_left
+        if not self.may_try_again and others:
+            self.may_try_again = not self.turn_away(others)
 
     async def _broadcast(self, publication: Publication, plan: BroadcastPlan) -> None:
         if self._joined is not plan:
             if self._joined is not None:
                 await publication.leave(self._joined)
             self._joined = None
-            await publication.join(plan)
+            if plan.servers:
+                await publication.join(plan)
             self._joined = plan
         await publication.receive_buckets(plan)
 
@@ -137,7 +183,7 @@ class WeightReceiver:
             logger.warning("a server did not go on after a failed update of its weights: %s", error)
         finally:
             if failure is not None or not publication.meta.holds_requests:
-                publication.may_generate.set()
+                publication.liveness.may_generate.set()
 
 
 class Publication:
@@ -146,58 +192,61 @@ class Publication:
     def __init__(
         self,
         dialect: Dialect,
-        http: ServerHttp,
+        liveness: Liveness,
         meta: WeightUpdateMeta,
         servers: ServerSet,
-        may_generate: asyncio.Event,
         *,
         accepts_mismatch: bool,
     ) -> None:
         assert meta.version is not None, "the version must be settled before servers are told"
         self.meta = meta
         self.version = meta.version
+        self.liveness = liveness
         self.members: list[Server] = []
         """Those that take part, from `pause` on."""
-        self.may_generate = may_generate
-        """Cleared while they are paused."""
+        self.asked: list[Server] = []
+        """Those that were to take part."""
+        self.failures: dict[Server, ServerError] = {}
+        """What servers have answered, or why they have not."""
         self.is_torn = False
         """Whether a server may hold some of the new weights."""
         self.num_mismatched = 0
         self._dialect = dialect
         self._accepts_mismatch = accepts_mismatch
-        self._http = http
+        self._http = liveness.http
         self._servers = servers
         self._uploaded = meta.uploaded
         self._deadline = asyncio.get_running_loop().time() + meta.timeout_s
 
     async def pause(self) -> None:
         """Pause the servers, and leave those out that can't be reached."""
-        self.may_generate.clear()
-        known = self._servers.servers
-        self.members = [server for server in known if server.is_reachable] or known
-        errors: dict[str, str] = {}
-
-        async def pause_one(caller: Caller) -> None:
-            try:
-                await self._dialect.pause(caller)
-            except UnreachableError as error:
-                errors[caller.address] = str(error)
-
-        await self._on_all(pause_one)
-        self.members = [server for server in self.members if server.address not in errors]
+        if self.meta.only_stale:
+            self.asked = self._servers.stale
+        else:
+            self.liveness.may_generate.clear()
+            known = self._servers.servers
+            self.asked = [server for server in known if server.is_reachable] or known
+        self.members = self.asked
+        await self._on_all(self._dialect.pause, self.asked, may_be_gone=True)
+        self.members = [server for server in self.asked if server not in self.failures]
+        for server in self.failures:
+            self.liveness.suspect(server)
         if not self.members:
-            raise ServerError(f"at least one inference server must be reachable: got {'; '.join(errors.values())}")
-        for server in known:
+            errors = "; ".join(str(error) for error in self.failures.values()) or "no server"
+            raise ServerError(f"at least one inference server must be reachable: got {errors}")
+        for server in [] if self.meta.only_stale else self._servers.servers:
             if server not in self.members:
                 logger.warning("server %s misses weights %d and idles until the next", server.address, self.version)
 
-    async def load_from_disk(self) -> None:
-        """Let all servers read the checkpoint, then remove it."""
+    async def load_from_disk(self, servers: Sequence[Server]) -> None:
+        """Let servers read the checkpoint, then remove it."""
         path = self.meta.path
         assert path is not None, "an update through the disk needs a path"
         self.is_torn = True
         proof = self._proof()
-        await self._on_all(lambda one: self._count_mismatches(one, self._dialect.load(one, path, self.version, proof)))
+        await self._on_all(
+            lambda one: self._count_mismatches(one, self._dialect.load(one, path, self.version, proof)), servers
+        )
         await asyncio.to_thread(shutil.rmtree, path)
 
     async def join(self, plan: BroadcastPlan) -> None:
@@ -208,7 +257,7 @@ class Publication:
                     await asyncio.sleep(_LISTEN_PAUSE_S)
         except TimeoutError:
             raise TimeoutError("the sender did not listen") from None
-        await self._on_all(lambda caller: self._dialect.join(caller, plan, self.meta.timeout_s))
+        await self._on_all(lambda caller: self._dialect.join(caller, plan, self.meta.timeout_s), plan.servers)
 
     async def leave(self, plan: BroadcastPlan) -> None:
         """Let the members of a group leave it; one that is gone or refuses does not matter."""
@@ -229,18 +278,18 @@ class Publication:
             if must_end[caller.address]:
                 await self._count_mismatches(caller, self._dialect.end(caller, self.version, self._proof()))
 
-        await self._on_all(begin)
+        await self._on_all(begin, plan.servers)
         buckets = self.meta.nccl_param_specs
         self.is_torn = True
         for index, specs in enumerate(buckets):
             await self._receive_bucket(plan, specs, is_last=index == len(buckets) - 1)
         if self.meta.wants_fingerprints:
             await self.wait_for_sender()  # who knows them when everything is sent
-        await self._on_all(end)
+        await self._on_all(end, plan.servers)
 
     async def _receive_bucket(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> None:
         version = self.version if is_last else None
-        await self._on_all(lambda caller: self._dialect.receive(caller, plan, specs, version))
+        await self._on_all(lambda caller: self._dialect.receive(caller, plan, specs, version), plan.servers)
 
     def _proof(self) -> Proof | None:
         """Return what lets a server verify what it got."""
@@ -285,10 +334,24 @@ class Publication:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _on_all(self, call: Callable[[Caller], Coroutine[Any, Any, object]]) -> None:
-        """Call something for all servers at once; the first failure ends the others."""
-        callers = [Caller(server.address, self._http, self._remaining_s) for server in self.members]
-        tasks = [asyncio.create_task(call(caller)) for caller in callers]
+    async def _on_all(
+        self,
+        call: Callable[[Caller], Coroutine[Any, Any, object]],
+        servers: Sequence[Server],
+        *,
+        may_be_gone: bool = False,
+    ) -> None:
+        """Call something for all servers at once; failures are noted, and the first that matters ends the others."""
+
+        async def call_one(server: Server) -> None:
+            try:
+                await call(Caller(server.address, self._http, self._remaining_s))
+            except ServerError as error:
+                self.failures[server] = error
+                if not (may_be_gone and isinstance(error, UnreachableError)):
+                    raise
+
+        tasks = [asyncio.create_task(call_one(server)) for server in servers]
         try:
             await asyncio.gather(*tasks)
         finally:

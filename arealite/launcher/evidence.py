@@ -17,13 +17,13 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from arealite.utils.beacon import STACKS_SIGNAL
 from arealite.utils.disk import free_space
-from arealite.utils.processes import catches, cpu_seconds, descendants, identity, send_signal, state_of
+from arealite.utils.processes import catches, cpu_seconds, descendants, identity, machine, send_signal, state_of
 from arealite.utils.source_lines import SourceLine, users_line
 
 _STACKS_S = 2.0
@@ -119,12 +119,18 @@ class Evidence:
 
 
 def read_progress(folder: Path) -> dict[str, Progress]:
-    """Return what living processes publish, by identity."""
+    """Return what living processes publish, by identity; whether those of other machines live can't be seen from here.
+
+    Their clocks are not ours: what they told counts as told now.
+    """
     found: dict[str, Progress] = {}
     for path in sorted(folder.glob("*.json")):
-        *_, process, _ = path.name.split(".")
-        if process == _identity(int(process.partition("-")[0])) and (progress := _read(path)) is not None:
-            found[process] = progress
+        *_, host, process, _ = path.name.split(".")
+        is_here = host == machine()
+        if is_here and process != _identity(int(process.partition("-")[0])):
+            continue
+        if (progress := _read(path)) is not None:
+            found[process if is_here else f"{host}.{process}"] = progress if is_here else _told_now(progress)
     return found
 
 
@@ -133,7 +139,9 @@ def collect(logs: Path, servers: Mapping[str, str], expected: Sequence[str], *, 
     progress = read_progress(logs / "progress")
     with ThreadPoolExecutor(max_workers=max(1, len(servers))) as pool:
         answers = [pool.submit(_ask, name, address) for name, address in servers.items()]
-        pids = descendants(os.getpid())
+        told = {one.pid for process, one in progress.items() if "." not in process}  # also started by Ray or Slurm
+        pids = [*descendants(os.getpid())]
+        pids += sorted(told - set(pids))
         cpu_before, looked = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
         stacks, names = _stacks(logs / "stacks", pids)
         elapsed_s = time.monotonic() - looked
@@ -154,6 +162,11 @@ def collect(logs: Path, servers: Mapping[str, str], expected: Sequence[str], *, 
                     stacks=stacks.get(pid, ""),
                 )
             )
+        processes += [
+            Process(one.name, one.pid, "?", 0.0, "on another machine", one)
+            for process, one in progress.items()
+            if "." in process
+        ]
         states = [answer.result() for answer in answers]
     return Evidence(time.monotonic(), stalled_s, processes, states, free_space(logs), expected)
 
@@ -179,6 +192,13 @@ def _read(path: Path) -> Progress | None:
             return Progress(**state, waits=waits)
         time.sleep(0.005)
     return None
+
+
+def _told_now(progress: Progress) -> Progress:
+    """Move the times of another machine to our clock."""
+    shift = time.monotonic() - progress.published
+    waits = tuple(replace(wait, since=wait.since + shift) for wait in progress.waits)
+    return replace(progress, moved=progress.moved + shift, published=progress.published + shift, waits=waits)
 
 
 def _identity(pid: int) -> str | None:

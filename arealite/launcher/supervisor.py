@@ -1,36 +1,44 @@
-"""Runs the jobs of a run until the first of them ends or a signal comes, then ends all of them within seconds.
+"""Runs the jobs of a run until what ends it, a failure or a signal, then ends all of them within seconds.
 
-Servers and trainer start together, because both take seconds to import what they need. Every job is started through a
-`guard`, so ending a guard ends the job with all its descendants, and so does the end of this process. One event loop
-reads all outputs; only timeouts, the wait for a server's health and the look for a stall are timed, everything else is
-an event.
+Where a job runs is its seat's business (see `job`). Servers and trainer start together, because both take seconds to
+import what they need. A server that ends before it was ready ends the run; one that ends later is started again, while
+the others go on serving. One event loop hears everything; only timeouts, the looks at the registry and the look for a
+stall are timed, everything else is an event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import dataclasses
+import itertools
+import json
 import os
 import re
 import signal
-import sys
-import termios
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from arealite.api.errors import ConfigError
 from arealite.launcher.console import Console, Output, Show
-from arealite.launcher.roles import Job, ServerJob
+from arealite.launcher.job import Job, NodeLostError, Place, Seat
+from arealite.launcher.plan import Placement
 from arealite.launcher.stall import StallPolicy, StallWatch, forget_progress
 from arealite.utils.beacon import FOLDER_VARIABLE, NAME_VARIABLE
-from arealite.utils.network import LOOPBACK
-from arealite.utils.processes import adopt_orphans, descendants, describe_exit, exit_status, kill_tree
+from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
 
+CONFIG_FAILED = 2
 SERVER_FAILED = 3
 STALLED = 4
+NODE_LOST = 5
 _GRACE_S = 5.0
+_WORD_S = 10.0
+"""Between two words on what is waited for."""
+_LOOK_S = 0.2
+"""Between two looks at the registry, until every server is ready."""
 _REFUSAL = re.compile(r"arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -45,7 +53,7 @@ class Ending:
 
     @property
     def is_failure(self) -> bool:
-        return self.output is not None or self.status == STALLED
+        return self.output is not None or self.status in (CONFIG_FAILED, SERVER_FAILED, STALLED, NODE_LOST)
 
     @property
     def is_refusal(self) -> bool:
@@ -53,59 +61,47 @@ class Ending:
         return self.output is not None and any(_REFUSAL.match(line) for line in self.output.tail)
 
 
-class Stream:
-    """A pipe, or a terminal of its own, whose far end other processes write to."""
+@dataclass(frozen=True)
+class ServerPolicy:
+    """What is expected of servers."""
 
-    def __init__(self, *, as_terminal_of: Console | None = None) -> None:
-        self.reader, self.writer = os.openpty() if as_terminal_of else os.pipe()
-        os.set_blocking(self.reader, False)
-        if as_terminal_of:
-            attributes = termios.tcgetattr(self.writer)
-            attributes[1] &= ~termios.OPOST  # the user's terminal translates newlines itself
-            termios.tcsetattr(self.writer, termios.TCSANOW, attributes)
-            self.copy_size(as_terminal_of)
-
-    @property
-    def path(self) -> str:
-        """Path by which our descendants open the far end, however many processes are between us."""
-        return f"/proc/{os.getpid()}/fd/{self.writer}"
-
-    def copy_size(self, console: Console) -> None:
-        """Take over the size of the user's terminal."""
-        size = fcntl.ioctl(console.fileno(), termios.TIOCGWINSZ, bytes(8))
-        fcntl.ioctl(self.writer, termios.TIOCSWINSZ, size)
-
-    def read(self) -> bytes:
-        """Return what is there, nothing if that is nothing."""
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.reader, 1 << 16)
-        return b""
-
-    def close(self) -> None:
-        """Close both ends."""
-        os.close(self.reader)
-        os.close(self.writer)
+    setup_timeout_s: float
+    restarts: int
+    look_up: Callable[[], dict[str, str]]
+    """Returns what registered servers say of themselves, by name, as JSON."""
+    forget: Callable[[str], None]
+    """Removes what a dead server has said."""
+    publish_progress: bool
+    """Whether they tell a stall watch what they do."""
+    invitation: str | None
+    """What is said, with their addresses, when all are ready and there is no trainer to use them."""
 
 
 class Supervisor:
     """The jobs of one run, their outputs and the console. Leaving its context ends everything and tells why."""
 
-    def __init__(self, *, log_folder: Path, console: Console, stall: StallPolicy) -> None:
-        self._console = console
+    def __init__(self, *, log_folder: Path, stall: StallPolicy) -> None:
+        self.console = Console()
         self._log_folder = log_folder
         self._stall = stall
         forget_progress(log_folder)
-        self._log = Output("launcher", log_folder / "launcher.log", console)
+        self._log = Output("launcher", log_folder / "launcher.log", self.console)
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[Stream, Output] = {}
-        self._guards: dict[str, asyncio.subprocess.Process] = {}
-        self._servers: list[ServerJob] = []
+        self._outputs: dict[str, Output] = {}
+        self._seats: dict[str, Seat] = {}
+        """Of the jobs that run."""
+        self._ended: dict[str, asyncio.Event] = {}
+        self._addresses: dict[str, str] = dict(stall.foreign_servers)
+        """Of servers that were ready once."""
+        self._expected: list[str] = []
+        """Names of the processes that will tell the stall watch what they do."""
         self._num_output_bytes = 0
         self._endings: list[asyncio.Future[Ending]] = []
+        self._rank_failed: asyncio.Future[Ending] = self._loop.create_future()
+        self._endings.append(self._rank_failed)
         self._before = set(descendants(os.getpid()))
         self._adopted_before = adopt_orphans()
         self._ending: Ending | None = None
-        self._report = Stream()
         self._signal: asyncio.Future[int] = self._loop.create_future()
         self._watch(self._signalled())
         for number in _SIGNALS:
@@ -117,53 +113,78 @@ class Supervisor:
 
     async def __aexit__(self, *exception: object) -> None:
         await self._stop()
-        self._read_rest()
         forget_progress(self._log_folder)
+        for output in self._outputs.values():
+            output.close()
         if self._ending is not None and self._ending.output is not None:
             self._explain(self._ending, self._ending.output)
         self._log.close()
-        self._console.close()
+        self.console.close()
 
     def say(self, text: str) -> None:
         """Tell the user what happens."""
         self._log.feed(f"{text}\n".encode())
 
-    async def start_servers(self, jobs: Sequence[ServerJob], *, setup_timeout_s: float) -> None:
-        """Start servers; each of them must become healthy in time and then stay alive."""
-        self._servers += jobs
-        for job in jobs:
-            output = await self._start(job, show="warnings")
-            self._watch(self._server_end(job, output))
-            self._watch(self._server_late(job, output, setup_timeout_s))
+    # What jobs tell (Listener)
 
-    async def start_trainer(self, num_ranks: int, describe: Callable[[list[str], str], Job]) -> None:
-        """Start the trainer that `describe(paths of the ranks' streams, path of the report)` returns.
+    def output(self, name: str, data: bytes) -> None:
+        """Take in output of a job or of a rank."""
+        self._num_output_bytes += len(data)
+        self._output(name).feed(data)
 
-        The first rank that fails ends the run, and so does the end of torchrun. From now on nothing may stand still:
-        without a trainer, idle servers may.
-        """
-        ranks = [self._stream(f"trainer-{rank}", is_foreground=rank == 0) for rank in range(num_ranks)]
-        failed: asyncio.Future[Ending] = self._loop.create_future()
+    def rank_ended(self, rank: int, status: int) -> None:
+        """The first rank that fails ends the run."""
+        if status != 0 and not self._rank_failed.done():
+            self._rank_failed.set_result(_failure(self._output(f"trainer-{rank}"), status))
 
-        def take_report() -> None:
-            for line in self._report.read().decode().splitlines():
-                rank, status = (int(word) for word in line.split())
-                if status != 0 and not failed.done():
-                    failed.set_result(_failure(self._streams[ranks[rank]], status))
+    # Starting
 
-        self._loop.add_reader(self._report.reader, take_report)
-        self._endings.append(failed)
-        job = describe([stream.path for stream in ranks], self._report.path)
-        self._watch(self._trainer_end(job, await self._start(job, show="nothing")))
-        self._watch(self._stalled(num_ranks))
+    async def take_seats(self, place: Place, placements: Sequence[Placement]) -> list[Seat] | None:
+        """Return the seats of all jobs; None if the run ended meanwhile, or has to because there are none."""
+        taking = self._loop.create_task(place.seats(placements))
+        await asyncio.wait([taking, *self._endings], return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            taking.cancel()
+            return None
+        try:
+            return taking.result()
+        except (NodeLostError, TimeoutError, ConfigError) as error:
+            status = CONFIG_FAILED if isinstance(error, ConfigError) else NODE_LOST
+            self._endings.append(self._loop.create_future())
+            self._endings[-1].set_result(Ending(status, f"{type(error).__name__}: {error}"))
+            return None
+
+    def start_servers(
+        self,
+        place: Place,
+        placements: Sequence[Placement],
+        seats: Sequence[Seat],
+        describe: Callable[[Placement, Seat], Job],
+        policy: ServerPolicy,
+    ) -> None:
+        """Start servers; each must become ready in time, and is started again when it ends after that."""
+        if policy.publish_progress:
+            self._expected += [placement.name for placement in placements]
+        ready = {placement.name: asyncio.Event() for placement in placements}
+        for placement, seat in zip(placements, seats, strict=True):
+            self._watch(self._serve(place, placement, seat, describe, policy, ready[placement.name]))
+        if placements:
+            self._watch(self._follow_registry(ready, policy))
+
+    def start_trainer(self, placements: Sequence[Placement], seats: Sequence[Seat], jobs: Sequence[Job]) -> None:
+        """Start the trainer, whose first failing job or rank ends the run, and so does its end. From now on nothing may
+        stand still: without a trainer, idle servers may."""
+        self._expected += [f"trainer-{rank}" for placement in placements for rank in placement.ranks]
+        self._watch(self._train(jobs, seats))
+        self._watch(self._stalled())
 
     async def wait(self) -> int:
         """Wait for what ends the run and return the launcher's exit status. A server's end explains a failure of the
         trainer, so it is told first; the user's signal explains everything."""
         await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
-        if all(ending.is_failure and ending.status != SERVER_FAILED for ending in self._ended()):
+        if all(ending.is_failure and ending.status != SERVER_FAILED for ending in self._told()):
             await asyncio.wait([end for end in self._endings if not end.done()], timeout=0.5)
-        self._ending = min(self._ended(), key=lambda ending: (ending.is_failure, ending.status != SERVER_FAILED))
+        self._ending = min(self._told(), key=lambda ending: (ending.is_failure, ending.status != SERVER_FAILED))
         if self._ending.status != 0:
             self.say(f"{self._ending.reason}: stopping everything")
         return self._ending.status
@@ -176,76 +197,88 @@ class Supervisor:
         assert self._ending is not None, "only a run that has ended knows why"
         return self._ending
 
-    def _stream(self, name: str, *, show: Show = "all", is_foreground: bool = False) -> Stream:
-        """Open the output of a process; the foreground's is a terminal if ours is."""
-        is_terminal = is_foreground and self._console.is_terminal
-        stream = Stream(as_terminal_of=self._console if is_terminal else None)
-        path = self._log_folder / f"{name}.log"
-        output = Output(name, path, self._console, show=show, is_foreground=is_foreground)
-        self._streams[stream] = output
-        self._loop.add_reader(stream.reader, self._take_output, stream, output)
-        if is_terminal:
-            self._loop.add_signal_handler(signal.SIGWINCH, stream.copy_size, self._console)
-        return stream
+    # Watching
 
-    def _take_output(self, stream: Stream, output: Output) -> None:
-        data = stream.read()
-        self._num_output_bytes += len(data)
-        output.feed(data)
+    async def _serve(
+        self,
+        place: Place,
+        placement: Placement,
+        seat: Seat,
+        describe: Callable[[Placement, Seat], Job],
+        policy: ServerPolicy,
+        ready: asyncio.Event,
+    ) -> Ending:
+        """Run a server, again when it ends after it was ready, and return what ends the run."""
+        name = placement.name
+        for restart in itertools.count(1):
+            try:
+                ended = f"{name} ended with {describe_exit(await self._run(seat, describe(placement, seat)))}"
+            except NodeLostError as error:
+                ended = str(error)
+            was_ready = ready.is_set()
+            ready.clear()
+            await asyncio.to_thread(policy.forget, name)
+            if not was_ready or restart > policy.restarts:
+                return Ending(SERVER_FAILED, ended, self._output(name))
+            self.say(f"{ended}; starting it again ({restart} of {policy.restarts})")
+            try:
+                (seat,) = await place.seats([placement])
+            except (NodeLostError, TimeoutError, ConfigError) as error:
+                return Ending(SERVER_FAILED, f"{name} could not be started again: {error}")
+        raise AssertionError("servers end")
 
-    async def _start(self, job: Job, *, show: Show) -> Output:
-        stream = self._stream(job.name, show=show)
-        self._guards[job.name] = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "arealite.launcher.guard", *job.command],
-            env=job.env | {FOLDER_VARIABLE: str(self._log_folder / "progress"), NAME_VARIABLE: job.name},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=stream.writer,
-            stderr=stream.writer,
-            start_new_session=True,
-        )
-        return self._streams[stream]
+    async def _follow_registry(self, ready: dict[str, asyncio.Event], policy: ServerPolicy) -> Ending:
+        """Tell when servers become ready; return when one did not in time."""
+        waiting_since = dict.fromkeys(ready, time.monotonic())
+        next_word = time.monotonic() + _WORD_S
+        is_told = False
+        while True:
+            told = await asyncio.to_thread(policy.look_up)
+            now = time.monotonic()
+            for name, event in ready.items():
+                record: dict[str, Any] = json.loads(told.get(name, "{}"))
+                if event.is_set():
+                    waiting_since[name] = now
+                elif record.get("state") == "ready":
+                    self._addresses[name] = record["address"]
+                    self.say(f"{name} is ready at {record['address']} after {now - waiting_since[name]:.1f} s")
+                    event.set()
+                elif (waited_s := now - waiting_since[name]) > policy.setup_timeout_s:
+                    reason = f"{name} was not ready within {policy.setup_timeout_s:g} s"
+                    return Ending(SERVER_FAILED, reason, self._output(name))
+                elif now > next_word:
+                    doing = record.get("detail") or "it has not registered yet"
+                    self.say(f"waiting for {name} ({waited_s:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
+            if now > next_word:
+                next_word = now + _WORD_S
+            if policy.invitation and not is_told and all(event.is_set() for event in ready.values()):
+                is_told = True
+                self.say(policy.invitation + ",".join(self._addresses[name] for name in ready))
+            await asyncio.sleep(_LOOK_S if not all(event.is_set() for event in ready.values()) else 1.0)
 
-    def _watch(self, ending: Coroutine[None, None, Ending]) -> None:
-        self._endings.append(self._loop.create_task(ending))
-
-    async def _server_end(self, job: ServerJob, output: Output) -> Ending:
-        status = exit_status(await self._guards[job.name].wait())
-        return Ending(SERVER_FAILED, f"{job.name} ended with {describe_exit(status)}", output)
-
-    async def _server_late(self, job: ServerJob, output: Output, timeout_s: float) -> Ending:
-        """Return when the server did not become healthy in time."""
-        started = time.monotonic()
+    async def _train(self, jobs: Sequence[Job], seats: Sequence[Seat]) -> Ending:
+        """Run torchrun on every machine of the trainer; the first failure counts."""
+        runs = [self._loop.create_task(self._run(seat, job)) for seat, job in zip(seats, jobs, strict=True)]
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._healthy(job, lambda: self._say_waiting(job, time.monotonic() - started, timeout_s))
-        except TimeoutError:
-            return Ending(SERVER_FAILED, f"{job.name} was not ready within {timeout_s:g} s", output)
-        self.say(f"{job.name} is ready at {job.address} after {time.monotonic() - started:.1f} s")
-        return await self._loop.create_future()
+            for job, run in zip(jobs, runs, strict=True):
+                await asyncio.wait(runs, return_when=asyncio.FIRST_EXCEPTION)
+                status = await run
+                if status != 0:
+                    return _failure(self._output(job.name), status)
+        except NodeLostError as error:
+            return Ending(NODE_LOST, str(error))
+        finally:
+            for run in runs:
+                run.cancel()
+        return Ending(0, "the trainer is done")
 
-    async def _healthy(self, job: ServerJob, say_waiting: Callable[[], None]) -> None:
-        next_word = time.monotonic() + 10
-        while not await _is_healthy(job.port):
-            await asyncio.sleep(0.1)
-            if time.monotonic() > next_word:
-                say_waiting()
-                next_word += 10
-
-    def _say_waiting(self, job: ServerJob, waited_s: float, timeout_s: float) -> None:
-        self.say(f"waiting for {job.name} ({waited_s:.0f} s of {timeout_s:g} s)")
-
-    async def _trainer_end(self, job: Job, output: Output) -> Ending:
-        status = exit_status(await self._guards[job.name].wait())
-        return Ending(0, "the trainer is done") if status == 0 else _failure(output, status)
-
-    async def _stalled(self, num_ranks: int) -> Ending:
+    async def _stalled(self) -> Ending:
         """Return when the run stands still and may not go on."""
-        ours = [job.name for job in self._servers if job.publishes_progress]
         watch = StallWatch(
             self._stall,
             logs=self._log_folder,
-            servers={job.name: job.address for job in self._servers} | dict(self._stall.foreign_servers),
-            expected=[*ours, *(f"trainer-{rank}" for rank in range(num_ranks))],
+            servers=self._addresses,
+            expected=self._expected,
             count_output=lambda: self._num_output_bytes,
         )
         while True:
@@ -259,44 +292,87 @@ class Supervisor:
     async def _signalled(self) -> Ending:
         return _signalled(await asyncio.shield(self._signal))
 
-    def _ended(self) -> list[Ending]:
+    async def _run(self, seat: Seat, job: Job) -> int:
+        """Run a job on a seat to its end; a cancelled one is ended by `_stop`."""
+        env = job.env | {FOLDER_VARIABLE: str(self._log_folder.absolute() / "progress"), NAME_VARIABLE: job.name}
+        for name in (job.name, *(f"trainer-{rank}" for rank in job.ranks)):
+            self._output(name)  # a log for everyone, also for who writes nothing
+        ended = self._ended[job.name] = asyncio.Event()
+        self._seats[job.name] = seat
+        run = self._loop.create_task(seat.run(dataclasses.replace(job, env=env), self))
+
+        def note_end(_: object) -> None:
+            del self._seats[job.name]
+            ended.set()
+
+        run.add_done_callback(note_end)
+        try:
+            return await asyncio.shield(run)
+        finally:
+            if run.done():
+                await seat.close()
+
+    def _watch(self, ending: Coroutine[None, None, Ending]) -> None:
+        self._endings.append(self._loop.create_task(ending))
+
+    def _told(self) -> list[Ending]:
         return [end.result() for end in self._endings if end.done()]
+
+    def _output(self, name: str) -> Output:
+        """Return the output of a process: of servers only warnings are shown, of torchrun nothing."""
+        if name not in self._outputs:
+            kind = name.partition("-")[0]
+            shows: dict[str, Show] = {"server": "warnings", "torchrun": "nothing"}
+            path = self._log_folder / f"{name}.log"
+            is_foreground = name == "trainer-0"
+            self._outputs[name] = Output(
+                name, path, self.console, show=shows.get(kind, "all"), is_foreground=is_foreground
+            )
+        return self._outputs[name]
+
+    # Ending
 
     def _take_signal(self, number: int) -> None:
         """End the run at the first signal, and without grace at the second."""
         if not self._signal.done():
             self._signal.set_result(number)
         else:
-            for guard in self._guards.values():
-                _close_input(guard)
+            for seat in self._seats.values():
+                seat.kill()
 
     async def _stop(self) -> None:
-        """End all jobs, then what they left behind if a guard was killed."""
+        """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
         for task in self._endings:
             task.cancel()
-        await asyncio.gather(*[_end(guard) for guard in self._guards.values()])
+        seats = dict(self._seats)
+        for seat in seats.values():
+            seat.terminate()
+        if not await self._all_end(seats):
+            for name in seats.keys() & self._seats.keys():
+                seats[name].kill()
+            await self._all_end(seats)
+        for seat in seats.values():
+            with contextlib.suppress(NodeLostError):
+                await seat.close()
         for pid in set(descendants(os.getpid())) - self._before:
             kill_tree(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         adopt_orphans(self._adopted_before)
 
-    def _read_rest(self) -> None:
-        """Read what ended processes have written."""
-        for stream, output in self._streams.items():
-            self._loop.remove_reader(stream.reader)
-            while data := stream.read():
-                output.feed(data)
-            stream.close()
-            output.close()
-        self._loop.remove_reader(self._report.reader)
-        self._report.close()
+    async def _all_end(self, seats: dict[str, Seat]) -> bool:
+        """Wait a grace for jobs to end, and tell whether all have."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                for name in seats:
+                    await self._ended[name].wait()
+        return not self._seats.keys() & seats.keys()
 
     def _explain(self, ending: Ending, output: Output) -> None:
         last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
         self.say(f"{ending.reason}; {last}")
         for line in output.tail:
-            self._console.line(f"    {line}")
+            self.console.line(f"    {line}")
         self.say(f"its whole log: {output.path}")
 
 
@@ -306,40 +382,3 @@ def _failure(output: Output, status: int) -> Ending:
 
 def _signalled(number: int) -> Ending:
     return Ending(128 + number, f"received {signal.Signals(number).name}")
-
-
-async def _is_healthy(port: int) -> bool:
-    """Ask GET /health once."""
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(5):
-            reader, writer = await asyncio.open_connection(LOOPBACK, port)
-            with contextlib.closing(writer):
-                request = f"GET /health HTTP/1.1\r\nHost: {LOOPBACK}:{port}\r\nConnection: close\r\n\r\n"
-                writer.write(request.encode())
-                status_line = await reader.readline()
-                return status_line.split()[1:2] == [b"200"]
-    return False
-
-
-async def _end(guard: asyncio.subprocess.Process) -> None:
-    """End a job: by SIGTERM, after a grace by SIGKILL of its whole tree, at last its guard."""
-    with contextlib.suppress(ProcessLookupError):
-        guard.terminate()
-    if await _ended_within(guard, _GRACE_S):
-        return
-    _close_input(guard)
-    if await _ended_within(guard, _GRACE_S):
-        return
-    guard.kill()
-    await guard.wait()
-
-
-async def _ended_within(guard: asyncio.subprocess.Process, timeout_s: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(guard.wait(), timeout_s)
-    return guard.returncode is not None
-
-
-def _close_input(guard: asyncio.subprocess.Process) -> None:
-    assert guard.stdin is not None
-    guard.stdin.close()

@@ -69,6 +69,7 @@ async def run_attempt(
     current_episode.set(episode)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
+            episode.deadline = deadline
             with awaits.running(str(submission.prompt_id)):
                 trajectory = await submission.workflow.arun_episode(engine, submission.row)
     except TimeoutError as error:

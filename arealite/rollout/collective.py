@@ -1,12 +1,14 @@
 """How what rank 0 collected reaches every rank.
 
-Invariant: every rank leaves the exchange, with its part or with rank 0's error. The exchange has a gloo group of
-its own, so it never mixes with collectives of training and works whatever backend those use.
+While rank 0 still produces, it may make all ranks do something together, an *interlude*. Invariant: every rank leaves
+the exchange, with its part or with rank 0's error. The exchange has a gloo group of its own, so it never mixes with
+collectives of training and works whatever backend those use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,28 +28,75 @@ class RankZeroExchange:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._is_open = False
+        """Whether rank 0 is producing, and all others wait for it."""
 
-    def scatter(self, produce: Callable[[int], list[T]]) -> T:
-        """Call `produce(world_size)` on rank 0 and return the entry of this rank."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+    def scatter(self, produce: Callable[[int], list[T]], interlude: Callable[[], None] | None = None) -> T:
+        """Call `produce(world_size)` on rank 0 and return the entry of this rank.
+
+        Other ranks run `interlude` as often as rank 0 calls `play` meanwhile.
+        """
+        if _is_alone():
             return produce(1)[0]
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        received: list[Any] = [None]
         if dist.get_rank() != 0:
-            with beacon.waiting("what rank 0 collects", on="ranks"):
-                dist.scatter_object_list(received, None, src=0, group=self._group)
-            beacon.tick()
-            part, error = received[0]
-            if error is not None:
-                raise EpisodeError(f"rank 0 could not collect the batch: {error}")
-            return part
+            return self._receive(interlude)
         world_size = dist.get_world_size()
+        was_open, self._is_open = self._is_open, True  # an interlude may scatter
         try:
             parts = produce(world_size)
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-            dist.scatter_object_list(received, [(None, text)] * world_size, src=0, group=self._group)
+            self._send([_Message(error=f"{type(error).__name__}: {error}")] * world_size)
             raise
-        dist.scatter_object_list(received, [(part, None) for part in parts], src=0, group=self._group)
+        finally:
+            self._is_open = was_open
+        self._send([_Message(part) for part in parts])
         return parts[0]
+
+    def play(self, interlude: Callable[[], None]) -> bool:
+        """Run an interlude on every rank (called on rank 0); return False if the others can't hear of it now."""
+        if self._is_open:
+            self._send([_Message(is_interlude=True)] * dist.get_world_size())
+        elif not _is_alone():
+            return False
+        interlude()
+        return True
+
+    def _receive(self, interlude: Callable[[], None] | None) -> Any:
+        """Take this rank's part. An interlude that fails here fails on rank 0 as well, whose error ends the wait."""
+        failure: Exception | None = None
+        while True:
+            received: list[Any] = [None]
+            with beacon.waiting("what rank 0 collects", on="ranks"):
+                dist.scatter_object_list(received, None, src=0, group=self._group)
+            beacon.tick()
+            message: _Message = received[0]
+            if message.is_interlude:
+                assert interlude is not None, "rank 0 plays what every rank has"
+                try:
+                    interlude()
+                except Exception as error:
+                    failure = error
+                continue
+            if message.error is not None:
+                raise EpisodeError(f"rank 0 could not collect the batch: {message.error}")
+            if failure is not None:
+                raise failure
+            return message.part
+
+    def _send(self, messages: list[_Message]) -> None:
+        dist.scatter_object_list([None], messages, src=0, group=self._group)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What rank 0 tells another rank."""
+
+    part: Any = None
+    error: str | None = None
+    is_interlude: bool = False
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1

@@ -7,7 +7,10 @@ on nothing that timing can change as long as a workflow starts its samples in a 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -42,6 +45,28 @@ class Episode:
     """Addresses that sampled a token of it."""
     samples: list[SampleRecord] = field(default_factory=list)
     """Completions that ended, in that order."""
+    deadline: asyncio.Timeout | None = None
+    """Of the attempt, while it runs."""
+    num_standing: int = 0
+    """Requests that no server can take at present."""
+    left_s: float = 0.0
+    """Until the deadline, as it was when the clock stopped."""
+
+    @contextlib.contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Stop the clock of the attempt while a request of its waits for any server at all."""
+        loop, deadline = asyncio.get_running_loop(), self.deadline
+        if deadline is not None and self.num_standing == 0:
+            self.left_s = (deadline.when() or loop.time()) - loop.time()
+            deadline.reschedule(None)
+        self.num_standing += 1
+        try:
+            yield
+        finally:
+            self.num_standing -= 1
+            if deadline is not None and self.num_standing == 0:
+                with contextlib.suppress(RuntimeError):  # the attempt has ended
+                    deadline.reschedule(loop.time() + self.left_s)
 
     def next_sample(self) -> int:
         """Number the next completion."""

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
 from typing import Any, TypeVar, cast
 
 from arealite.rollout import awaits
@@ -28,6 +28,19 @@ _SWITCH_S = 0.001
 
 _WIND_UP_ROUNDS = 3
 """A task that is cancelled may have started another."""
+
+
+class Errand:
+    """What a thread that waits for the loop does meanwhile whenever someone wants it, in its own stack."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.do = do
+        self.wanted: Future[None] = Future()
+
+    def want(self) -> None:
+        """Have it done once, now or in the next wait (from any thread)."""
+        with contextlib.suppress(InvalidStateError):  # it is wanted already
+            self.wanted.set_result(None)
 
 
 class EventLoopThread:
@@ -55,8 +68,8 @@ class EventLoopThread:
             raise self._ended_error()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result; it is cancelled if the caller is interrupted."""
+    def run(self, coroutine: Coroutine[Any, Any, T], errand: Errand | None = None) -> T:
+        """Run a coroutine and return its result; it is cancelled if the caller is interrupted or its errand fails."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
@@ -67,8 +80,14 @@ class EventLoopThread:
         try:
             name = cast("Any", coroutine).__qualname__
             with beacon.waiting(f"the rollout loop to finish {name}", on="rollout"):
-                ends = {future, self._ended, self.watch.given_up}
-                wait(cast("set[Future[Any]]", ends), return_when=FIRST_COMPLETED)
+                ends = cast("set[Future[Any]]", {future, self._ended, self.watch.given_up})
+                while errand is not None:
+                    wait(ends | {errand.wanted}, return_when=FIRST_COMPLETED)
+                    if any(end.done() for end in ends):
+                        break
+                    errand.wanted = Future()
+                    errand.do()
+                wait(ends, return_when=FIRST_COMPLETED)
         except BaseException:
             future.cancel()
             raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import heapq
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.attempt import BY_FILTER, OVERDUE, FinishedEpisode, ShouldAccept, Submission
 from arealite.rollout.episode import Episode
 from arealite.rollout.episode_runner import EpisodeRunner
-from arealite.rollout.event_loop import EventLoopThread
+from arealite.rollout.event_loop import Errand, EventLoopThread
 from arealite.rollout.failures import Budgets, kind_of
 from arealite.rollout.lane import Lane
 from arealite.rollout.ledger import Ledger
@@ -94,6 +95,8 @@ class RolloutExecutor:
         self._open_prompts: list[tuple[int, PromptId]] | None = None
         """Those of the run that this one goes on from, until they are queued; None before anything ran."""
         self._changed = asyncio.Event()
+        self.errand: Errand | None = None
+        """What the trainer's thread does when it is wanted while it waits for episodes."""
         folder = _run_folder(config)
         self._store = None if folder is None else RolloutStore(os.path.join(folder, "rollouts"))
         self._ledger = Ledger(None if folder is None else os.path.join(folder, "ledger.sqlite"), self._account)
@@ -118,7 +121,7 @@ class RolloutExecutor:
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         """Return `count` accepted trajectories, oldest first."""
-        return self._hand_out(self.loop.run(self._collect(count, timeout, should_accept)))
+        return self._hand_out(self.loop.run(self._collect(count, timeout, should_accept), self.errand))
 
     def prepare_batch(
         self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
@@ -135,13 +138,13 @@ class RolloutExecutor:
             ]
             self._open_prompts = []
             self.loop.run(self._reissue(reissued))
-        while num_wanted := self.loop.run(self._num_prompts_wanted()):
+        while num_wanted := self.loop.run(self._num_prompts_wanted(), self.errand):
             rows: list[Row] = []
             while len(rows) < num_wanted:
                 rows += self._source.pull()
             submissions = [Submission(row, workflow, should_accept) for row in rows]
             self.loop.run(self._enqueue(submissions, self._source.cursor()))
-        return self._hand_out(self.loop.run(self._collect(self.config.consumer_batch_size, None, None)))
+        return self._hand_out(self.loop.run(self._collect(self.config.consumer_batch_size, None, None), self.errand))
 
     def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
         """Run one episode per row now, also while paused, and return what was accepted.
@@ -151,7 +154,7 @@ class RolloutExecutor:
         """
         self._begin()
         submissions = [Submission(self._named(row), workflow) for row in rows]
-        finished = self.loop.run(self._run_lane(submissions, is_evaluation))
+        finished = self.loop.run(self._run_lane(submissions, is_evaluation), self.errand)
         if not finished:
             raise EpisodeError(
                 f"at least one of {len(rows)} episodes must be accepted: got none (in this run: {self._outcomes()}). "
@@ -170,6 +173,13 @@ class RolloutExecutor:
     def set_version(self, version: int) -> None:
         """Move the account to another version of the weights."""
         self.loop.run(self._set_version(version))
+
+    def set_capacity(self, share: float) -> None:
+        """Let that share of the configured concurrency run, rounded up, as servers come and go (in the loop)."""
+        max_concurrent = max(1, math.ceil(share * self._max_concurrent))
+        if max_concurrent != self._account.max_concurrent:
+            self._account.max_concurrent = self._lane.max_concurrent = max_concurrent
+            self._advance()
 
     @property
     def stats(self) -> RolloutStat:
@@ -389,6 +399,8 @@ class RolloutExecutor:
         except TimeoutError:
             if deadline is not None:
                 return False
+            if any(running.episode.num_standing for running in self._running.values()):
+                return True  # they wait for servers, which has a deadline of its own
             raise EpisodeTimeoutError(
                 f"an episode must start or end every {self.config.episode_timeout + _GRACE_S:g} s: got none, with "
                 f"{len(self._running)} running, {len(self._queue)} waiting to start, "

@@ -23,7 +23,8 @@ class Lane:
 
     def __init__(self, runner: EpisodeRunner, *, max_concurrent: int) -> None:
         self._runner = runner
-        self._max_concurrent = max_concurrent
+        self.max_concurrent = max_concurrent
+        """Of the lists that start from now on."""
 
     async def train_all(self, submissions: list[Submission], *, version: int) -> list[FinishedEpisode]:
         """Run episodes whose accepted results are trained on at this version."""
@@ -55,7 +56,7 @@ class Lane:
     async def _run(
         self, submissions: list[Submission], *, head_version: int, oldest_version: int
     ) -> list[FinishedEpisode]:
-        slots = asyncio.Semaphore(self._max_concurrent)
+        slots = asyncio.Semaphore(self.max_concurrent)
 
         async def run_one(submission: Submission) -> FinishedEpisode | None:
             async with slots:

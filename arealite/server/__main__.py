@@ -1,5 +1,8 @@
 """`python -m arealite.server --model-path DIR --port P`: serve one model with the embedded engine until SIGTERM.
 
+At the end, requests in flight are answered with the tokens so far. With a secret in the environment (see
+`utils.secret`) every request must show it; without one it serves this machine only.
+
 Exit status: 0 after SIGTERM or SIGINT, 1 when generation failed, 2 for arguments or a model that can't be served.
 """
 
@@ -25,6 +28,7 @@ from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
 from arealite.utils import beacon
 from arealite.utils.hf import local_folder
+from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.weight_transfer import DTYPES
 
 logger = logging.getLogger("arealite.server")
@@ -39,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     torch.set_num_threads(args.threads)
     try:
+        check_exposed(args.host, secret_of_environment())
         folder = local_folder(args.model_path)
         runner = ModelRunner.from_pretrained(
             folder,
@@ -113,7 +118,7 @@ def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | No
 
 async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | None, args: argparse.Namespace) -> int:
     """Serve until a signal or until the engine fails; return the exit status."""
-    server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed)
+    server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed, secret=secret_of_environment())
     web_runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await web_runner.setup()
     beacon.tick()

@@ -1,7 +1,8 @@
 """HTTP around the generation engine, in SGLang's dialect. It decides nothing that the engine does not know.
 
-Answers: 200; 400 when the client must change something (nobody else is harmed); 500 when generation failed; 503 from
-/health when the engine is gone. Errors are `{"error": {"message": ...}}`. A client that disconnects frees its slot.
+Answers: 200; 400 when the client must change something (nobody else is harmed); 401 without the secret, if there is
+one (all but GET /health); 500 when generation failed; 503 from /health when the engine is gone. Errors are
+`{"error": {"message": ...}}`. A client that disconnects frees its slot.
 """
 
 from __future__ import annotations
@@ -38,24 +39,33 @@ from arealite.server.protocol import (
     reply,
 )
 from arealite.server.weight_receiver import WeightReceiver
+from arealite.utils.secret import is_authorized, refusal
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
     """The endpoints."""
 
     def __init__(
-        self, engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | None, *, model_path: str, seed: int = 0
+        self,
+        engine: GenerationEngine,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        model_path: str,
+        seed: int = 0,
+        secret: str | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._model_path = model_path
         self._seed = seed
+        self._secret = secret
         self._num_unseeded = itertools.count()
         self._weights = WeightReceiver(engine)
-        self.app = web.Application(middlewares=[answer_errors], client_max_size=MAX_BODY_BYTES)
+        self.app = web.Application(middlewares=[answer_errors, self._authorize], client_max_size=MAX_BODY_BYTES)
         self.app.on_cleanup.append(self._leave_groups)
         self.app.add_routes(
             [
@@ -78,6 +88,14 @@ class Server:
                 web.post("/update_weight_version", self.update_version),
             ]
         )
+
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer those who show the secret; whether we live, anybody may ask."""
+        is_open = self._secret is None or (request.method, request.path) == ("GET", "/health")
+        if is_open or is_authorized(request.headers.get("Authorization"), self._secret or ""):
+            return await handler(request)
+        return error_response(401, refusal(request.method, request.path))
 
     async def health(self, _: web.Request) -> web.Response:
         if self._engine.stopped.done():
@@ -205,16 +223,14 @@ def success(message: str, **more: Any) -> web.Response:
     return web.json_response({"success": True, "message": message, **more})
 
 
+def error_response(status: int, message: str) -> web.Response:
+    """Answer with an error, under every name that clients look for."""
+    return web.json_response({"success": False, "message": message, "error": {"message": message}}, status=status)
+
+
 @web.middleware
-async def answer_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn errors into JSON answers."""
-
-    def error_response(status: int, message: str) -> web.Response:
-        body: dict[str, Any] = {"success": False, "message": message, "error": {"message": message}}
-        return web.json_response(body, status=status)
-
     try:
         return await handler(request)
     except GenerationError as error:

@@ -30,7 +30,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer import checkpoint
 from arealite.trainer.checkpoint_writer import FACTS, Snapshot, Write, cause_of, on_cpu, rng_name
 from arealite.trainer.run_folder import read_rows, run_folder, summarize
-from arealite.utils.distributed import all_reduce_numbers, raise_on_every_rank
+from arealite.utils.distributed import all_reduce_numbers, is_restarted, raise_on_every_rank
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.file_lock import file_lock
 from arealite.utils.frequency import Frequency
@@ -41,8 +41,8 @@ logger = logging.getLogger("arealite.recover")
 _FORMAT = 1
 """Of checkpoints; another one when what they hold changes."""
 
-LOCK_TIMEOUT_S = 30.0
-"""So long may the end of a killed predecessor take."""
+LOCK_TIMEOUT_S = 120.0
+"""So long may the end of a killed predecessor take; a file server keeps the lock of a machine that is gone for 90 s."""
 WRITE_TIMEOUT_S = 1800.0
 """So long may writing one checkpoint take."""
 _LAST_WORDS_S = 60.0
@@ -218,7 +218,7 @@ class Recover:
 
 def _choose(folder: Path, mode: str) -> Path | None:
     """Return the newest checkpoint that is whole if this run is one that goes on."""
-    if mode == "disabled" or (mode == "fault" and os.environ.get(RESTART_VARIABLE) != "1"):
+    if mode == "disabled" or (mode == "fault" and os.environ.get(RESTART_VARIABLE) != "1" and not is_restarted()):
         return None
     found = checkpoint.checkpoints(folder)
     for _, path in found:

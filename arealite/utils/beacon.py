@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar, cast
 
-from arealite.utils.processes import identity
+from arealite.utils.processes import identity, machine
 
 FOLDER_VARIABLE = "AREALITE_PROGRESS_DIR"
 NAME_VARIABLE = "AREALITE_PROCESS_NAME"
@@ -106,7 +106,7 @@ def start() -> None:
     name = os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}"
     try:
         answer_stack_requests(name)
-        file = _reserve(Path(folder) / f"{name}.{identity(os.getpid())}.json")
+        file = _reserve(Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json")
     except OSError as error:
         logger.warning("progress can't be published in %s: %s. A stall will be told with less detail.", folder, error)
         return

@@ -3,6 +3,9 @@
 Several engines of a process share the default process group: the first `join_default_group` creates it (from torchrun's
 environment, or alone in this process when there is none) and the last `leave_default_group` destroys it. A group that
 someone else created is used and left alone. Numbers and flags travel over gloo, so they never wait for a GPU.
+
+Invariant: ranks meet only those of their own attempt. torchrun keeps its store when it starts all ranks again, so every
+attempt has keys of its own there (see `_sign_in`); what an earlier one left would lead to addresses that are gone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import functools
 import itertools
 import os
 import threading
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -21,8 +26,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from arealite.utils import beacon
+from arealite.utils.host_watch import watch_hosts
+from arealite.utils.network import address_toward, interface_of
 
 T = TypeVar("T")
+
+MEETING_TIMEOUT_S = 1800.0
+"""So long may ranks wait for the last one at the start, while it gets its data sets, for example."""
+_LOOK_AGAIN_S = 0.02
 
 _lock = threading.Lock()
 _generations = itertools.count()
@@ -30,13 +41,16 @@ _members = 0
 _is_ours = False
 
 
-def join_default_group(timeout_s: float) -> None:
-    """Make sure that the default process group exists and hold on to it until `leave_default_group`."""
+def join_default_group(timeout_s: float, node_timeout_s: float = 30.0) -> None:
+    """Make sure that the default process group exists and hold on to it until `leave_default_group`.
+
+    A collective may take `timeout_s`; another machine that is silent for `node_timeout_s` ends this process.
+    """
     global _members, _is_ours
     with _lock:
         if not dist.is_initialized():
             with beacon.waiting("all ranks to meet", on="ranks"):
-                _create_default_group(timedelta(seconds=timeout_s))
+                _create_default_group(timedelta(seconds=timeout_s), node_timeout_s)
             _is_ours = True
         _members += 1
 
@@ -51,7 +65,12 @@ def leave_default_group() -> None:
             _is_ours = False
 
 
-def _create_default_group(timeout: timedelta) -> None:
+def is_restarted() -> bool:
+    """Tell whether torchrun has started the trainer again (rank 0, which then waits for the others)."""
+    return _meet()[3]
+
+
+def _create_default_group(timeout: timedelta, node_timeout_s: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         # SGLang's weight-update group can't be formed otherwise.
@@ -59,17 +78,78 @@ def _create_default_group(timeout: timedelta) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    store, rank, world_size = _meet(timeout)
+    store, rank, world_size, _ = _meet()
     own_keys = PrefixStore(f"arealite-{next(_generations)}", store)
+    _choose_interface()
+    if world_size > 1:
+        watch_hosts(own_keys, os.environ["MASTER_ADDR"], node_timeout_s)
     dist.init_process_group(backend, store=own_keys, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def _choose_interface() -> None:
+    """Let gloo and NCCL use the interface that leads to rank 0, where the user has not chosen one.
+
+    By itself gloo takes the one that this machine's name resolves to, which may be a loopback or a dead one.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return
+    name = interface_of(address_toward(os.environ["MASTER_ADDR"]))
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
 @functools.cache
-def _meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return store, rank and world size. Once per process: a new store would find the addresses of the last group."""
-    if "RANK" in os.environ:
-        return next(iter(rendezvous("env://", timeout=timeout)))
-    return HashStore(), 0, 1
+def _meet() -> tuple[Store, int, int, bool]:
+    """Return the store of this attempt, rank, world size, and on rank 0 whether there was an earlier attempt. Once per
+    process: a new store would find the addresses of the last group."""
+    if "RANK" not in os.environ:
+        return HashStore(), 0, 1, False
+    store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=MEETING_TIMEOUT_S))))
+    if rank == 0:
+        name, is_restart = _receive_all(store, world_size)
+    else:
+        name, is_restart = _sign_in(store, rank), False
+    return PrefixStore(name, store), rank, world_size, is_restart
+
+
+def _sign_in(store: Store, rank: int) -> str:
+    """Tell rank 0 that this rank is there, and return the name that it gives the attempt.
+
+    The word that rank 0 has to answer is new, so that only a rank 0 of this attempt can have answered it.
+    """
+    word = uuid.uuid4().hex
+    store.set(f"arealite/rank/{rank}", f"{word} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+    try:
+        name = store.get(f"arealite/answer/{word}").decode()
+    except RuntimeError as error:
+        raise TimeoutError(f"rank 0 must answer within {MEETING_TIMEOUT_S:g} s: got {error}") from error
+    store.set(f"{name}/here/{rank}", "")
+    return name
+
+
+def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
+    """Give this attempt a name and tell it to all ranks (rank 0); return it, and whether there was an earlier one.
+
+    A rank may have left a word in an earlier attempt, so it is answered until the rank has confirmed.
+    """
+    number = store.add("arealite/attempts", 1)
+    name, is_restart = f"arealite/attempt-{number}", number > 1
+    restarts = [os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
+    missing = list(range(1, world_size))
+    deadline = time.monotonic() + MEETING_TIMEOUT_S
+    while missing:
+        for rank in missing:
+            if store.check([f"arealite/rank/{rank}"]):
+                word, count = store.get(f"arealite/rank/{rank}").decode().split()
+                store.set(f"arealite/answer/{word}", name)
+                restarts.append(count)
+        missing = [rank for rank in missing if not store.check([f"{name}/here/{rank}"])]
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"all ranks must come within {MEETING_TIMEOUT_S:g} s: got no word from {missing}")
+        time.sleep(_LOOK_AGAIN_S if missing else 0)
+    return name, is_restart or any(count != "0" for count in restarts)
 
 
 def current_device() -> torch.device:

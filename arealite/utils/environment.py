@@ -1,6 +1,12 @@
-"""Variables by which a launcher tells the trainer's processes what they can't know."""
+"""Variables by which a launcher tells the processes of a run what they can't know."""
 
 SERVER_ADDRS_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
 """Addresses of the inference servers, host:port, separated by commas."""
 RESTART_VARIABLE = "AREAL_RECOVER_RUN"
 """`1` in a run that is started again because it failed."""
+RANK_STREAMS_VARIABLE = "AREALITE_RANK_STREAMS"
+"""Paths that the ranks of this machine write to, by local rank, separated by commas."""
+RANK_REPORT_VARIABLE = "AREALITE_RANK_REPORT"
+"""Path of the pipe that learns how ranks end."""
+SECRET_VARIABLE = "AREALITE_SECRET"
+"""Secret of the run, which its servers want to be told with every request."""

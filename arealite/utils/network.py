@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import socket
 
+import psutil
+
 LOOPBACK = "127.0.0.1"
 
 
-def hold_port(host: str = LOOPBACK) -> socket.socket:
-    """Reserve a free port until the returned socket is closed; `port_of` tells which."""
+def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Reserve a port, 0 any free one, until the returned socket is closed; `port_of` tells which. Raises OSError."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((host, 0))
+    holder.bind((host, port))
     return holder
 
 
@@ -32,12 +34,29 @@ def free_port(host: str = LOOPBACK) -> int:
         return port_of(holder)
 
 
-def host_ip() -> str:
-    """Return the address by which other machines reach this one; loopback without a network."""
+def host_ip(toward: str = "192.0.2.1") -> str:
+    """Return the address by which `toward`, or other machines, reach this one; loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: UDP connect only picks a route, nothing is sent
+            probe.connect((toward, 9))  # UDP connect only picks a route, nothing is sent; the default is no one's
         except OSError:
             return LOOPBACK
         address: str = probe.getsockname()[0]
         return address
+
+
+def address_toward(peer: str) -> str:
+    """Return the address by which `peer` reaches this machine, also where the name of `peer` is our own loopback."""
+    own = {address for addresses in _addresses().values() for address in addresses}
+    return next((one for one in (host_ip(peer), host_ip(), *sorted(own)) if not one.startswith("127.")), LOOPBACK)
+
+
+def interface_of(address: str) -> str | None:
+    """Name the interface of this machine that has this address."""
+    return next((name for name, addresses in _addresses().items() if address in addresses), None)
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return the addresses of each interface."""
+    found = psutil.net_if_addrs().items()
+    return {name: [one.address for one in own if one.family == socket.AF_INET] for name, own in found}

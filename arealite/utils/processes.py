@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -55,6 +56,13 @@ def identity(pid: int) -> str:
     if fields is None:
         raise ProcessLookupError(pid)
     return f"{pid}-{fields[19]}"
+
+
+@functools.cache
+def machine() -> str:
+    """Name this machine so that processes of the same pid elsewhere are not taken for ours; a container is another."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+    return f"{boot}-{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"
 
 
 def state_of(pid: int) -> str | None:

@@ -22,13 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from arealite.utils.network import LOOPBACK, host_ip
+
 DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACKS = (LOOPBACK, "localhost", "::1")
 _FORMED = "formed"
 """Key that rank 0 sets when every rank is there."""
 
@@ -93,7 +95,8 @@ def join_group(
             transport = _nccl(group_store, rank, world_size, timeout)
         else:
             device = torch.device("cpu")
-            transport = _gloo(group_store, rank, world_size, timeout, on_loopback=address in LOOPBACK)
+            own_address = LOOPBACK if address in _LOOPBACKS else host_ip(address)
+            transport = _gloo(group_store, rank, world_size, timeout, own_address)
         if rank == 0:
             group_store.set(_FORMED, "")
         else:
@@ -165,16 +168,12 @@ def _poll(work: Any, deadline: float) -> None:
         time.sleep(0.001)
 
 
-def _gloo(store: Store, rank: int, world_size: int, timeout: timedelta, *, on_loopback: bool) -> Any:
-    """Connect a gloo mesh; within one host over loopback, because its name may resolve to a dead interface."""
+def _gloo(store: Store, rank: int, world_size: int, timeout: timedelta, own_address: str) -> Any:
+    """Connect a gloo mesh by the address that leads to rank 0; this host's name may resolve to a dead interface."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 2
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        if on_loopback
-        else dist.ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
     return dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, world_size, options)
 
 

@@ -32,6 +32,16 @@ def daemon(name):
 def wait_for(*names):
     while not all((pathlib.Path(os.environ["PIDS"]) / name).exists() for name in names):
         time.sleep(0.02)
+def servers(count):
+    "Addresses of servers by name, once so many are ready."
+    import json
+    from arealite.utils.name_resolve import make_repository
+    names = make_repository("nfs", nfs_record_root=os.environ["FILEROOT"])
+    while True:
+        records = {key.split("/")[-1]: json.loads(text) for key, text in names.items("exp/trial/servers").items()}
+        ready = {name: record["address"] for name, record in records.items() if record["state"] == "ready"}
+        if len(ready) == count: return ready
+        time.sleep(0.05)
 """
 PRELUDE = f"PRELUDE = {PRELUDE!r}\n{PRELUDE}"
 
@@ -121,7 +131,7 @@ def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             "--config",
             tmp_path / "config.yaml",
         ]
-        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "PIDS": str(tmp_path / "pids")} | env
+        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "PIDS": str(tmp_path / "pids"), "FILEROOT": str(tmp_path / "runs")} | env
         with output.open("wb") as file:
             sink = file if stdout is None else stdout
             process = spawn([*command, *overrides], env=environment, cwd=tmp_path, stdout=sink, stderr=sink)

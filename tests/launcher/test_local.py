@@ -23,14 +23,11 @@ def test_success_stops_servers(launch_script):
     run = launch_script(
         """
         import urllib.request
-        rank, addrs = os.environ["RANK"], os.environ["AREAL_LLM_SERVER_ADDRS"].split(",")
+        rank = os.environ["RANK"]
         note(f"trainer-{rank}")
         daemon(f"daemon-{rank}")
-        wait_for(*[f"server-port-{addr.split(':')[1]}" for addr in addrs])
-        for addr in addrs:
-            while True:
-                try: urllib.request.urlopen(f"http://{addr}/health").close(); break
-                except OSError: time.sleep(0.05)
+        addrs = servers(2).values()
+        for addr in addrs: urllib.request.urlopen(f"http://{addr}/health").close()
         wait_for("daemon-0", "daemon-1")
         print("hello from", rank, "of", os.environ["WORLD_SIZE"], "with", len(addrs), "servers", sys.argv[1:])
         """,
@@ -42,7 +39,7 @@ def test_success_stops_servers(launch_script):
     assert "\ntrainer-1 | hello from 1 of 2 with 2 servers" in run.output
     assert "INFO fake" not in run.output
     names = {path.name for path in run.logs.iterdir()}
-    assert names == {"launcher.log", "torchrun.log", "trainer-0.log", "trainer-1.log", "server-0.log", "server-1.log"}
+    assert names == {"launcher.log", "torchrun-0.log", "trainer-0.log", "trainer-1.log", "server-0.log", "server-1.log"}
     assert "hello from 1" in (run.logs / "trainer-1.log").read_text()
     assert "INFO fake" in (run.logs / "server-0.log").read_text()
     assert "is ready at 127.0.0.1:" in (run.logs / "launcher.log").read_text()
@@ -92,19 +89,43 @@ def test_server_that_dies_mid_run(launch_script):
         """
         import urllib.request
         note(f"trainer-{os.environ['RANK']}")
-        addr = os.environ["AREAL_LLM_SERVER_ADDRS"].split(",")[1]
-        while os.environ["RANK"] == "0":
-            try: urllib.request.urlopen(f"http://{addr}/health").close(); break
-            except OSError: time.sleep(0.05)
         if os.environ["RANK"] == "0":
-            wait_for("trainer-1"); urllib.request.urlopen(f"http://{addr}/exit")
+            wait_for("trainer-1"); urllib.request.urlopen(f"http://{servers(2)['server-1']}/exit")
         time.sleep(600)
         """,
         *GRPO,
+        "launcher.server_restarts=0",
     )
     assert run.end() == 3, run.output
     assert "server-1 ended with exit status 9; its last " in run.output
     assert "server-1 | ERROR fake: told to exit" in run.output
+
+
+def test_server_that_dies_mid_run_is_started_again(launch_script):
+    """While the trainer goes on; so is one that was killed, until it was enough."""
+    run = launch_script(
+        """
+        import json, urllib.request
+        note("trainer-0")
+        addresses = {servers(2)["server-1"]}
+        for n in range(2):
+            try: urllib.request.urlopen(f"http://{servers(2)['server-1']}/exit")
+            except OSError: pass
+            while len(addresses) == n + 1: addresses.add(servers(2)["server-1"])
+        print(len(addresses), "addresses")
+        urllib.request.urlopen(f"http://{servers(2)['server-1']}/exit")
+        time.sleep(600)
+        """,
+        "allocation_mode=sglang.d2+d1",
+        "actor.path=tiny",
+        "launcher.server_restarts=2",
+    )
+    assert run.end() == 3, run.output
+    assert "\n3 addresses\n" in run.output
+    assert "server-1 ended with exit status 9; starting it again (1 of 2)" in run.output
+    assert "server-1 ended with exit status 9; starting it again (2 of 2)" in run.output
+    assert run.output.count("server-1 is ready at") == 3 and run.output.count("server-0 is ready at") == 1
+    assert "server-1 ended with exit status 9; its last " in run.output
 
 
 def test_server_that_is_never_ready(launch_script):
@@ -213,7 +234,9 @@ def test_servers_only_run_until_ctrl_c(launch_script):
     run = launch_script("raise SystemExit(1)", "allocation_mode=sglang.d2", "actor.path=tiny")
     while run.output.count("is ready at") < 2:
         assert run.process.poll() is None, run.output
-    assert "export AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in run.output
+    while "until Ctrl-C: export AREALITE_SECRET=$(cat " not in run.output:
+        assert run.process.poll() is None, run.output
+    assert "/.secret) AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in run.output
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
     assert len(run.pids) == 2

@@ -1,8 +1,14 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from arealite.utils import distributed
+from arealite.utils import distributed, host_watch
 
 
 @pytest.fixture
@@ -45,3 +51,23 @@ def test_an_error_of_this_rank_is_raised_as_it_is(group: None) -> None:
     distributed.raise_on_every_rank(None)
     with pytest.raises(KeyError, match="missing"):
         distributed.raise_on_every_rank(KeyError("missing"))
+
+
+def test_ranks_that_torchrun_starts_again_meet_at_once(tmp_path: Path) -> None:
+    """Also though torchrun's store still has the addresses of the first attempt."""
+    torchrun = ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    program = Path(__file__).with_name("restarted_program.py")
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun, str(program), str(tmp_path)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "result.txt").read_text() == "1 True [2.0]"
+
+
+def test_the_kernel_closes_a_watched_link_that_falls_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as link:
+        host_watch._let_kernel_probe(link, 10)
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 2
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from arealite.utils.network import free_port, hold_port, host_ip, port_of
+from arealite.utils.network import address_toward, free_port, hold_port, host_ip, interface_of, port_of
 
 
 def test_a_held_port_is_usable_by_its_user_only():
@@ -46,3 +46,10 @@ def test_a_free_port_can_be_bound():
 def test_host_ip_is_an_address_of_this_host():
     with socket.create_server((host_ip(), 0)):
         assert ipaddress.ip_address(host_ip()).version == 4
+
+
+def test_the_address_toward_ourselves_is_of_one_of_our_interfaces():
+    for peer in ("127.0.0.1", socket.gethostname(), "192.0.2.1"):
+        assert interface_of(address_toward(peer)) is not None
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None

@@ -1,0 +1,152 @@
+"""Which process runs on which machine with which devices, worked out from the config alone.
+
+Servers fill the machines first, one behind the other, and none is spread over two machines; the ranks of the trainer
+follow, one torchrun per machine. Every launcher places the same plan; only how differs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from arealite.api.alloc_mode import AllocationMode, AllocationType
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One job of the plan."""
+
+    name: str
+    """`server-<i>` or `torchrun-<k>`."""
+    role: Literal["server", "trainer"]
+    node: int
+    """Number of its machine."""
+    devices: tuple[int, ...]
+    """Its GPUs on that machine; none on a CPU cluster."""
+    index: int
+    """Number of the server, or of the trainer's machine."""
+    ranks: tuple[int, ...] = ()
+    """Of the trainer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a run."""
+
+    num_nodes: int
+    gpus_per_node: int
+    """0 on a CPU cluster."""
+    placements: tuple[Placement, ...]
+
+    @property
+    def servers(self) -> tuple[Placement, ...]:
+        return tuple(one for one in self.placements if one.role == "server")
+
+    @property
+    def trainers(self) -> tuple[Placement, ...]:
+        return tuple(one for one in self.placements if one.role == "trainer")
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(one.ranks) for one in self.trainers)
+
+
+def make_plan(config: GRPOConfig | SFTConfig) -> Plan:
+    """Work out the processes of a run and refuse what can't be, before anything starts."""
+    if not config.allocation_mode:
+        raise ConfigError(
+            "allocation_mode must be given to a launcher: got nothing. "
+            "Add e.g. allocation_mode=lite.d1p1t1+d1p1t1 (servers and trainers) or allocation_mode=d1 (trainers only)."
+        )
+    mode, cluster = AllocationMode.from_str(config.allocation_mode), config.cluster
+    _check_trainers(mode)
+    num_servers = _num_servers(config, mode)
+    is_evaluation = mode.type_ is AllocationType.DECOUPLED_EVAL
+    num_ranks = 1 if is_evaluation else mode.train_world_size
+    if cluster.n_gpus_per_node == 0:
+        per_node = -(-(num_servers + num_ranks) // cluster.n_nodes)  # processes stand for GPUs
+        placements = _place(num_servers, 1, num_ranks, per_node)
+        placements = [replace(one, devices=()) for one in placements]
+    else:
+        _check_size(config, mode, num_servers)
+        placements = _place(num_servers, mode.gen_instance_size, num_ranks, cluster.n_gpus_per_node)
+        if is_evaluation:
+            placements = [one if one.role == "server" else replace(one, node=0, devices=()) for one in placements]
+    last_node = max((one.node for one in placements), default=0)
+    if last_node >= cluster.n_nodes:
+        raise ConfigError(
+            f"allocation_mode must fit the cluster: got {mode}, which needs {last_node + 1} machines with "
+            f"{cluster.n_gpus_per_node} GPUs as no server is spread over two, and cluster.n_nodes={cluster.n_nodes}. "
+            "Make it smaller, or raise cluster.n_nodes or cluster.n_gpus_per_node (0 is a CPU cluster)."
+        )
+    return Plan(cluster.n_nodes, cluster.n_gpus_per_node, tuple(placements))
+
+
+def foreign_servers(config: GRPOConfig | SFTConfig) -> str:
+    """Return the addresses of servers that someone else starts and stops, with commas between them."""
+    if isinstance(config, GRPOConfig) and config.rollout.server_addrs:
+        return ",".join(config.rollout.server_addrs)
+    return os.environ.get(SERVER_ADDRS_VARIABLE, "")
+
+
+def _num_servers(config: GRPOConfig | SFTConfig, mode: AllocationMode) -> int:
+    """Return how many servers are ours to start."""
+    if isinstance(config, SFTConfig):
+        if mode.gen_dp_size > 0:
+            raise ConfigError(
+                f"allocation_mode must name trainers only for supervised fine-tuning: got {mode}. "
+                f"Write allocation_mode={mode.train}."
+            )
+        return 0
+    if foreign_servers(config) or config.rollout.replay_from:
+        return 0
+    if mode.gen_dp_size == 0:
+        raise ConfigError(
+            f"allocation_mode must name servers for reinforcement learning: got {mode}. "
+            f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
+        )
+    if mode.gen_pp_size > 1 or (mode.gen_backend == "lite" and mode.gen_tp_size > 1):
+        limits = "p1t1" if mode.gen_backend == "lite" else "p1"
+        raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")
+    return mode.gen_dp_size
+
+
+def _check_trainers(mode: AllocationMode) -> None:
+    for name, size in {"p": mode.train_pp_size, "t": mode.train_tp_size}.items():
+        if size > 1:
+            raise ConfigError(
+                f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
+                f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
+            )
+
+
+def _check_size(config: GRPOConfig | SFTConfig, mode: AllocationMode, num_servers: int) -> None:
+    per_node = config.cluster.n_gpus_per_node
+    if num_servers > 0 and mode.gen_instance_size > per_node:
+        raise ConfigError(
+            f"a server must fit into one machine: got {mode.gen}, whose servers have {mode.gen_instance_size} GPUs, "
+            f"and cluster.n_gpus_per_node={per_node}. Use a smaller t in allocation_mode."
+        )
+
+
+def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[Placement]:
+    """Fill machines with servers of `size` devices, then with ranks of one."""
+    placements = []
+    next_device = 0  # counted through all machines
+    for index in range(num_servers):
+        if next_device % per_node + size > per_node:
+            next_device += per_node - next_device % per_node
+        node, first = divmod(next_device, per_node)
+        devices = tuple(range(first, first + size))
+        placements.append(Placement(f"server-{index}", "server", node, devices, index))
+        next_device += size
+    slots = [divmod(device, per_node) for device in range(next_device, next_device + num_ranks)]
+    for index, node in enumerate(dict.fromkeys(node for node, _ in slots)):
+        ranks = tuple(rank for rank, slot in enumerate(slots) if slot[0] == node)
+        devices = tuple(slots[rank][1] for rank in ranks)
+        placements.append(Placement(f"torchrun-{index}", "trainer", node, devices, index, ranks))
+    return placements

@@ -1,0 +1,62 @@
+"""Runs an experiment on a Ray cluster: its machines, as many as the config says, watched over from here.
+
+    python3 -m arealite.launcher.ray ENTRY.py --config FILE.yaml [--dry-run] [key=value ...]
+
+The cluster is that of RAY_ADDRESS, or else the one this machine belongs to. Exit statuses are those of the local
+launcher. When the launcher ends, whatever ends it, so do the jobs; Ray itself goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher import run
+from arealite.launcher.job import Place
+from arealite.launcher.plan import Placement, Plan
+from arealite.launcher.server_commands import check_installed
+from arealite.launcher.supervisor import Supervisor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    args = run.parse(
+        argv,
+        prog="python3 -m arealite.launcher.ray",
+        description="Start inference servers and trainer on a Ray cluster, as allocation_mode says.",
+    )
+    return run.dry_run(args.entry, args.argv, by="Ray") if args.dry_run else launch(args.entry, args.argv)
+
+
+def launch(entry: str | Path, argv: Sequence[str]) -> int:
+    """Run `entry` on the Ray cluster (see `run.launch`)."""
+    return run.launch(entry, argv, run.Backend("Ray", _open_place, _check, _devices))
+
+
+def _check(config: GRPOConfig | SFTConfig, plan: Plan) -> None:
+    """Connect to the cluster. Whether it has room is no question of now: a seat is waited for."""
+    if plan.servers and isinstance(config, GRPOConfig):
+        check_installed(config)
+    try:
+        from arealite.launcher.ray_place import connect
+    except ModuleNotFoundError as error:
+        raise ConfigError("Ray must be installed here: got none. Run `pip install 'arealite[ray]'`.") from error
+    connect()
+
+
+def _open_place(config: GRPOConfig | SFTConfig, plan: Plan, supervisor: Supervisor) -> Place:
+    from arealite.launcher.ray_place import RayPlace
+
+    return RayPlace(plan, config.launcher, setup_timeout_s=run.setup_timeout_s(config), say=supervisor.say)
+
+
+def _devices(config: GRPOConfig | SFTConfig, placement: Placement) -> Mapping[str, str]:
+    """Ray itself tells jobs their GPUs."""
+    return {} if placement.devices else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Submits an experiment to Slurm, follows it and tells how it ended.
+
+    python3 -m arealite.launcher.slurm ENTRY.py --config FILE.yaml [--dry-run] [--no-wait] [key=value ...]
+
+The batch script, `job.sbatch` in the run folder, asks for the machines of the plan and runs the common launcher on the
+first of them (see `slurm_job`). Here nothing of the run lives: Ctrl-C and SIGTERM cancel the job, but the end of the
+terminal or a SIGKILL leaves it alone. All is read from `scontrol show job` and the job's output, so no accounting is
+needed; the folder of runs must be seen by all machines. The exit status is that of the run (see `run.EPILOG`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from arealite.api.cli_args import GRPOConfig, LauncherConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher import run
+from arealite.launcher.plan import Plan, make_plan
+from arealite.launcher.plan_text import plan_lines
+from arealite.launcher.roles import check_model, run_folder
+from arealite.launcher.server_commands import check_server_block
+from arealite.launcher.supervisor import CONFIG_FAILED, NODE_LOST
+
+_LOOK_S = 0.2
+"""Between two looks at the job's output."""
+_ASK_S = 2.0
+"""Between two questions to Slurm."""
+_SILENCE_S = 600.0
+"""So long may Slurm not answer; its controller may be started again meanwhile."""
+_COMMAND_S = 60.0
+_OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+"""States of a job that has ended; a job that goes back into the queue is COMPLETING, then PENDING."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    args = run.parse(
+        argv,
+        prog="python3 -m arealite.launcher.slurm",
+        description="Submit a job to Slurm that starts inference servers and trainer, as allocation_mode says, and "
+        "follow it.",
+        flags={"--no-wait": "submit only, and print the number of the job"},
+    )
+    try:
+        entry = run.entry_script(args.entry)
+        config = run.read_config(entry, args.argv)
+        plan = make_plan(config)
+        check_model(config)
+        if isinstance(config, GRPOConfig) and plan.servers:
+            check_server_block(config)
+        script = batch_script(config, plan, entry=entry, argv=args.argv)
+        if args.dry_run:
+            print("\n".join(plan_lines(config, plan, by="Slurm", entry=entry, argv=args.argv)))
+            print(f"\n{run_folder(config) / 'job.sbatch'}:\n{script}", end="")
+            return 0
+        folder = run_folder(config).absolute()
+        job = _submit(folder, script)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return CONFIG_FAILED
+    if args.no_wait:
+        print(job)
+        return 0
+    return _Follower(job, folder / f"slurm-{job}.log").follow()
+
+
+def batch_script(config: run.Config, plan: Plan, *, entry: Path, argv: Sequence[str]) -> str:
+    """Return the script for sbatch. The user's arguments come last, as the last of two equal ones counts."""
+    launcher, folder = config.launcher, run_folder(config).absolute()
+    cpus, mebibytes = _needs(launcher, plan)
+    may_restart = config.recover.mode in ("auto", "fault")
+    options = [
+        f"--job-name={config.experiment_name}:{config.trial_name}",
+        f"--nodes={plan.num_nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus}",
+        *([f"--mem={mebibytes}M"] if mebibytes else []),
+        *([f"--gres=gpu:{plan.gpus_per_node}"] if plan.gpus_per_node else []),
+        "--requeue" if may_restart else "--no-requeue",
+        "--open-mode=append",
+        f"--output={folder}/slurm-%j.log",
+        f"--chdir={Path.cwd()}",
+        "--signal=B:TERM@60",  # a time limit ends in a clean stop
+    ]
+    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
+    if launcher.slurm.sbatch_additional_args:
+        lines.append(f"#SBATCH {launcher.slurm.sbatch_additional_args}")
+    command = [sys.executable, "-m", "arealite.launcher.slurm_job", str(entry), *argv]
+    return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+
+
+def _needs(config: LauncherConfig, plan: Plan) -> tuple[int, int]:
+    """Return CPUs and MiB of memory for the machine that needs most; ranks or servers count where there are no GPUs."""
+    cpus, mebibytes = [0] * plan.num_nodes, [0] * plan.num_nodes
+    for one in plan.placements:
+        number, is_server = len(one.devices) or len(one.ranks) or 1, one.role == "server"
+        cpus[one.node] += number * (config.inference_server_cpus_per_gpu if is_server else config.trainer_cpus_per_gpu)
+        mebibytes[one.node] += number * (
+            config.inference_server_mem_per_gpu if is_server else config.trainer_mem_per_gpu
+        )
+    return max(cpus), max(mebibytes)
+
+
+def _submit(folder: Path, script: str) -> str:
+    """Write the script, hand it to sbatch and return the number of the job."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch must be in PATH: it is not. Submit from a machine of the Slurm cluster.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.sbatch"
+    path.write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=_COMMAND_S, check=False
+    )
+    if done.returncode != 0:
+        raise ConfigError(
+            f"Slurm must accept {path}: got {done.stderr.strip()}. Change cluster, launcher.*_per_gpu or "
+            "launcher.slurm.sbatch_additional_args."
+        )
+    return done.stdout.strip().partition(";")[0]  # <job>[;<cluster>]
+
+
+class _Follower:
+    """What the user sees of a submitted job."""
+
+    def __init__(self, job: str, output: Path) -> None:
+        self._job = job
+        self._output = output
+        self._num_read_bytes = 0
+        self._told = ""
+        self._signals: list[int] = []
+
+    def follow(self) -> int:
+        """Show the job's states and output until it has ended, and return the exit status of the run."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take_signal)
+        self._say(f"submitted; its output is {self._output}")
+        answered_at, asked_at = time.monotonic(), -math.inf
+        while True:
+            self._copy_output()
+            if time.monotonic() - asked_at < _ASK_S:
+                time.sleep(_LOOK_S)
+                continue
+            asked_at = time.monotonic()
+            state = job_state(self._job)
+            if state is not None:
+                answered_at = asked_at
+                self._tell(state)
+                if not state or state["JobState"] in _OVER:
+                    self._copy_output()
+                    return self._status(state)
+            elif asked_at - answered_at > _SILENCE_S:
+                self._say(
+                    f"Slurm has not answered for {_SILENCE_S:g} s; the job may go on, see squeue --job {self._job}"
+                )
+                return 1
+
+    def _tell(self, state: Mapping[str, str]) -> None:
+        """Say what has changed."""
+        word = {
+            "": "gone: Slurm does not know it any more",
+            "PENDING": f"waiting: {state.get('Reason')}",
+            "RUNNING": f"running on {state.get('NodeList')}",
+        }.get(name := state.get("JobState", ""), name.lower())
+        if (restarts := state.get("Restarts", "0")) != "0" and name in ("PENDING", "RUNNING"):
+            word += f" (restart {restarts})"
+        if word != self._told:
+            self._say(word)
+            self._told = word
+
+    def _status(self, state: Mapping[str, str]) -> int:
+        """Return what the launcher in the job returned; a job that Slurm ended has none."""
+        if self._signals:
+            return 128 + self._signals[0]
+        if state.get("JobState") == "NODE_FAIL":
+            return NODE_LOST
+        status, number = (int(part) for part in state.get("ExitCode", "1:0").split(":"))
+        return status or (128 + number if number else int(state["JobState"] != "COMPLETED"))
+
+    def _copy_output(self) -> None:
+        with contextlib.suppress(FileNotFoundError), self._output.open("rb") as file:  # opened anew as NFS wants it
+            file.seek(self._num_read_bytes)
+            while data := file.read(1 << 16):
+                self._num_read_bytes += len(data)
+                sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+
+    def _take_signal(self, number: int, _frame: object) -> None:
+        """Cancel the job at the first signal, and don't wait for its end at the second."""
+        if self._signals:
+            os._exit(128 + number)
+        self._signals.append(number)
+        self._say(f"received {signal.Signals(number).name}: cancelling the job")
+        subprocess.run(["scancel", self._job], timeout=_COMMAND_S, check=False)
+
+    def _say(self, text: str) -> None:
+        print(f"job {self._job} | {text}", flush=True)
+
+
+def job_state(job: str) -> dict[str, str] | None:
+    """Return the fields of `scontrol show job`, none if Slurm has forgotten the job; None if it does not answer."""
+    command = ["scontrol", "show", "job", job, "--oneliner"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode != 0:
+        return {} if "Invalid job id" in done.stderr else None
+    return dict(re.findall(r"(\S+?)=(\S*)", done.stdout))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

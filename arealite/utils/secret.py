@@ -1,0 +1,103 @@
+"""The secret of a run: who has it may use the run's servers, and may tell trainers where servers are.
+
+It is kept in the run folder, readable by its owner alone, and reaches processes by their environment, never by their
+command line. It travels as a bearer token in plain HTTP: it keeps out who can connect, not who can listen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from arealite.utils.environment import SECRET_VARIABLE
+
+SECRET_FILE = ".secret"
+_SCHEME = "Bearer "
+_SIGNATURE = "signature"
+
+
+def ensure_secret(run_folder: Path) -> str:
+    """Return the secret of a run, and make one if it has none; one in the environment wins and is kept for joiners."""
+    path = run_folder / SECRET_FILE
+    kept = path.read_text(encoding="ascii").strip() if path.exists() else ""
+    secret = secret_of_environment() or kept or secrets.token_hex(32)
+    if secret != kept:
+        unfinished = path.with_name(f"{SECRET_FILE}.unfinished")
+        unfinished.unlink(missing_ok=True)
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(f"{secret}\n")
+        unfinished.replace(path)
+    return secret
+
+
+def secret_of_environment() -> str | None:
+    """Return the secret that this process was given."""
+    return os.environ.get(SECRET_VARIABLE) or None
+
+
+def authorization(secret: str | None) -> dict[str, str]:
+    """Return the header that shows the secret, or none."""
+    return {"Authorization": f"{_SCHEME}{secret}"} if secret else {}
+
+
+def is_authorized(header: str | None, secret: str) -> bool:
+    """Tell whether a request's Authorization header shows the secret, in a time that does not tell how nearly."""
+    return hmac.compare_digest((header or "").encode(errors="replace"), f"{_SCHEME}{secret}".encode())
+
+
+def refusal(method: str, path: str) -> str:
+    """Say why a request without the secret is refused."""
+    return (
+        f"{method} {path} must show the secret of the run: got none or another one. Send `Authorization: Bearer "
+        f"<secret>`; our programs do if {SECRET_VARIABLE} is set to what is in the run folder's {SECRET_FILE}."
+    )
+
+
+def check_exposed(host: str, secret: str | None) -> None:
+    """Refuse to listen where other machines can connect without a secret. Raises ValueError."""
+    if not secret and not is_loopback(host):
+        raise ValueError(
+            f"a server at an address that others reach must have a secret: got --host {host} and none. "
+            f"Set {SECRET_VARIABLE} (for a run: to what is in its folder's {SECRET_FILE}), or listen on 127.0.0.1."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can connect to an address; of names, `localhost` alone is known to be."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def sign(name: str, record: Mapping[str, object], secret: str | None) -> str:
+    """Return a record as JSON, signed for the entry `name` if there is a secret."""
+    signature = {_SIGNATURE: _signature(name, record, secret)} if secret else {}
+    return json.dumps({**record, **signature})
+
+
+def verify(name: str, text: str, secret: str | None) -> dict[str, Any]:
+    """Return the record that was signed for the entry `name`; without a secret, any. Raises ValueError."""
+    try:
+        record = json.loads(text)
+        signature = str(record.pop(_SIGNATURE, ""))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"the entry {name} must be a JSON object: got {text[:100]!r}") from error
+    if secret and not hmac.compare_digest(
+        signature.encode(errors="replace"), _signature(name, record, secret).encode()
+    ):
+        raise ValueError(f"the entry {name} must be signed with the secret of the run: got another signature or none")
+    verified: dict[str, Any] = record
+    return verified
+
+
+def _signature(name: str, record: Mapping[str, object], secret: str) -> str:
+    message = f"{name}\n{json.dumps(record, sort_keys=True)}"
+    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
