@@ -11,7 +11,7 @@ SGLANG_VENV ?= $(VENV)-sglang
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-ray chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -72,6 +72,21 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 		echo "SKIPPED: SGLang can't be installed here, see above"; \
 		echo 'RESULT {"skipped": "SGLang can not be installed here"}'; \
 	fi
+
+test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four machines and lose two of them (3 minutes)
+	$(PIP) -e '.[ray]'
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/test_ray_place.py
+	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_ray
+
+install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, Redis, etcd, iptables (Debian, root)
+	sh tests/cluster/install.sh
+	$(PIP) -e '.[ray,redis]'
+
+test-hosts: $(VENV)/.installed            ## train by torchrun over hosts whose network fails (4 minutes; root and iptables, or it is skipped)
+	PYTHONPATH=tests $(VENV)/bin/python -m cluster.hosts
+
+test-elastic: $(VENV)/.installed            ## let servers join, leave and die while a run trains (2 minutes)
+	PYTHONPATH=tests $(VENV)/bin/python -m cluster.elastic
 
 chaos: $(VENV)/.installed            ## kill processes of runs at random and break servers, then audit (20 minutes; ARGS=--short: 3)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos $(ARGS)

@@ -27,11 +27,11 @@ from arealite.cli.check_text import check_data, check_template, check_tokenizer
 from arealite.cli.findings import Findings, counted
 from arealite.engine.server_http import ServerHttp
 from arealite.launcher import local
-from arealite.launcher.plan import Plan, foreign_servers, make_plan
-from arealite.launcher.roles import check_model as check_model_folder
+from arealite.launcher.plan import Plan, foreign_servers
 from arealite.launcher.roles import environment
-from arealite.launcher.run import entry_script, read_config
-from arealite.launcher.server_commands import check_server_block, server_command
+from arealite.launcher.run import checked_plan, entry_script, read_config
+from arealite.launcher.server_commands import server_command
+from arealite.utils.secret import secret_of_environment
 
 _PROGRAM_S = 300.0
 """In which a server's parser must answer; importing SGLang or vLLM for the first time takes a minute."""
@@ -64,10 +64,7 @@ def _calls(entry: Path) -> set[str]:
 
 
 def _check_processes(found: Findings, config: Config) -> Plan:
-    plan = make_plan(config)
-    check_model_folder(config)
-    if isinstance(config, GRPOConfig) and plan.servers:
-        check_server_block(config)
+    plan = checked_plan(config)
     if plan.num_nodes == 1:
         local.check(config, plan)
     num_gpus = sum(len(one.devices) for one in plan.placements)
@@ -94,7 +91,7 @@ def _check_server(found: Findings, config: Config, plan: Plan) -> bool:
 
 
 async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
-    http = ServerHttp()
+    http = ServerHttp(secret_of_environment())
     try:
         for address in addresses:
             await http.get(address, "/health", timeout_s=_HEALTH_S)

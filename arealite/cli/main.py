@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from arealite import __version__
-from arealite.api.errors import AReaLiteError
+from arealite.api.errors import AReaLiteError, ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,6 +52,26 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("entry", metavar="ENTRY.py", help="script with the training loop")
     check.add_argument("arguments", nargs=argparse.REMAINDER, help="what the launcher would get")
     check.set_defaults(run=_check)
+
+    serve = commands.add_parser(
+        "serve",
+        help="add an inference server to a run that is under way",
+        usage="arealite serve --join EXPERIMENT/TRIAL [--fileroot runs] [--host ADDRESS] [key=value ...]",
+        description="Start an inference server on this machine, as the run's config wants it. It gets the run's "
+        "current weights before it gets requests; Ctrl-C or SIGTERM hands back what it is doing. Without --join, the "
+        "model of --config FILE is served for no run.",
+        epilog="exit status: 0 after a signal, 2 refused, 3 not ready in time, else that of the server",
+    )
+    serve.add_argument("--join", metavar="EXPERIMENT/TRIAL", help="the run")
+    serve.add_argument("--fileroot", default="runs", help="cluster.fileroot of the run, as this machine sees it")
+    serve.add_argument("--config", metavar="FILE.yaml", help="instead of the run folder's, where that can't be seen")
+    serve.add_argument("--host", help="address by which trainers reach this machine; found out unless given")
+    serve.add_argument("--port", type=int, default=0, help="any free one unless given")
+    serve.add_argument("--dry-run", action="store_true", help="print the command of the server")
+    serve.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="keys of the config to change, e.g. lite.slots=8"
+    )
+    serve.set_defaults(run=_serve)
 
     tiny_model = commands.add_parser("tiny-model", help="make a tiny model and tokenizer for tests and smoke runs")
     tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")
@@ -101,6 +121,16 @@ def _check(args: argparse.Namespace) -> int:
     from arealite.cli.check import check
 
     return check(args.entry, args.arguments)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from arealite.cli.serve import serve
+
+    if not (args.join or args.config):
+        raise ConfigError(
+            "serve must be told what to serve: got neither --join nor --config. Add --join EXPERIMENT/TRIAL."
+        )
+    return serve(args)
 
 
 def _tiny_model(args: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
     if check.canary_tokens == 0:
         return
     request = _request(actor, check)
-    canaries = agreed(lambda: rollout.sample_canaries(request, version) if dist.get_rank() == 0 else [])
+    canaries = agreed(lambda: rollout.sample_canaries(request) if dist.get_rank() == 0 else [])
     logprobs_BT = actor.compute_logprobs(_batch(request, canaries))
     agreed(
         lambda: _judge(rollout, version, canaries, logprobs_BT, _bound(check, actor, canaries), _cause(actor, rollout))
@@ -95,22 +95,26 @@ def _judge(
     cause: str,
 ) -> None:
     """Note the largest gap, and complain about the servers that are beyond the bound or say another version."""
-    complaints, gaps = [], []
+    complaints: dict[str, str] = {}
+    gaps = []
     for one, logprobs_T in zip(canaries, logprobs_BT.double().cpu(), strict=True):
         expected = logprobs_T[_PROMPT_TOKENS : _PROMPT_TOKENS + len(one.tokens)]
         gap = (torch.tensor(one.logprobs, dtype=torch.float64) - expected).abs().mean().item()
         gaps.append(gap)
         if not gap <= bound:
-            complaints.append(f"{one.address} differs by {gap:.3g} per token over {len(one.tokens)} tokens")
+            complaints[one.address] = f"{one.address} differs by {gap:.3g} per token over {len(one.tokens)} tokens"
         elif one.versions is not None and set(one.versions) != {version}:
-            complaints.append(f"{one.address} says version {', '.join(map(str, sorted(set(one.versions))))}")
+            complaints[one.address] = f"{one.address} says version {', '.join(map(str, sorted(set(one.versions))))}"
     rollout.canary_gap = max(gaps, default=None)
+    is_final = rollout.config.weight_check.on_mismatch == "stop"
+    if is_final and complaints:
+        complaints = rollout.turn_away(complaints)
     if not complaints:
         return
     text = (
         f"every server must sample from weights of version {version}, with logprobs within {bound:g} of the trainer's: "
-        f"{'; '.join(complaints)}. {cause}; rollout.weight_check.canary_bound is the bound."
+        f"{'; '.join(complaints.values())}. {cause}; rollout.weight_check.canary_bound is the bound."
     )
-    if rollout.config.weight_check.on_mismatch == "stop":
+    if is_final:
         raise WeightUpdateError(text)
     logger.warning("%s", text)

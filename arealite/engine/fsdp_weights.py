@@ -44,19 +44,23 @@ def write_whole_model(
 
 def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
     """Write a checkpoint that appears at `meta.path` complete or not at all, in the place of one that lies there."""
-    path = meta.path
-    assert path is not None, "an update through the disk needs a path"
-    partial = f"{path}.partial"
+    partial = f"{meta.path}.partial"
     _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True))
     written = write_whole_model(model, partial, dtype, untied=meta.untie_embeddings)
 
     def publish() -> None:
         if meta.wants_fingerprints:
             meta.fingerprints |= fingerprints(written)
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(partial, path)
+        _show(partial, meta)
 
     _on_rank0(publish)
+
+
+def _show(partial: str, meta: WeightUpdateMeta) -> None:
+    """Put a whole checkpoint where the receivers look."""
+    assert meta.path is not None, "an update through the disk needs a path"
+    shutil.rmtree(meta.path, ignore_errors=True)
+    os.rename(partial, meta.path)
 
 
 def send_whole_model(
@@ -64,20 +68,33 @@ def send_whole_model(
 ) -> BroadcastGroup | None:
     """Send all buckets (collective); rank 0 sends over `group`, or joins the one in `meta` if that has a new name.
 
-    Returns rank 0's group for the next time. A failure closes it, which makes the receivers fail at once.
+    Receivers that are in no group get a checkpoint. Returns rank 0's group for the next time. A failure closes it,
+    which makes the receivers fail at once.
     """
     error: Exception | None = None
+    state: dict[str, torch.Tensor] = {}
     params = iter_full_params(model, dtype, untied=meta.untie_embeddings)
     for specs in meta.nccl_param_specs:
         tensors = [tensor for _, tensor in (next(params) for _ in specs)]
         if dist.get_rank() == 0 and error is None:
             try:
-                group = _joined(meta, group)
-                send_bucket(group, tensors, timeout_s=meta.timeout_s)
+                if meta.nccl_world_size > 1:
+                    group = _joined(meta, group)
+                    send_bucket(group, tensors, timeout_s=meta.timeout_s)
+                if meta.also_disk:
+                    state |= {spec.name: one.to("cpu", copy=True) for spec, one in zip(specs, tensors)}
                 if meta.wants_fingerprints:
                     meta.fingerprints |= fingerprints({spec.name: one for spec, one in zip(specs, tensors)})
             except Exception as caught:
                 error = caught
+    if state and error is None:
+        try:
+            partial = f"{meta.path}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            write_checkpoint(model, state, partial, dtype, untied=meta.untie_embeddings)
+            _show(partial, meta)
+        except Exception as caught:
+            error = caught
     if error is not None and group is not None:
         close_group(group)
     raise_on_every_rank(error)

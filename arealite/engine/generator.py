@@ -55,8 +55,8 @@ class Canary:
 class Generator:
     """Lets servers complete requests; must be created and used in one event loop."""
 
-    def __init__(self, config: InferenceEngineConfig, dialect: Dialect, servers: ServerSet) -> None:
-        self.http = ServerHttp()
+    def __init__(self, config: InferenceEngineConfig, dialect: Dialect, servers: ServerSet, secret: str | None) -> None:
+        self.http = ServerHttp(secret)
         self.may_generate = asyncio.Event()
         """Cleared while a publication of weights pauses the servers."""
         self.may_generate.set()
@@ -105,6 +105,16 @@ class Generator:
             f"every inference server must answer GET /health within {self._config.setup_timeout:g} s: got no answer "
             f"from {address}. Look at its log, or raise rollout.setup_timeout."
         )
+
+    async def wait_for_reachable(self) -> bool:
+        """Wait until a server answers, whatever its weights, and tell whether one does by `rollout.setup_timeout`."""
+        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while not any(server.is_reachable for server in self._servers.servers):
+                    await self._changed.wait()
+                return True
+        return False
 
     def note_change(self) -> None:
         """Let requests that wait for a server look again, after the servers have changed."""

@@ -19,7 +19,6 @@ from arealite.api.errors import ConfigError, ServerError
 from arealite.engine.liveness import Liveness
 from arealite.engine.server_set import ServerFacts, ServerSet
 from arealite.utils.name_resolve import NameResolveError, make_repository
-from arealite.utils.secret import secret_of_environment
 from arealite.utils.server_record import ServerRecord, servers_root
 
 logger = logging.getLogger("arealite.client")
@@ -35,13 +34,22 @@ Meet = Callable[[str, float], Awaitable[ServerFacts]]
 class Membership:
     """Watches the registry; lives in one event loop."""
 
-    def __init__(self, config: InferenceEngineConfig, servers: ServerSet, liveness: Liveness, meet: Meet) -> None:
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        servers: ServerSet,
+        liveness: Liveness,
+        meet: Meet,
+        secret: str | None,
+    ) -> None:
+        """Entries must be signed with the secret, if there is one."""
         self.num_joined = self.num_left = 0
         """Members that came after the first ones were there, and members that are no more."""
         self._config = config
         self._servers = servers
         self._liveness = liveness
         self._meet = meet
+        self._secret = secret
         self._names = make_repository(**dataclasses.asdict(config.name_resolve))
         self._root = servers_root(config.experiment_name, config.trial_name)
         self._records: dict[str, ServerRecord] = {}
@@ -52,12 +60,14 @@ class Membership:
         """By address: why servers were turned away when they were met."""
         self._unreadable: dict[str, str] = {}
         """Entries that were complained about."""
+        self._looked_after: set[str] = set()
         self._outage: NameResolveError | None = None
         self._is_started = False
         self._moved = asyncio.Event()
         """Set and replaced after every look and every meeting."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(_tell_if_failed)
 
     async def wait_for(self, count: int) -> None:
         """Wait until so many servers are members; raise what keeps one from it."""
@@ -73,7 +83,7 @@ class Membership:
                 )
             if loop.time() - told >= _TELL_S:
                 told = loop.time()
-                logger.info("waiting for inference servers: %s", self._describe(count))
+                logger.warning("waiting for inference servers: %s", self._describe(count))
             moved = asyncio.create_task(self._moved.wait())
             await asyncio.wait({moved, self._watching}, timeout=PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
             moved.cancel()
@@ -122,7 +132,8 @@ class Membership:
             if address in heard_of:
                 self._let_go(address, "has started anew" if address in ready else "leaves")
             elif any(one.address == address and one.is_reachable for one in self._servers.servers):
-                self._start(self._look_after(address))
+                if address not in self._looked_after:
+                    self._start(self._look_after(address))
             else:
                 self._let_go(address, "is gone")
         for address, record in ready.items():
@@ -133,7 +144,7 @@ class Membership:
     def _read(self, key: str, text: str) -> ServerRecord | None:
         """Read an entry; who has written one that can't be read or is not signed is told once."""
         try:
-            return ServerRecord.read(key, text, secret_of_environment())
+            return ServerRecord.read(key, text, self._secret)
         except ValueError as error:
             if self._unreadable.get(key) != text:
                 logger.warning("a registered server is ignored: %s", error)
@@ -168,7 +179,9 @@ class Membership:
 
     async def _look_after(self, address: str) -> None:
         """Ask a member without an entry for a sign of life; without one the next comparison lets it go."""
+        self._looked_after.add(address)
         await self._liveness.dead_among([one for one in self._servers.servers if one.address == address])
+        self._looked_after.discard(address)
 
     def _let_go(self, address: str, why: str) -> None:
         del self._taken[address]
@@ -186,6 +199,11 @@ class Membership:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _tell_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("servers that come and go are not noticed any more", exc_info=error)
 
 
 def _is_same(one: ServerRecord, other: ServerRecord) -> bool:

@@ -1,17 +1,22 @@
 """The client that every kind of server shares: servers, episodes, weights and versions as one `InferenceEngine`.
 
-It puts together `generator` (completions that survive interruptions), `weight_receiver` (publications) and the rollout
-runtime; only the dialect is a server's own. On ranks other than 0 the engine is a receiver: batches come through
-collectives, everything else belongs to rank 0.
+It puts together `generator` (completions that survive interruptions), `membership` (servers that come and go),
+`weight_receiver` (publications) and the rollout runtime; only the dialect is a server's own. On ranks other than 0 the
+engine is a receiver: batches come through collectives, everything else belongs to rank 0.
+
+A server that joins while the trainer waits for a batch gets the current weights then and there: rank 0 breaks the wait
+off for as long as all ranks publish them to it. At any other time the next publication brings them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -23,17 +28,22 @@ from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, Ro
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.dialect import Dialect
 from arealite.engine.generator import Canary, Generator
+from arealite.engine.membership import Membership
 from arealite.engine.replay import Player
 from arealite.engine.server_set import ServerSet, parse_addresses
 from arealite.engine.sglang_dialect import SGLangDialect
 from arealite.engine.vllm_dialect import VLLMDialect
 from arealite.engine.weight_receiver import WeightReceiver
 from arealite.rollout.collective import RankZeroExchange
+from arealite.rollout.event_loop import Errand
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import beacon
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
+from arealite.utils.secret import ensure_secret, secret_of_environment
+
+T = TypeVar("T")
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -48,6 +58,13 @@ class RemoteInferenceEngine(InferenceEngine):
         self._executor: RolloutExecutor | None = None
         self._generator: Generator
         """There as long as the executor is."""
+        self._membership: Membership | None = None
+        """None if the servers are someone else's, who never come and go."""
+        self.on_stale: Callable[[], None] | None = None
+        """Publishes the current weights to servers that lack them (collective); who publishes first leaves it here."""
+        self._errand = Errand(self._catch_up)
+        self._rate_from = (time.monotonic(), 0)
+        """When `metrics` was last called, and how many tokens had been sampled."""
         self._player: Player | None = None
         """Takes the executor's place in a replay."""
         self._exchange = RankZeroExchange()
@@ -57,20 +74,25 @@ class RemoteInferenceEngine(InferenceEngine):
     # Life cycle
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
-        """Wait until the servers (`addr`, the config's, or the environment's) are ready and start the runtime."""
+        """Wait until the servers are ready and start the runtime.
+
+        Servers are those of `addr`, of the config or of the environment; without any, those that register for the run.
+        """
         if _rank() != 0:
             return
         if self.config.replay_from:
             self._player = Player(self.config.replay_from)
             return
         addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(SERVER_ADDRS_VARIABLE, ""))
-        if not addresses:
+        if not addresses and not self.config.num_servers:
             raise ConfigError(
-                f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers: got neither. "
-                "Start through a launcher, or set rollout.server_addrs=[host:port]."
+                f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers, or "
+                "rollout.num_servers say how many register: got none of them. Start through a launcher, or set "
+                "rollout.server_addrs=[host:port]."
             )
         self._collector = QuietCollector()
         self._executor = RolloutExecutor(self.config, self)
+        self._executor.errand = self._errand
         try:
             self._executor.loop.run(self._connect(addresses))
         except BaseException:
@@ -81,21 +103,49 @@ class RemoteInferenceEngine(InferenceEngine):
         """Stop the runtime; servers are left running."""
         if self._executor is None:
             return
+        self.servers.on_change = None
         try:
             self._executor.close()
         finally:
             self._executor = None
 
+    def _secret(self) -> str | None:
+        """Return the secret of the run, which is ours to make if no launcher did."""
+        if not self.config.fileroot:
+            return secret_of_environment()
+        folder = Path(self.config.fileroot) / self.config.experiment_name / self.config.trial_name
+        folder.mkdir(parents=True, exist_ok=True)
+        return ensure_secret(folder)
+
     async def _connect(self, addresses: list[str]) -> None:
-        self._generator = Generator(self.config, self._dialect, self.servers)
-        self._require_executor().loop.closers.append(self._generator.http.close)
-        await self._generator.connect(addresses)
+        loop = self._require_executor().loop
+        secret = secret_of_environment() if addresses else self._secret()
+        generator = self._generator = Generator(self.config, self._dialect, self.servers, secret)
+        loop.closers.append(generator.http.close)
+        self.servers.on_change = lambda: loop.call_soon(self._note_change)
+        if addresses:
+            await generator.connect(addresses)
+        else:
+            self._membership = Membership(self.config, self.servers, generator.liveness, generator.meet, secret)
+            await self._membership.wait_for(self.config.num_servers)
+        await generator.load_vocabulary()
         beacon.report("servers", lambda: [vars(server) for server in self.servers.servers])
         self.servers.note_publication(self.servers.servers, self._version)
 
-    def add_server(self, address: str) -> None:
-        """Add a server, which gets requests once weights have been published to it (rank 0)."""
-        self._require_executor().loop.run(self._generator.connect([address]))
+    def _note_change(self) -> None:
+        """Let everything follow that depends on the servers (in the loop)."""
+        if self._executor is None:
+            return
+        self._generator.note_change()
+        if self._membership is not None:
+            self._executor.set_capacity(len(self.servers.live) / self.config.num_servers)
+        if self.servers.stale:
+            self._errand.want()
+
+    def _catch_up(self) -> None:
+        """Bring stale servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""
+        if self.on_stale is not None and self.servers.stale:
+            self._exchange.play(self.on_stale)
 
     # Generation
 
@@ -135,12 +185,45 @@ class RemoteInferenceEngine(InferenceEngine):
 
     async def _meet_sender(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
         """Fill in what the sender must know, and return the coroutine that brings the weights to every live server."""
-        generator = self._generator
-        return self._receiver.receive(await self._receiver.begin(generator.http, meta, generator.may_generate))
+        return self._receiver.receive(await self._receiver.begin(self._generator.liveness, meta))
 
-    def sample_canaries(self, req: ModelRequest, version: int) -> list[Canary]:
-        """Let every server that `version` was published to complete `req`, whatever pauses episodes (rank 0)."""
-        return self._require_executor().loop.run(self._generator.sample_canaries(req, version))
+    def after_failed_update(self, *, only_stale: bool) -> Literal["again", "enough", "no"]:
+        """Tell every rank whether a publication that failed may be tried again, perhaps when a server is there
+        (collective). When only stale servers were to catch up and none is left, it is `enough`."""
+
+        def decide(world_size: int) -> list[Literal["again", "enough", "no"]]:
+            has_lost_one = any(not server.is_reachable for server in self._receiver.members)
+            if not self._receiver.may_try_again and not has_lost_one:
+                return ["no"] * world_size
+            if only_stale:
+                return ["again" if self.servers.stale else "enough"] * world_size
+            has_server = self._require_executor().loop.run(self._generator.wait_for_reachable())
+            return ["again" if has_server else "no"] * world_size
+
+        return self._exchange.scatter(decide)
+
+    def sample_canaries(self, req: ModelRequest) -> list[Canary]:
+        """Let every server that the last publication reached complete `req`, whatever pauses episodes (rank 0)."""
+        return self._require_executor().loop.run(self._generator.sample_canaries(req, self._receiver.members))
+
+    def turn_away(self, failures: dict[str, str]) -> dict[str, str]:
+        """Remove newcomers among the servers at these addresses, if others are there, and return the rest (rank 0)."""
+
+        async def turn_away() -> dict[str, str]:
+            by_server = {
+                server: failures[server.address] for server in self._receiver.members if server.address in failures
+            }
+            return {server.address: why for server, why in self._receiver.turn_away(by_server).items()}
+
+        return self._require_executor().loop.run(turn_away())
+
+    def admit(self) -> None:
+        """Let the servers that the last publication reached get requests; `resume` does it too."""
+        if self._executor is not None:
+            self._executor.loop.run(self._admit())
+
+    async def _admit(self) -> None:
+        self._receiver.admit()
 
     def set_version(self, version: int) -> None:
         """Set the version that capacity and staleness are computed from."""
@@ -188,7 +271,13 @@ class RemoteInferenceEngine(InferenceEngine):
             batch = collect() if self._player is None else self._player.play(self._version)
             return split_batch(batch, world_size)
 
-        return self._exchange.scatter(shares)
+        return self._scatter(shares)
+
+    def _scatter(self, produce: Callable[[int], list[T]]) -> T:
+        """Give every rank its part of what rank 0 waits for, and let servers catch up meanwhile."""
+        if self.servers.stale:
+            self._errand.want()
+        return self._exchange.scatter(produce, self.on_stale)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return means over all samples.
@@ -204,7 +293,7 @@ class RemoteInferenceEngine(InferenceEngine):
             num_failed = len(data) - batch["group_index"].unique().numel()
             return [_means(batch) | {"num_failed": float(num_failed)}] * world_size
 
-        return self._exchange.scatter(evaluate)
+        return self._scatter(evaluate)
 
     def pause(self) -> None:
         """Start no new episodes; generation goes on."""
@@ -218,6 +307,7 @@ class RemoteInferenceEngine(InferenceEngine):
             self._executor.resume()
 
     async def _let_generate(self) -> None:
+        self._receiver.admit()
         self._generator.may_generate.set()
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,12 +340,26 @@ class RemoteInferenceEngine(InferenceEngine):
         """Return the counts of episodes and sampled tokens by metric name; empty on ranks other than 0."""
         if self._executor is None:
             return {}
-        metrics = self._executor.metrics() | {
+        metrics = self._executor.metrics() | self._server_metrics()
+        metrics |= {
             "rollout/generated_tokens": float(self._generator.num_tokens),
             "rollout/stale_kv_tokens": float(self._generator.num_stale_kv_tokens),
             "weights/mismatched_tensors": float(self._receiver.num_mismatched),
         }
         return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
+
+    def _server_metrics(self) -> dict[str, float]:
+        """Return the counts of servers, and the rate of generation since the last call."""
+        (began, num_before), now = self._rate_from, (time.monotonic(), self._generator.num_tokens)
+        self._rate_from = now
+        servers, membership = self.servers.servers, self._membership
+        return {
+            "servers/live": float(len(self.servers.live)),
+            "servers/drained": float(sum(server.is_drained for server in servers)),
+            "servers/joined": float(membership.num_joined if membership else 0),
+            "servers/left": float(membership.num_left if membership else 0),
+            "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),
+        }
 
     def _require_executor(self) -> RolloutExecutor:
         if self._executor is None:

@@ -15,7 +15,7 @@ import orjson
 from yarl import URL
 
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.utils.secret import authorization, secret_of_environment
+from arealite.utils.secret import authorization
 
 Json = dict[str, Any]
 
@@ -36,12 +36,12 @@ class StatusError(ServerError):
 class ServerHttp:
     """One connection pool for all servers, which are shown the secret of the run; belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str | None = None) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),  # the staleness account bounds requests
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Content-Type": "application/json", **authorization(secret_of_environment())},
+            headers={"Content-Type": "application/json", **authorization(secret)},
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
         self._urls: dict[tuple[str, str], URL] = {}

@@ -59,7 +59,7 @@ class WeightReceiver:
     async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> Publication:
         """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
         meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._dialect.verifies(meta), {}
-        self._held, self.members = None, []
+        self._held, self.members, self.may_try_again = None, [], False
         accepts_mismatch = self._check.on_mismatch == "warn"
         publication = Publication(self._dialect, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch)
         if meta.type == "nccl":

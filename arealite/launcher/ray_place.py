@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import re
+import socket
 import sys
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -30,6 +31,7 @@ from arealite.launcher.plan import Placement, Plan
 from arealite.launcher.relay import RelaySeat
 
 _READ_BYTES = 1 << 16
+_CONNECT_S = 10.0
 _PROGRESS_S = 10.0
 _RETRY_S = 1.0
 _CLOSE_S = 10.0
@@ -43,13 +45,16 @@ _FORWARDED = re.compile(
 
 def connect() -> None:
     """Connect this process to the cluster of RAY_ADDRESS, or else to the one this machine belongs to."""
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = os.environ.get("RAY_ADDRESS", "this machine")
+        if address != "auto":  # Ray itself would try for a quarter of an hour
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"a Ray cluster must be running: got {_last_line(error)} for {where}. "
-            "Run `ray start` on its machines, or set RAY_ADDRESS to host:port of its head."
+            f"a Ray cluster must be running: got {_last_line(error)} for RAY_ADDRESS={address}. "
+            "Run `ray start` on its machines, and set RAY_ADDRESS to host:port of its head unless this is one of them."
         ) from error
 
 
@@ -117,7 +122,8 @@ class RaySeat(RelaySeat):
                 self._read.put_nowait(chunk)
             self._read.put_nowait(b"")
         except RayError as error:
-            self._read.put_nowait(NodeLostError(f"{self.node} is lost: {_last_line(error)}"))
+            why = "its actor can't be reached" if isinstance(error, ActorUnavailableError) else _last_line(error)
+            self._read.put_nowait(NodeLostError(f"{self.node} is lost: {why}"))
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         while chunk := await self._read.get():

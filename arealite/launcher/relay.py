@@ -1,11 +1,12 @@
 """Runs one job on a machine that the launcher reaches only through a cluster's own transport (srun, a Ray actor).
 
-    python -m arealite.launcher.relay [--toward HOST] [--devices I,J,...]
+    python -m arealite.launcher.relay [--toward HOST] [--devices I,J,...] [--leash SECONDS]
 
 One JSON object per line. To the launcher, on stdout: `hello` (where this is, and a port that is kept free), `out`
 (output, by name), `rank` (its end), `alive` every two seconds, and `exit` at last. From the launcher, on stdin: the
-job, then perhaps {"do": "terminate"}. The end of stdin, whatever the reason, ends the job with all its descendants.
-`RelaySeat` is the launcher's side. Invariant: a machine that says nothing for `timeout_s` is lost.
+job, {"do": "stay"} after each sign of life, and perhaps {"do": "terminate"}. The end of stdin, whatever the reason,
+ends the job with all its descendants. `RelaySeat` is the launcher's side. Invariant: a machine that says nothing for
+`timeout_s` is lost, and a relay on a leash that hears nothing for as long ends its job, as the launcher is lost.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _ALIVE_S = 2.0
 _KILLED_S = 5.0
 """So long a machine is heard that should have killed its job; it may be gone."""
 _LINE_BYTES = 1 << 24
+_JOB_S = 3600.0
+"""A job that has not come by then never will."""
 
 
 class RelaySeat:
@@ -110,7 +113,9 @@ class RelaySeat:
                 raise NodeLostError(
                     f"{job.name} on {self.node} must give a sign of life every {self._timeout_s:g} s: got none"
                 ) from None
-            if "out" in frame:
+            if "alive" in frame:
+                self._say({"do": "stay"})
+            elif "out" in frame:
                 listener.output(frame["out"], base64.b64decode(frame["data"]))
             elif "rank" in frame:
                 listener.rank_ended(frame["rank"], frame["status"])
@@ -156,8 +161,9 @@ class _Speaker:
             sys.stdout.buffer.flush()
 
 
-async def _relay(toward: str | None) -> int:
+async def _relay(toward: str | None, leash_s: float) -> int:
     """Run the job that stdin names."""
+    _stretch(_JOB_S)
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -172,9 +178,10 @@ async def _relay(toward: str | None) -> int:
             await asyncio.wait([first], timeout=_ALIVE_S)
         if not first.result():
             return 0
+        _stretch(leash_s)
         job = Job(**json.loads(first.result()))
         loop.add_signal_handler(signal.SIGTERM, run.terminate)
-        tasks = [loop.create_task(_obey(lines, run)), loop.create_task(_live(speaker))]
+        tasks = [loop.create_task(_obey(lines, run, leash_s)), loop.create_task(_live(speaker))]
         try:
             status = await run.run(job, speaker)
         finally:
@@ -186,9 +193,16 @@ async def _relay(toward: str | None) -> int:
     return 0
 
 
-async def _obey(lines: asyncio.StreamReader, run: JobRun) -> None:
+def _stretch(leash_s: float) -> None:
+    """Let the kernel end this process if this is not called again in time, so that the guard ends the job: even if
+    nobody takes our output any more and we wait for that; 0 is for ever."""
+    signal.setitimer(signal.ITIMER_REAL, leash_s)
+
+
+async def _obey(lines: asyncio.StreamReader, run: JobRun, leash_s: float) -> None:
     """Take commands until there are none any more, which ends the job."""
     while line := await lines.readline():
+        _stretch(leash_s)
         if json.loads(line).get("do") == "terminate":
             run.terminate()
     run.kill()
@@ -214,12 +228,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m arealite.launcher.relay", description=__doc__)
     parser.add_argument("--toward", metavar="HOST", help="machine that must reach this one; picks the interface")
     parser.add_argument("--devices", metavar="I,J,...", help="which of the visible GPUs the job gets; default is all")
+    parser.add_argument("--leash", metavar="SECONDS", type=float, default=0.0, help="end without a word for so long")
     args = parser.parse_args()
     if args.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = _choose(args.devices.split(","))
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return asyncio.run(_relay(args.toward))
+    return asyncio.run(_relay(args.toward, args.leash))
 
 
 if __name__ == "__main__":

@@ -84,9 +84,7 @@ def dry_run(entry: str | Path, argv: Sequence[str], *, by: str) -> int:
     """Print the plan of a run."""
     try:
         config = read_config(entry_script(entry), argv)
-        plan = make_plan(config)
-        if isinstance(config, GRPOConfig):
-            check_server_block(config)
+        plan = checked_plan(config)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED
@@ -105,18 +103,24 @@ def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart:
         try:
             entry = entry_script(entry)
             config = read_config(entry, argv)
-            plan = make_plan(config)
-            check_model(config)
-            if isinstance(config, GRPOConfig) and plan.servers:
-                check_server_block(config)
+            plan = checked_plan(config)
             backend.check(config, plan)
             _check_resume(config)
             held.enter_context(file_lock(run_folder(config) / ".launcher.lock", timeout_s=_LOCK_TIMEOUT_S))
-            _untie(config, plan)
+            untie(config, plan)
         except (ConfigError, TimeoutError) as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return CONFIG_FAILED
         return asyncio.run(_run(_Run(config, plan, entry, list(argv), backend), restart))
+
+
+def checked_plan(config: Config) -> Plan:
+    """Return the plan, after every check that needs no machine of the run."""
+    plan = make_plan(config)
+    check_model(config)
+    if isinstance(config, GRPOConfig) and plan.servers:
+        check_server_block(config)
+    return plan
 
 
 def setup_timeout_s(config: Config) -> float:
@@ -254,13 +258,15 @@ def _start_servers(
         look_up=look_up,
         forget=forget,
         publish_progress=config.rollout.backend == "lite",
-        invitation=None if run.plan.trainers else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
+        invitation=None
+        if run.plan.trainers
+        else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
         f"{run.folder / SECRET_FILE}) {SERVER_ADDRS_VARIABLE}=",
     )
     supervisor.start_servers(place, servers, [seats[one.name] for one in servers], describe, policy)
 
 
-def _untie(config: Config, plan: Plan) -> None:
+def untie(config: Config, plan: Plan) -> None:
     """Write the model that servers start with, in a process of its own, as a launcher does without torch."""
     if not plan.servers or not isinstance(config, GRPOConfig) or not config.rollout.untie_embeddings:
         return

@@ -32,11 +32,13 @@ import psutil
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.auth_proxy import AuthProxy
+from arealite.launcher.job import Job
+from arealite.launcher.job_run import JobRun
 from arealite.launcher.registration import Registration
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.name_resolve import NameResolveError, make_repository
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.processes import adopt_orphans, descendants, describe_exit, exit_status, kill_tree
+from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
 from arealite.utils.secret import check_exposed, is_loopback, secret_of_environment
 from arealite.utils.server_record import ServerRecord, servers_root
 
@@ -48,7 +50,7 @@ _DRAIN_S = 10.0
 _LOOK_S = 0.1
 _ANSWER_S = 5.0
 _SHOWN_CHARS = 200
-_READ_BYTES = 1 << 16
+_REMEMBERED_BYTES = 4096
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f]")
 _WHERE = {"nfs": "nfs_record_root", "redis": "redis_addr", "etcd3": "etcd3_addr", "ray": "ray_actor_name"}
 _ABORT: dict[str, tuple[str, dict[str, str]]] = {
@@ -81,60 +83,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Server:
-    """The real server under a guard, which ends it with everything it started when we end."""
+    """The real server, whose output goes to our stdout."""
 
-    def __init__(self, guard: asyncio.subprocess.Process, address: str) -> None:
-        self._guard = guard
-        self._last = b""
+    def __init__(self, args: argparse.Namespace, address: str) -> None:
+        """Start it."""
+        host, _, port = address.rpartition(":")
+        command = [*args.command, "--host", host, "--port", port]
+        hidden = {} if args.backend == "lite" else {SECRET_VARIABLE: ""}  # others could do nothing with it but show it
         self.address = address
         """Where it listens."""
-        self.ended = asyncio.create_task(self._run())
-        """Resolves to its exit status, once all it wrote is passed on."""
+        self._last = b""
+        self._run = JobRun()
+        self.ended = asyncio.create_task(self._end(Job(args.name, command, hidden)))
+        """Resolves to its exit status."""
 
-    @staticmethod
-    async def start(command: Sequence[str], env: Mapping[str, str], address: str) -> Server:
-        """Start the command; what it writes goes to our stdout."""
-        host, _, port = address.rpartition(":")
-        guard = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "arealite.launcher.guard", *command, "--host", host, "--port", port],
-            env=env,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        return Server(guard, address)
+    def output(self, name: str, data: bytes) -> None:
+        """Pass on what it writes."""
+        self._last = (self._last + data)[-_REMEMBERED_BYTES:]
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def rank_ended(self, rank: int, status: int) -> None:
+        """A server has no ranks of a trainer."""
 
     def last_line(self) -> str:
         """Return the last line it wrote, as far as it is worth showing."""
         line = re.split(r"[\r\n]+", self._last.decode(errors="replace").strip())[-1]
-        return _CONTROL.sub("", line)[:_SHOWN_CHARS]
+        return _CONTROL.sub("", line)[:_SHOWN_CHARS] or "starting"
 
     def terminate(self) -> None:
-        """Send the server SIGTERM."""
-        with contextlib.suppress(ProcessLookupError):
-            self._guard.terminate()
+        """Send it SIGTERM."""
+        self._run.terminate()
 
     async def kill(self) -> None:
-        """End the server with everything it started."""
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
+        """End it with everything it started."""
+        self._run.kill()
         await self.ended
 
-    async def _run(self) -> int:
-        copying = asyncio.create_task(self._copy_output())
-        status = exit_status(await self._guard.wait())
-        for pid in descendants(os.getpid()):  # if the guard was killed: what it watched over is ours now
+    async def _end(self, job: Job) -> int:
+        status = await self._run.run(job, self)
+        for pid in descendants(os.getpid()):  # if its guard was killed: what that watched over is ours now
             kill_tree(pid)
-        await copying
         return status
-
-    async def _copy_output(self) -> None:
-        assert self._guard.stdout is not None
-        while data := await self._guard.stdout.read(_READ_BYTES):
-            self._last = (self._last + data)[-_READ_BYTES:]
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -147,14 +137,12 @@ async def _run(args: argparse.Namespace) -> int:
         address = f"{args.host}:{port_of(holder)}"
         registration = _registration(args, address, secret)
         await registration.publish()
-        proxy, inner, env = None, address, dict(os.environ)
-        if args.backend != "lite":
-            env.pop(SECRET_VARIABLE, None)  # it would do nothing with it but show it
-            if secret and not is_loopback(args.host):
-                inner = f"{LOOPBACK}:{port_of(inner_holder)}"
-                proxy = AuthProxy(inner, secret=secret)
-                await proxy.start(args.host, port_of(holder))
-        server = await Server.start(args.command, env, inner)
+        proxy, inner = None, address
+        if args.backend != "lite" and secret and not is_loopback(args.host):
+            inner = f"{LOOPBACK}:{port_of(inner_holder)}"
+            proxy = AuthProxy(inner, secret=secret)
+            await proxy.start(args.host, port_of(holder))
+        server = Server(args, inner)
         telling = asyncio.create_task(registration.keep_saying(server.last_line))
         try:
             status = await _watch(server, registration, signals, args, address)
@@ -248,13 +236,13 @@ async def _hand_back(
 
     async def leave() -> None:
         await registration.say("leaving")
-        if not _num_connected(server.address):
+        if not num_connected(server.address):
             return
         await asyncio.sleep(_NOTICE_S)
         if args.backend in _ABORT:
             await _post(server.address, *_ABORT[args.backend])
         server.terminate()
-        while _num_connected(server.address) and not server.ended.done():
+        while num_connected(server.address) and not server.ended.done():
             await asyncio.sleep(_LOOK_S)
 
     leaving, again = asyncio.create_task(leave()), asyncio.create_task(signals.get())
@@ -277,7 +265,7 @@ async def _post(address: str, endpoint: str, body: Mapping[str, str]) -> None:
         print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {error!r}", flush=True)
 
 
-def _num_connected(address: str) -> int:
+def num_connected(address: str) -> int:
     """Count who is connected to a server of this machine; nobody else can have a request in flight."""
     port = int(address.rpartition(":")[2])
     connections = psutil.net_connections("tcp")

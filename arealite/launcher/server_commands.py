@@ -63,7 +63,7 @@ def check_installed(config: GRPOConfig) -> None:
         ) from error
     if answer.returncode != 0:
         raise ConfigError(
-            f"the backend in allocation_mode must be installed: got {config.allocation_mode}, and {backend} is not in "
+            f"the backend in allocation_mode must be installed: got {config.allocation}, and {backend} is not in "
             f"the environment of {python}. Set launcher.server_python to the Python of an environment that has it, "
             f"or write lite in place of {backend}."
         )

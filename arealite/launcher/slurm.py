@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.no_wait:
         print(job)
         return 0
-    return _Follower(job, folder / f"slurm-{job}.log").follow()
+    return follow(job, folder / f"slurm-{job}.log")
 
 
 def batch_script(config: run.Config, plan: Plan, *, entry: Path, argv: Sequence[str]) -> str:
@@ -98,6 +98,20 @@ def batch_script(config: run.Config, plan: Plan, *, entry: Path, argv: Sequence[
         lines.append(f"#SBATCH {launcher.slurm.sbatch_additional_args}")
     command = [sys.executable, "-m", "arealite.launcher.slurm_job", str(entry), *argv]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+
+
+def follow(job: str, output: Path) -> int:
+    """Show a job's states and what it writes to `output` until it has ended, and return the exit status of the run.
+
+    Ctrl-C and SIGTERM cancel the job.
+    """
+    follower = _Follower(job, output)
+    before = {number: signal.signal(number, follower.take_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return follower.follow()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _needs(config: LauncherConfig, plan: Plan) -> tuple[int, int]:
@@ -141,9 +155,7 @@ class _Follower:
         self._signals: list[int] = []
 
     def follow(self) -> int:
-        """Show the job's states and output until it has ended, and return the exit status of the run."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._take_signal)
+        """Look until the job has ended."""
         self._say(f"submitted; its output is {self._output}")
         answered_at, asked_at = time.monotonic(), -math.inf
         while True:
@@ -164,6 +176,14 @@ class _Follower:
                     f"Slurm has not answered for {_SILENCE_S:g} s; the job may go on, see squeue --job {self._job}"
                 )
                 return 1
+
+    def take_signal(self, number: int, _frame: object) -> None:
+        """Cancel the job at the first signal, and don't wait for its end at the second."""
+        if self._signals:
+            os._exit(128 + number)
+        self._signals.append(number)
+        self._say(f"received {signal.Signals(number).name}: cancelling the job")
+        subprocess.run(["scancel", self._job], timeout=_COMMAND_S, check=False)
 
     def _tell(self, state: Mapping[str, str]) -> None:
         """Say what has changed."""
@@ -194,14 +214,6 @@ class _Follower:
                 self._num_read_bytes += len(data)
                 sys.stdout.buffer.write(data)
         sys.stdout.flush()
-
-    def _take_signal(self, number: int, _frame: object) -> None:
-        """Cancel the job at the first signal, and don't wait for its end at the second."""
-        if self._signals:
-            os._exit(128 + number)
-        self._signals.append(number)
-        self._say(f"received {signal.Signals(number).name}: cancelling the job")
-        subprocess.run(["scancel", self._job], timeout=_COMMAND_S, check=False)
 
     def _say(self, text: str) -> None:
         print(f"job {self._job} | {text}", flush=True)

@@ -134,6 +134,7 @@ def step_command(config: LauncherConfig, placement: Placement, *, node: str, tow
         container = ["apptainer", "exec", *(["--nv"] if placement.devices else [])]
         container += [*(["--bind", slurm.mount] if slurm.mount else []), image]
     relay = [sys.executable, "-m", "arealite.launcher.relay", "--toward", toward]
+    relay += ["--leash", f"{config.node_timeout:g}"]
     devices = ["--devices", ",".join(map(str, placement.devices))] if placement.devices else []
     return [*srun, *shlex.split(slurm.srun_additional_args), *container, *relay, *devices]
 

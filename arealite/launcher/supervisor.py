@@ -232,6 +232,7 @@ class Supervisor:
         waiting_since = dict.fromkeys(ready, time.monotonic())
         next_word = time.monotonic() + _WORD_S
         is_told = False
+        records: dict[str, object] = dict.fromkeys(ready)
         while True:
             told = await asyncio.to_thread(policy.look_up)
             now = time.monotonic()
@@ -239,7 +240,8 @@ class Supervisor:
                 record: dict[str, Any] = json.loads(told.get(name, "{}"))
                 if event.is_set():
                     waiting_since[name] = now
-                elif record.get("state") == "ready":
+                elif record.get("state") == "ready" and record != records[name]:  # not that of one that has ended
+                    records[name] = record
                     self._addresses[name] = record["address"]
                     self.say(f"{name} is ready at {record['address']} after {now - waiting_since[name]:.1f} s")
                     event.set()

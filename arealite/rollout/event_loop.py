@@ -68,6 +68,11 @@ class EventLoopThread:
             raise self._ended_error()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Have something called in the loop, from any thread, unless it has ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(callback)
+
     def run(self, coroutine: Coroutine[Any, Any, T], errand: Errand | None = None) -> T:
         """Run a coroutine and return its result; it is cancelled if the caller is interrupted or its errand fails."""
         if threading.current_thread() is self._thread:

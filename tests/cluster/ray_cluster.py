@@ -60,6 +60,11 @@ class RayCluster:
         """Return Ray's own process of a machine."""
         return psutil.Process(self._machines[name].all_processes["raylet"][0].process.pid)
 
+    def machine_of(self, process: psutil.Process) -> str:
+        """Return the machine that a process runs on."""
+        ancestors = {parent.pid for parent in process.parents()}
+        return next(name for name in self._machines if self.raylet(name).pid in ancestors)
+
     def close(self) -> None:
         self._cluster.shutdown()
 

@@ -59,7 +59,7 @@ AccountingStorageType=accounting_storage/none
 than on a real cluster (120 s and 300 s)."""
 
 
-def missing() -> str:
+def why_impossible() -> str:
     """Tell what this machine lacks; empty if it can have a cluster."""
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:

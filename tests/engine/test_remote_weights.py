@@ -39,6 +39,11 @@ def connect(stack: contextlib.ExitStack, *servers: ScriptedServer, **config: Any
     return engine
 
 
+def add(engine: RemoteSGLangEngine, server: ScriptedServer) -> None:
+    """Make a running server a member, as one that registers becomes."""
+    engine._require_executor().loop.run(engine._generator.connect([server.address]))
+
+
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as exit_stack:
@@ -119,7 +124,7 @@ def test_a_change_of_membership_forms_a_new_group(stack: contextlib.ExitStack) -
     stack.enter_context(serve(second))
     for version, members in ((1, [first]), (2, [first, second]), (3, [second])):
         if version == 2:
-            engine.add_server(second.address)
+            add(engine, second)
             assert {sample(engine, f"before-{index}").server for index in range(4)} == {first.address}
         if version == 3:
             engine.servers.remove(first.address)
@@ -197,7 +202,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
         engine.set_version(version)
 
     with serve(leaves):
-        engine.add_server(leaves.address)
+        add(engine, leaves)
         publish_either(1)
         port = int(leaves.address.rpartition(":")[2])
         assert {sample(engine, f"1-{index}").server for index in range(12)} == {stays.address, leaves.address}
@@ -207,6 +212,10 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
         for index in range(4):
             response = sample(engine, f"2-{index}")
             assert (response.server, response.output_versions) == (stays.address, [2])
+        deadline = time.monotonic() + 10
+        while not all(one.is_reachable for one in engine.servers.servers):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         publish_either(3)
         assert (stays.version, leaves.version) == (3, 3)
         assert {sample(engine, f"3-{index}").server for index in range(12)} == {stays.address, leaves.address}

@@ -131,7 +131,15 @@ def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             "--config",
             tmp_path / "config.yaml",
         ]
-        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "PIDS": str(tmp_path / "pids"), "FILEROOT": str(tmp_path / "runs")} | env
+        environment = (
+            os.environ
+            | {
+                "PYTHONPATH": f"{REPOSITORY}:{tmp_path}",
+                "PIDS": str(tmp_path / "pids"),
+                "FILEROOT": str(tmp_path / "runs"),
+            }
+            | env
+        )
         with output.open("wb") as file:
             sink = file if stdout is None else stdout
             process = spawn([*command, *overrides], env=environment, cwd=tmp_path, stdout=sink, stderr=sink)

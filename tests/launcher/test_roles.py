@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import arealite
 from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher.local import read_config
-from arealite.launcher.roles import check_roles, server_jobs, trainer_job, visible_gpus
+from arealite.launcher import local
+from arealite.launcher.job import Job
+from arealite.launcher.plan import Plan
+from arealite.launcher.roles import server_job, trainer_job, visible_gpus
+from arealite.launcher.run import checked_plan, read_config
 
 COMMON = """
 experiment_name: e
@@ -66,6 +70,22 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
 
 
+def plan_of(config: GRPOConfig | SFTConfig) -> Plan:
+    """Check as the local launcher does."""
+    plan = checked_plan(config)
+    local.check(config, plan)
+    return plan
+
+
+def server_jobs(config: GRPOConfig | SFTConfig) -> list[Job]:
+    return [server_job(config, one, "127.0.0.1", local.devices(config, one), "s") for one in plan_of(config).servers]
+
+
+def program(job: Job) -> list[str]:
+    """Return the command of the real server, without that of the program that serves it."""
+    return job.command[job.command.index("--") + 1 :]
+
+
 def flags_of(command: list[str]) -> dict[str, str]:
     pairs = zip(command, [*command[1:], "--"])
     return {flag: "" if value.startswith("--") else value for flag, value in pairs if flag.startswith("--")}
@@ -75,14 +95,10 @@ def test_lite_servers(load):
     config = load(
         "allocation_mode=lite.d2+d2", "actor.path=tiny", "lite.deterministic=true", "lite.threads=2", "seed=5"
     )
-    roles = check_roles(config)
-    jobs = server_jobs(config, roles, [4001, 4002])
-    assert [(job.name, job.address) for job in jobs] == [("server-0", "127.0.0.1:4001"), ("server-1", "127.0.0.1:4002")]
-    assert jobs[1].command[:3] == [sys.executable, "-m", "arealite.server"]
-    assert flags_of(jobs[1].command) == {
+    jobs = server_jobs(config)
+    assert program(jobs[1])[:3] == [sys.executable, "-m", "arealite.server"]
+    assert flags_of(program(jobs[1])) == {
         "--model-path": "tiny",
-        "--host": "127.0.0.1",
-        "--port": "4002",
         "--threads": "2",
         "--slots": "64",
         "--context": "2048",
@@ -91,6 +107,18 @@ def test_lite_servers(load):
         "--weight-version": "0",
         "--seed": "6",
     }
+    serve = jobs[1].command[: jobs[1].command.index("--")]
+    assert serve[:3] == [sys.executable, "-m", "arealite.launcher.serve"]
+    assert flags_of(serve) == {
+        "--backend": "lite",
+        "--name": "server-1",
+        "--host": "127.0.0.1",
+        "--join": "e/t",
+        "--name-resolve": "nfs",
+        "--registry": str(Path("runs").absolute()),
+        "--setup-timeout": "600.0",
+    }
+    assert jobs[0].env["AREALITE_SECRET"] == "s" and "s" not in jobs[0].command
     assert jobs[0].env["OMP_NUM_THREADS"] == "2" and jobs[0].env["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -101,10 +129,9 @@ def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
         "sglang={random_seed: 10, enable_metrics: true, log_requests: false, torchao_config: null}",
         "sglang.cuda_graph_bs=[1, 2]",
     )
-    roles = check_roles(config)
-    jobs = server_jobs(config, roles, [4001, 4002])
-    flags = flags_of(jobs[1].command)
-    assert jobs[1].command[:3] == [server_python, "-m", "arealite.launcher.sglang_server"]
+    jobs = server_jobs(config)
+    flags = flags_of(program(jobs[1]))
+    assert program(jobs[1])[:3] == [server_python, "-m", "arealite.launcher.sglang_server"]
     assert (
         flags["--model-path"] == "tiny"
         and flags["--tp-size"] == "2"
@@ -114,23 +141,20 @@ def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
     assert "--log-requests" not in flags and "--torchao-config" not in flags
     assert jobs[1].command[jobs[1].command.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
     assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
+    plan = plan_of(config)
     trainer = trainer_job(
-        config,
-        roles,
+        *(config, plan, plan.trainers[0], local.devices(config, plan.trainers[0]), "s"),
+        master=("h", 9),
         entry=Path("e.py"),
         argv=["a=b"],
-        server_addrs="h:1",
-        master_port=9,
         scratch=Path("s"),
         is_restart=True,
-        streams=["x"],
-        report="y",
     )
     assert trainer.env["AREAL_RECOVER_RUN"] == "1" and flags_of(trainer.command)["--log-dir"] == "s"
     assert trainer.env["CUDA_VISIBLE_DEVICES"] == "4,5,6"
-    assert trainer.env["AREAL_LLM_SERVER_ADDRS"] == "h:1"
+    assert trainer.ranks == [0, 1, 2]
     assert trainer.command[-2:] == ["e.py", "a=b"]
-    assert flags_of(trainer.command)["--nproc-per-node"] == "3" and flags_of(trainer.command)["--master-port"] == "9"
+    assert flags_of(trainer.command)["--nproc-per-node"] == "3" and flags_of(trainer.command)["--master-addr"] == "h"
 
 
 def test_vllm_servers(load, server_python, nvidia_smi):
@@ -139,14 +163,11 @@ def test_vllm_servers(load, server_python, nvidia_smi):
         *(f"launcher.server_python={server_python}", "rollout.pause_mode=in_place"),
         "vllm={max_model_len: 512, enforce_eager: true, enable_chunked_prefill: false, compilation_config: {mode: 3}}",
     )
-    roles = check_roles(config)
-    jobs = server_jobs(config, roles, [4001, 4002])
-    assert jobs[1].command[:3] == [server_python, "-m", "arealite.launcher.vllm_server"]
-    assert flags_of(jobs[1].command) == {
+    jobs = server_jobs(config)
+    assert program(jobs[1])[:3] == [server_python, "-m", "arealite.launcher.vllm_server"]
+    assert flags_of(program(jobs[1])) == {
         "--model": "tiny",
         "--dtype": "bfloat16",
-        "--host": "127.0.0.1",
-        "--port": "4002",
         "--tensor-parallel-size": "2",
         "--seed": "6",
         "--max-model-len": "512",
@@ -162,7 +183,7 @@ def test_only_sequences_that_keep_their_cache_turn_its_sharing_off(load, server_
     common = ("allocation_mode=vllm.d1+d1", "actor.path=tiny", f"launcher.server_python={server_python}")
     for mode, expected in {"abort": False, "retract": False, "in_place": True}.items():
         config = load(*common, f"rollout.pause_mode={mode}")
-        command = server_jobs(config, check_roles(config), [1])[0].command
+        command = server_jobs(config)[0].command
         assert ("--no-enable-prefix-caching" in command) == expected, mode
 
 
@@ -175,10 +196,10 @@ def test_an_interpreter_of_servers_finds_this_package_only(load, server_python, 
         monkeypatch.setattr("site.getsitepackages", lambda: [root])
     config = load("allocation_mode=vllm.d1+d1", "actor.path=tiny", f"launcher.server_python={server_python}")
     for _ in range(2):
-        (job,) = server_jobs(config, check_roles(config), [4001])
-    program = "import arealite, vllm, arealite.launcher.vllm_server; print(arealite.__file__, vllm.__file__)"
+        (job,) = server_jobs(config)
+    code = "import arealite, vllm, arealite.launcher.vllm_server; print(arealite.__file__, vllm.__file__)"
     said = subprocess.run(
-        [job.command[0], "-c", program], env=job.env, capture_output=True, text=True, check=True
+        [program(job)[0], "-c", code], env=os.environ | job.env, capture_output=True, text=True, check=True
     ).stdout
     ours, theirs = said.split()
     assert Path(ours).resolve() == Path(arealite.__file__).resolve() and theirs.startswith(str(tmp_path))
@@ -190,21 +211,20 @@ def test_an_interpreter_of_servers_finds_this_package_only(load, server_python, 
 def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
     assert visible_gpus() == [str(index) for index in range(8)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
-    roles = check_roles(load("allocation_mode=lite.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8"))
-    assert (roles.server_gpus(0), roles.trainer_gpus) == ("6", "3")
+    config = load("allocation_mode=lite.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8")
+    devices = [local.devices(config, one)["CUDA_VISIBLE_DEVICES"] for one in plan_of(config).placements]
+    assert devices == ["6", "3"]
 
 
 def test_servers_of_others(load, monkeypatch):
     config = load("allocation_mode=sglang.d2+d1", "actor.path=tiny", "rollout.server_addrs=[h:1,h:2]")
-    roles = check_roles(config)
-    assert (roles.num_servers, roles.num_ranks, roles.foreign_servers) == (0, 1, "h:1,h:2")
-    assert server_jobs(config, roles, []) == []
+    assert [one.name for one in plan_of(config).placements] == ["torchrun-0"]
 
 
 @pytest.mark.parametrize("mode, servers, ranks", [("d3", 0, 3), ("lite.d2", 2, 0), ("lite.d2+eval", 2, 1)])
 def test_one_sided_allocations(load, mode, servers, ranks):
-    roles = check_roles(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
-    assert (roles.num_servers, roles.num_ranks) == (servers, ranks)
+    plan = plan_of(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
+    assert (len(plan.servers), plan.num_ranks) == (servers, ranks)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +258,12 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["model.path=./no", "allocation_mode=d1"], "model.path must be a folder or a hub id: got ./no"),
         (["model.path=tiny", "allocation_mode=lite.d1+d1"], "Write allocation_mode=d1p1t1"),
         (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
-        (["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"], "needs 9, with"),
+        (["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"], "needs 9, and 8 GPUs on this machine"),
     ],
 )
 def test_refusals(load, nvidia_smi, overrides, told):
     with pytest.raises(ConfigError) as error:
-        check_roles(load(*overrides))
+        plan_of(load(*overrides))
     assert told in str(error.value)
 
 

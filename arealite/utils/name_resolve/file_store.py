@@ -62,6 +62,7 @@ class FileStore:
                 os.rename(draft, path)
 
             for _ in self._looks():
+                os.utime(draft)
                 with contextlib.suppress(FileExistsError):
                     os.link(draft, path)
                     return True

@@ -99,19 +99,19 @@ class RayStore:
     def clear(self, root: str) -> None:
         """See `Store`."""
         try:
-            self._ray.get(self._connected().clear.remote(root), timeout=DEADLINE_S)
-        except self._ray.exceptions.ActorDiedError:  # nothing was left, or nothing had been there
+            self._call("clear", root)
+        except self._ray.exceptions.ActorDiedError:  # it ended because nothing is left
             self._actor = None
 
     def _ask(self, method: str, *args: str | float | bool | None) -> Any:
-        for is_last in (False, True):
-            try:
-                return self._ray.get(getattr(self._connected(), method).remote(*args), timeout=DEADLINE_S)
-            except self._ray.exceptions.ActorDiedError:  # it was empty: the next one starts as empty
-                self._actor = None
-                if is_last:
-                    raise
-        return None
+        try:
+            return self._call(method, *args)
+        except self._ray.exceptions.ActorDiedError:  # it ended because it was empty; so is the next one
+            self._actor = None
+            return self._call(method, *args)
+
+    def _call(self, method: str, *args: str | float | bool | None) -> Any:
+        return self._ray.get(getattr(self._connected(), method).remote(*args), timeout=DEADLINE_S)
 
     def _connected(self) -> Any:
         """Return the actor, started if there is none."""

@@ -1,0 +1,98 @@
+"""Prints the commands that run an experiment by hand: one torchrun per machine of the trainer, and the servers.
+
+    python3 -m arealite.launcher.torchrun ENTRY.py --config FILE.yaml [key=value ...]
+
+It is the plan of the other launchers for machines without a scheduler. Nothing is started, and nobody watches over the
+machines but torchrun, which starts the ranks again when one of them fails. What is written is what the machines must
+share: the run's secret, and the model that servers start with if it is another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher.plan import Placement, Plan, make_plan
+from arealite.launcher.roles import run_folder, trainer_job
+from arealite.launcher.run import Config, entry_script, parse, read_config, untie
+from arealite.launcher.server_commands import check_server_block
+from arealite.launcher.supervisor import CONFIG_FAILED
+from arealite.utils.environment import SECRET_VARIABLE
+from arealite.utils.secret import SECRET_FILE, ensure_secret
+
+RENDEZVOUS_PORT = 29400
+MAX_RESTARTS = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the commands and return the exit status."""
+    args = parse(argv, prog="python3 -m arealite.launcher.torchrun", description="Print the commands of a run by hand.")
+    try:
+        config = read_config(entry_script(args.entry), args.argv)
+        plan = make_plan(config)
+        if isinstance(config, GRPOConfig):
+            check_server_block(config)
+        if not args.dry_run:
+            run_folder(config).mkdir(parents=True, exist_ok=True)
+            ensure_secret(run_folder(config))
+            untie(config, plan)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return CONFIG_FAILED
+    print("\n".join(command_lines(config, plan, entry=args.entry, argv=args.argv)))
+    return 0
+
+
+def command_lines(config: Config, plan: Plan, *, entry: str, argv: Sequence[str]) -> Iterator[str]:
+    """Return the lines to paste into a shell of each machine, all in the same folder of a shared file system."""
+    yield "# on every machine, with the addresses by which they reach each other"
+    yield "export " + " ".join(f"HOST{node}=ADDRESS" for node in range(plan.num_nodes))
+    yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(run_folder(config) / SECRET_FILE))})"
+    for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
+        yield f"# machine {node}"
+        for one in placements:
+            if one.role == "server":
+                yield f"{_server_command(config, one, argv)} &"
+            else:
+                yield _trainer_command(config, plan, one, entry, argv)
+
+
+def _server_command(config: Config, placement: Placement, argv: Sequence[str]) -> str:
+    serve = f"arealite serve --join {config.experiment_name}/{config.trial_name}"
+    variables = _variables(placement, config.launcher.inference_server_env_vars, {})
+    return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(argv)}"
+
+
+def _trainer_command(config: Config, plan: Plan, placement: Placement, entry: str, argv: Sequence[str]) -> str:
+    """Spell a torchrun that finds the others at the trainer's first machine."""
+    job = trainer_job(
+        *(config, plan, placement, {}, ""),
+        master=("", 0),
+        entry=Path(entry),
+        argv=argv,
+        scratch=Path(),
+        is_restart=False,
+    )
+    threads = {"OMP_NUM_THREADS": job.env["OMP_NUM_THREADS"]}
+    first, here = plan.trainers[0].node, placement.node
+    torchrun = f"torchrun --nnodes {len(plan.trainers)} --nproc-per-node {len(placement.ranks)}"
+    torchrun += f" --max-restarts {MAX_RESTARTS} --local-addr $HOST{here} --rdzv-backend c10d"
+    # Its own guess of who is the first machine fails where a machine's name resolves to its loopback.
+    torchrun += f" --rdzv-endpoint $HOST{first}:{RENDEZVOUS_PORT} --rdzv-conf is_host={int(here == first)}"
+    return f"{_variables(placement, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join([entry, *argv])}"
+
+
+def _variables(placement: Placement, of_user: str, ours: Mapping[str, str]) -> str:
+    """Spell the environment of a command; a process without GPUs must not find any."""
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.devices))}
+    pairs = [f"{name}={value}" for name, value in {**devices, **ours}.items()]
+    return "".join(f"{shlex.quote(pair)} " for pair in [*pairs, *filter(None, of_user.split(","))])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Servers that come and go while a run trains: `python -m cluster.elastic`, with `tests` on the path.
+
+One local run starts with one server. Two join, one leaves, one is killed; nothing may be lost or repeated, and the rate
+of generation must follow. A server samples two sequences at once, fewer than wait: what it can sample at once is
+the limit, so that a second and a third one help also on two cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from chaos.experiment import CONFIG, Experiment
+from chaos.promises import Verdict
+
+from arealite.cli.tiny_model import write_tiny_model
+from arealite.trainer.run_folder import read_rows
+from arealite.utils.processes import descendants, send_signal
+from cluster.common import Broken, Program, last_step, program, skip, wait_until
+from cluster.followed import ClusterRun, say, tell_result
+
+STEPS = 60
+OVERRIDES = [
+    "lite.slots=2",
+    "gconfig.max_new_tokens=48",
+    "evaluator.freq_steps=null",
+    "recover.freq_steps=5",
+    "launcher.trainer_threads=1",
+]
+MIN_GAIN = 1.25
+"""Of three servers over one, on two cores and with a trainer beside them."""
+_STEP_S = 120.0
+_MIN_PHASE = 4
+"""Steps; the first of a phase belongs to both."""
+
+
+class Elastic:
+    """The run, and the phases between which servers come or go."""
+
+    def __init__(self, run: ClusterRun) -> None:
+        self.run = run
+        self.phases: list[tuple[int, int, int]] = []
+        """Servers, first step and last step."""
+        self._first = 1
+
+    def reach(self, step: int) -> None:
+        """Wait until the run has done a step."""
+        self.run.wait(f"step {step}", lambda: last_step(self.run.experiment) >= step, _STEP_S)
+
+    def wait_for_servers(self, number: int) -> None:
+        """Begin a phase with the first step for which so many servers had the newest weights."""
+        self.run.wait(f"a step of {number} servers", lambda: self._live() == number, _STEP_S)
+        self._first = last_step(self.run.experiment) + 1
+
+    def end_phase(self, num_servers: int, share: float = 0.0) -> None:
+        """Let a share of the steps that are left pass, and note the phase."""
+        last = last_step(self.run.experiment)
+        self.reach(max(last + int(share * (STEPS - 1 - last)), self._first + _MIN_PHASE))
+        self.phases.append((num_servers, self._first, last_step(self.run.experiment)))
+        say(f"steps {self._first}..{self.phases[-1][2]} had {num_servers} servers: {self.rates()[-1]:.0f} tokens/s")
+
+    def rates(self) -> list[float]:
+        """Return the median rate of generation in each phase."""
+        rows = {row["step"]: row["perf/generated_tokens_per_s"] for row in self._rows()}
+        return [statistics.median(rows[step] for step in range(first, last + 1)) for _, first, last in self.phases]
+
+    def complaints(self) -> list[str]:
+        """Say what the numbers and the page of the run don't tell as they must."""
+        found = []
+        rows = {row["step"]: row for row in self._rows()}
+        for number, first, last in self.phases:
+            told = {rows[step]["servers/live"] for step in range(first, last + 1)}
+            if told != {number}:
+                found.append(f"metrics must tell {number} servers in steps {first}..{last}: got {sorted(told)}")
+        one, three, two, again = self.rates()
+        if three < MIN_GAIN * one or again > three / MIN_GAIN:
+            rates = f"{one:.0f}, {three:.0f}, {two:.0f}, {again:.0f}"
+            found.append(f"generation must follow the servers 1, 3, 2, 1: got {rates} tokens/s")
+        if len(addresses := self.addresses()) != 3:
+            found.append(f"three servers must have sampled what was trained on: got {sorted(addresses)}")
+        if "Servers" not in (self.run.experiment.run_folder / "report.html").read_text(encoding="utf-8"):
+            found.append("the report must show the servers over time")
+        return found
+
+    def addresses(self) -> set[str]:
+        """Return the servers that sampled what was trained on."""
+        folder = self.run.experiment.run_folder / "rollouts"
+        lines = [line for path in folder.glob("step_*.jsonl") for line in path.read_text().splitlines()]
+        return {address for line in lines for address in json.loads(line)["server"].split(",")}
+
+    def _live(self) -> int:
+        rows = self._rows()
+        return int(rows[-1]["servers/live"]) if rows else 0
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [row for row in read_rows(self.run.experiment.run_folder) if "servers/live" in row]
+
+
+def suffer(elastic: Elastic, stack: contextlib.ExitStack) -> None:
+    """Let servers come and go."""
+    run = elastic.run
+    elastic.wait_for_servers(1)
+    elastic.end_phase(1)
+    run.fault("join", "two servers join", is_fatal=False)
+    run.fault("join", "the second one", is_fatal=False)
+    leaving, dying = (stack.enter_context(_joiner(run.experiment, number)) for number in (1, 2))
+    elastic.wait_for_servers(3)
+    elastic.end_phase(3, share=1 / 3)
+    run.fault("leave", "SIGTERM to a server", is_fatal=False)
+    leaving.process.terminate()
+    elastic.wait_for_servers(2)
+    leaving.expect_done(20)
+    elastic.end_phase(2, share=1 / 2)
+    run.fault("kill_server", "kill -9 of a server", is_fatal=False)
+    kill_tree(dying.process.pid)
+    elastic.wait_for_servers(1)
+    elastic.end_phase(1)
+
+
+def main() -> int:
+    """Run everything and print the result."""
+    folder = Path(tempfile.mkdtemp(prefix="arealite-elastic-"))
+    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+    experiment = replace(Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1"), steps=STEPS)
+    with contextlib.ExitStack() as stack, ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES) as run:
+        elastic = Elastic(run)
+        suffer(elastic, stack)
+        verdict = run.finish(_STEP_S)
+    verdict.broken += elastic.complaints()
+    told = {"nodes": 1, "processes": 5, "steps": last_step(experiment), "faults": run.outcome.faults}
+    told |= {"staleness_max": verdict.staleness_max, "tokens_per_s": [round(rate) for rate in elastic.rates()]}
+    status = tell_result(told, [verdict])
+    if status == 0:
+        shutil.rmtree(folder)
+    else:
+        say(f"see {folder}")
+    return status
+
+
+def _joiner(experiment: Experiment, number: int) -> contextlib.AbstractContextManager[Program]:
+    command = [sys.executable, "-m", "arealite.cli.main", "serve", "--join", "chaos/run"]
+    command += ["--fileroot", str(experiment.folder / "runs")]
+    return program(f"joiner-{number}", command, folder=experiment.folder, env=experiment.environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""torchrun over hosts whose network fails: `python -m cluster.hosts`, with `tests` on the path. Needs root.
+
+Three hosts (see `netns`): a trainer's rank on 1 and 2, a server on 2 and 3. One run of asynchronous GRPO goes through
+all faults: answers of a server vanish, connections between the ranks are reset, a rank is killed, a host is cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.cli.tiny_model import write_tiny_model
+from arealite.launcher.plan import make_plan
+from arealite.launcher.roles import server_job
+from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone
+from arealite.utils.secret import ensure_secret
+from chaos.experiment import ENTRY, Experiment
+from chaos.kills import Outcome
+from chaos.promises import judge
+from cluster.common import Broken, Program, last_step, program, skip, wait_until
+from cluster.followed import say, tell_result
+from cluster.netns import Network, network, why_impossible
+
+TRAINERS, SERVERS = (1, 2), (2, 3)
+"""Their hosts."""
+STEPS = 14
+NODE_TIMEOUT_S = 5
+OVERRIDES = [
+    "recover.mode=fault",
+    "rollout.num_servers=2",
+    f"launcher.node_timeout={NODE_TIMEOUT_S}",
+    "rollout.request_timeout=8",
+    "rollout.weight_update_timeout=8",
+    "evaluator.freq_steps=null",
+]
+_STEP_S = 240.0
+"""In which a run must go on, whatever was done to it."""
+_PORT = 29400
+
+
+class Hosts:
+    """The run and its programs."""
+
+    def __init__(self, net: Network, experiment: Experiment) -> None:
+        self.net = net
+        self.experiment = experiment
+        self.faults: list[str] = []
+        self.trainers: dict[int, Program] = {}
+        self.servers: dict[int, Program] = {}
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[None]:
+        """Start everything, and end it."""
+        experiment = self.experiment
+        experiment.temporary.mkdir(parents=True)
+        arguments = [*experiment.arguments, *OVERRIDES]
+        config, _ = load_expr_config(arguments[1:], GRPOConfig)
+        experiment.run_folder.mkdir(parents=True)
+        secret = ensure_secret(experiment.run_folder)
+        with contextlib.ExitStack() as stack:
+            for host, placement in zip(SERVERS, make_plan(config).servers, strict=True):
+                job = server_job(config, placement, self.net.address(host), {}, secret)
+                self.servers[host] = stack.enter_context(self._program(host, job.name, job.command, job.env))
+            for host in TRAINERS:
+                torchrun = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "8", "--monitor-interval", "1"]
+                torchrun += ["--local-addr", self.net.address(host), "--rdzv-backend", "c10d"]
+                torchrun += ["--rdzv-endpoint", f"{self.net.address(TRAINERS[0])}:{_PORT}"]
+                torchrun += ["--rdzv-conf", f"is_host={int(host == TRAINERS[0])}"]
+                torchrun += ["--log-dir", str(experiment.folder / "torchrun")]
+                command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments]
+                env = {"OMP_NUM_THREADS": "1"}
+                self.trainers[host] = stack.enter_context(self._program(host, f"torchrun-{host}", command, env))
+            yield
+
+    def _program(
+        self, host: int, name: str, command: list[str], env: dict[str, str]
+    ) -> contextlib.AbstractContextManager[Program]:
+        return program(
+            name,
+            self.net.command(host, command),
+            folder=self.experiment.folder,
+            env=self.experiment.environment | env,
+        )
+
+    def rank(self, host: int) -> int:
+        """Return the process of a host's rank."""
+        ours = [pid for pid in descendants(self.trainers[host].process.pid) if _is_rank(pid)]
+        if len(ours) != 1:
+            raise Broken(f"host {host} must have one rank: got {ours}")
+        return ours[0]
+
+    def go_on(self, num_steps: int) -> None:
+        """Wait until the run has done that many steps more."""
+        step = last_step(self.experiment) + num_steps
+
+        def is_there() -> bool:
+            for trainer in self.trainers.values():
+                trainer.expect_running()
+            return last_step(self.experiment) >= step
+
+        wait_until(f"step {step}", is_there, _STEP_S)
+        say(f"step {last_step(self.experiment)}")
+
+    def fault(self, name: str, text: str) -> None:
+        """Note a fault."""
+        self.faults.append(name)
+        say(f"FAULT {text}")
+
+
+def suffer(run: Hosts) -> None:
+    """Do everything to a run."""
+    net = run.net
+    run.go_on(2)
+
+    run.fault("one_way", "what the server on host 3 says to rank 0 is lost")
+    net.one_way(3, 1)
+    run.go_on(2)
+    net.heal()
+    say("healed")
+    run.go_on(1)
+
+    ranks = [run.rank(host) for host in TRAINERS]
+    run.fault("reset", "connections between the ranks are reset")
+    net.reset(1, 2, except_port=_PORT)
+    net.reset(2, 1, except_port=_PORT)
+    wait_until("an end of both ranks", lambda: not any(map(is_alive, ranks)), _STEP_S)
+    net.heal()
+    say("both ranks have ended; healed")
+    run.go_on(2)
+
+    run.fault("kill_rank", "kill -9 of rank 1")
+    send_signal(run.rank(2), signal.SIGKILL)
+    run.go_on(2)
+
+    ranks = [run.rank(host) for host in TRAINERS]
+    run.fault("cut", "host 2 is cut off")
+    net.cut(2)
+    left = wait_gone(ranks, 2 * NODE_TIMEOUT_S + 3)
+    for host in TRAINERS:
+        if f"must answer within {NODE_TIMEOUT_S} s" not in run.trainers[host].text():
+            raise Broken(f"the rank on host {host} must say which host is silent")
+    if left:
+        raise Broken(f"both ranks must end within {2 * NODE_TIMEOUT_S + 3} s: {left} did not")
+    say("both ranks have ended with an error that names the other host; healed")
+    net.heal()
+    run.go_on(1)
+
+    for trainer in run.trainers.values():
+        trainer.expect_done(_STEP_S)
+    say("the run is done")
+    for server in run.servers.values():
+        server.process.terminate()
+    for server in run.servers.values():
+        server.expect_done(20)
+
+
+def main() -> int:
+    """Run everything and print the result."""
+    if reason := why_impossible():
+        return skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="arealite-hosts-"))
+    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+    experiment = replace(Experiment(folder / "run", model, "lite.d2p1t1+d2p1t1"), steps=STEPS)
+    outcome, failures = Outcome(is_done=True), []
+    with network(3) as net:
+        run = Hosts(net, experiment)
+        try:
+            with run.started():
+                suffer(run)
+        except Broken as broken:
+            failures.append(str(broken))
+    verdict = judge(experiment, outcome)
+    verdict.broken += failures
+    told = {"nodes": 3, "processes": len(TRAINERS) + len(SERVERS), "steps": last_step(experiment), "faults": run.faults}
+    status = tell_result(told, [verdict])
+    if status == 0:
+        shutil.rmtree(folder)
+    else:
+        say(f"see {folder}")
+    return status
+
+
+def _is_rank(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        command = psutil.Process(pid).cmdline()
+        return str(ENTRY) in command and "torch.distributed.run" not in command
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

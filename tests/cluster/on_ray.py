@@ -1,0 +1,77 @@
+"""Trains on a real Ray cluster of four machines, and loses a server's machine and the trainer's on the way.
+
+    PYTHONPATH=tests python -m cluster.on_ray
+
+Every job has a machine of its own. A server whose machine is lost comes back on another one while training goes on;
+after the loss of the trainer's machine the run goes on from its checkpoint. The last line is `RESULT {json}`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from chaos.experiment import Experiment
+
+from arealite.cli.tiny_model import write_tiny_model
+from cluster.followed import ClusterRun, say, tell_result
+from cluster.ray_cluster import RayCluster, ray_cluster
+
+MACHINES = ("machine-1", "machine-2", "machine-3", "machine-4")
+STEPS = 24
+ALLOCATION = "lite.d3p1t1+d1p1t1"
+OVERRIDES = (
+    "cluster.n_nodes=4",
+    "cluster.n_gpus_per_node=1",
+    "launcher.node_timeout=10",
+    "launcher.trainer_threads=1",
+    "rollout.setup_timeout=120",
+)
+START_S = 120.0
+BACK_S = 60.0
+END_S = 150.0
+
+
+def main() -> int:
+    """Run everything and print the result."""
+    folder = Path(tempfile.mkdtemp(prefix="arealite-ray-"))
+    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+    experiment = Experiment(folder / "run", model, ALLOCATION, steps=STEPS)
+    with ray_cluster(*MACHINES) as cluster:
+        say(f"a Ray cluster of {len(MACHINES)} machines with 4 GPUs each")
+        launched = ClusterRun.start(experiment, "arealite.launcher.ray", *OVERRIDES, RAY_ADDRESS=cluster.address)
+        with launched as run:
+            run.wait("the first steps", lambda: run.steps >= 2, START_S)
+            first, num_processes = machines(cluster, run), len(run.processes)
+            say(f"{num_processes} processes: {first}")
+            lose(cluster, run, first["server-0"], "lost_server_machine", is_fatal=False)
+            run.wait("server-0 again", lambda: run.said("launcher | server-0 is ready at") == 2, BACK_S)
+            then = machines(cluster, run)
+            say(f"server-0 is back: {then}")
+            lose(cluster, run, then["torchrun-0"], "lost_trainer_machine", is_fatal=True)
+            verdict = run.finish(END_S)
+    if verdict.broken:
+        say(f"see {folder}")
+    else:
+        shutil.rmtree(folder)
+    result = {"nodes": len(MACHINES), "processes": num_processes, "steps": STEPS, "faults": run.outcome.faults}
+    return tell_result(result, [verdict])
+
+
+def lose(cluster: RayCluster, run: ClusterRun, machine: str, kind: str, *, is_fatal: bool) -> None:
+    """Kill a machine with everything on it."""
+    run.fault(kind, f"{machine} is killed", is_fatal=is_fatal)
+    cluster.kill(machine)
+
+
+def machines(cluster: RayCluster, run: ClusterRun) -> dict[str, str]:
+    """Return where the run's jobs are."""
+    servers = {f"server-{i}": run.process("arealite.launcher.serve", f"server-{i}") for i in range(3)}
+    jobs = servers | {"torchrun-0": run.process("torch.distributed.run")}
+    return {name: cluster.machine_of(process) for name, process in jobs.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

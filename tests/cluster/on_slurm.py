@@ -1,0 +1,125 @@
+"""Trains on a real Slurm cluster of four machines and is hit four times; then runs that are cancelled. Needs root.
+
+    PYTHONPATH=tests python -m cluster.on_slurm
+
+Every process has a machine of its own. The srun of a server is killed, which costs that server alone. The job is sent
+back into the queue, and then the trainer's machine loses its slurmd: both times Slurm starts the job again, and it goes
+on from its checkpoint. Runs that were cancelled leave nothing. The last line is `RESULT {json}`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from chaos.experiment import Experiment
+from chaos.victims import marked
+
+from arealite.cli.tiny_model import write_tiny_model
+from arealite.utils.processes import describe_exit, wait_gone
+from cluster.common import skip
+from cluster.followed import ClusterRun, say, tell_result
+from cluster.slurm_cluster import SlurmCluster, why_impossible
+
+NUM_MACHINES = 4
+STEPS = 40
+ALLOCATION = "lite.d2p1t1+d1p1t1"
+OVERRIDES = (
+    "cluster.n_nodes=3",
+    "cluster.n_gpus_per_node=1",
+    "launcher.node_timeout=8",
+    "launcher.trainer_threads=1",
+    "rollout.setup_timeout=120",
+)
+START_S = 120.0
+BACK_S = 90.0
+END_S = 150.0
+GONE_S = 20.0
+
+
+def main() -> int:
+    """Run everything and print the result."""
+    if reason := why_impossible():
+        return skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="arealite-slurm-"))
+    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+    experiments = [
+        Experiment(folder / name, model, ALLOCATION, steps=STEPS, batch_size=12)
+        for name in ("hit", "cancelled", "held")
+    ]
+    with SlurmCluster(folder / "slurm", num_nodes=NUM_MACHINES, gpus_per_node=4) as cluster:
+        say(f"a Slurm cluster of {NUM_MACHINES} machines with 4 GPUs each")
+        with _start(cluster, experiments[0]) as run:
+            run.wait("the first steps", lambda: run.steps >= 2, START_S)
+            num_processes = len(run.processes)
+            say(f"{num_processes} processes")
+            _hit(cluster, run)
+            verdict = run.finish(END_S)
+            faults = run.outcome.faults
+        with _start(cluster, experiments[1]) as run:
+            run.wait("a server", lambda: run.said(" is ready at ") >= 1, START_S)
+            say("scancel")
+            cluster.run("scancel", _job(run))
+            verdict.broken += _end(run, 128 + signal.SIGTERM)
+        with _start(cluster, experiments[2], "launcher.slurm.sbatch_additional_args=--hold") as held:
+            held.wait("the job's state", lambda: held.said("waiting: JobHeldUser") > 0, START_S)
+            say("Ctrl-C while the job waits")
+            held.launcher.process.send_signal(signal.SIGINT)
+            verdict.broken += _end(held, 128 + signal.SIGINT)
+            faults += ["scancel", "interrupt"]
+        if jobs := cluster.run("squeue", "-h"):
+            verdict.broken.append(f"no job may be left: got {jobs}")
+    if verdict.broken:
+        say(f"see {folder}")
+    else:
+        shutil.rmtree(folder)
+    result = {"nodes": NUM_MACHINES, "processes": num_processes, "steps": STEPS, "faults": faults}
+    return tell_result(result, [verdict])
+
+
+def _hit(cluster: SlurmCluster, run: ClusterRun) -> None:
+    """Do to a run what it survives, one thing after the other."""
+    run.fault("killed_srun", "kill -9 of the srun of server-1", is_fatal=False)
+    next(one for one in run.processes if one.name() == "srun" and "--nodelist=node2" in one.cmdline()).kill()
+    run.wait("server-1 again", lambda: run.said("launcher | server-1 is ready at") == 2, BACK_S)
+    run.fault("requeue", "scontrol requeue", is_fatal=True)
+    cluster.run("scontrol", "requeue", _job(run))
+    run.wait("a second start", lambda: run.said("started the job again (1)") == 1, BACK_S)
+    steps = run.steps
+    run.wait("a further step", lambda: run.steps > steps, START_S)
+    run.fault("killed_slurmd", "kill -9 of the slurmd of the trainer's machine", is_fatal=True)
+    cluster.kill_slurmd("node3")
+    run.wait("a third start", lambda: run.said("started the job again (2)") == 1, BACK_S)
+
+
+def _start(cluster: SlurmCluster, experiment: Experiment, *overrides: str) -> AbstractContextManager[ClusterRun]:
+    return ClusterRun.start(
+        experiment, "arealite.launcher.slurm", *OVERRIDES, *overrides, SLURM_CONF=cluster.environment["SLURM_CONF"]
+    )
+
+
+def _job(run: ClusterRun) -> str:
+    """Return the number of a run's job."""
+    found = re.search(r"^job (\d+) \| submitted", run.launcher.output.read_text(), re.MULTILINE)
+    assert found is not None, run.launcher.output
+    return found[1]
+
+
+def _end(run: ClusterRun, expected: int) -> list[str]:
+    """Wait for the end of a cancelled run, and return what is wrong with it."""
+    broken = []
+    if (status := run.launcher.process.wait(END_S)) != expected:
+        broken.append(f"a cancelled run must end with status {expected}: got {describe_exit(status)}")
+    say(f"{describe_exit(status)}")
+    if left := wait_gone(marked(run.experiment.folder), GONE_S):
+        broken.append(f"nothing of a cancelled run may be left: got {left}")
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

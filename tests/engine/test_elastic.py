@@ -1,0 +1,292 @@
+"""A trainer and real embedded servers that join, leave, die and start anew while episodes run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from aiohttp import web
+from testing_lite import LiteServer
+from testing_registry import RUN, Registry
+from testing_server import serve
+from testing_workflows import SamplingWorkflow
+
+from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig
+from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import FinetuneSpec
+from arealite.dataset.loader import PromptLoader
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.engine.server_set import ServerFacts
+from arealite.engine.weight_sync import publish_weights
+
+PROMPT = [5, 9, 13, 4]
+LIMIT_S = 60.0
+
+
+class WatchedServer(LiteServer):
+    """Notes each call, may die at one, and keeps the versions of the tokens that it sampled."""
+
+    def __init__(self, *, seed: int = 3, dies_at: str = "", **options: Any) -> None:
+        super().__init__(tiny_models.build(tiny_models.config(), seed=seed), **options)
+        self.dies_at = dies_at
+        self.calls: list[str] = []
+        self.is_dead = False
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.middlewares.insert(0, self._watch)
+        return app
+
+    @web.middleware
+    async def _watch(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.calls.append(request.path)
+        self.is_dead |= request.path == self.dies_at
+        if self.is_dead:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    def kill(self) -> None:
+        """Answer nobody any more, with what runs."""
+        self.is_dead = True
+        self.engine.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as exit_stack:
+        yield exit_stack
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_models.save_qwen3(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    one = Registry(tmp_path)
+    yield one
+    one.names.reset()
+
+
+def serving(stack: contextlib.ExitStack, **options: Any) -> WatchedServer:
+    return stack.enter_context(serve(WatchedServer(**options)))
+
+
+def start(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, num_servers: int, **config: Any
+) -> tuple[FSDPPPOActor, RemoteInferenceEngine]:
+    actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.01)))
+    actor.initialize(None, FinetuneSpec(1, 10, 1))
+    stack.callback(actor.destroy)
+    settings = {"setup_timeout": LIMIT_S, "weight_update_timeout": 20.0, "consumer_batch_size": 4, **config}
+    rollout = RemoteInferenceEngine(
+        InferenceEngineConfig(
+            backend="lite", num_servers=num_servers, name_resolve=registry.config, episode_retries=0, **RUN, **settings
+        )
+    )
+    rollout.initialize(None, None)
+    stack.callback(rollout.destroy)
+    return actor, rollout
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [*PROMPT, 3 + index]} for index in range(count)]
+
+
+class Background:
+    """Runs a call of the trainer's in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.outcome: Any = None
+
+        def run() -> None:
+            try:
+                self.outcome = call()
+            except Exception as error:
+                self.outcome = error
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def result(self) -> Any:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def test_a_server_that_joins_gets_the_weights_before_its_first_token(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    """While the trainer waits for a batch; the others go on."""
+    first, second = serving(stack), serving(stack, seed=8)
+    registry.put("server-0", first.address)
+    actor, rollout = start(stack, registry, model_path, 1, max_head_offpolicyness=2)
+    publish_weights(actor, rollout, version=4)
+    first.calls.clear()
+    loader = PromptLoader(rows(64), 4, False, 1, True)
+    registry.put("server-1", second.address)
+    workflow = SamplingWorkflow(n_samples=1, max_new_tokens=60, min_new_tokens=60)
+    versions: set[int] = set()
+    for _ in range(40):
+        batch = rollout.prepare_batch(loader, workflow)
+        versions |= set(batch["versions"][batch["loss_mask"].bool()].tolist())
+        if "/generate" in second.calls and len(second.calls) > second.calls.index("/generate") + 10:
+            break
+        rollout.set_version(rollout.get_version() + 1)
+    else:
+        raise AssertionError("the second server was never asked for an episode")
+    assert versions == {4}
+    assert "/end_weight_update" in second.calls[: second.calls.index("/generate")]
+    assert "/pause_generation" not in first.calls, "the others go on"
+    assert second.engine.version == "4"
+    assert rollout.metrics()["servers/live"] == 2 and rollout.metrics()["servers/joined"] == 1
+    assert rollout.stats.failed == 0
+
+
+def test_nothing_fails_while_the_only_server_starts_anew(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    """Its requests wait, though longer than an episode may take, and go on from their last tokens."""
+    registry.put("server-0", (first := serving(stack)).address)
+    actor, rollout = start(stack, registry, model_path, 1, episode_timeout=3.0, request_retries=0)
+    publish_weights(actor, rollout, version=2)
+    pending = Background(
+        lambda: rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=200, min_new_tokens=200))
+    )
+    until(lambda: first.engine.stats().generated_tokens > 60)
+    registry.put("server-0", first.address, state="leaving")
+    until(lambda: not rollout.servers.servers)
+    first.engine.pause("abort").result(10)
+    until(lambda: first.engine.stats().running == 0)
+    time.sleep(4.0)
+    second = serving(stack, seed=8)
+    registry.put("server-0", second.address, pid=2)
+    batch = pending.result()
+    assert batch.batch_size[0] == 4 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
+    sampled = first.engine.stats().generated_tokens + second.engine.stats().generated_tokens
+    assert 0 < second.engine.stats().generated_tokens < 4 * 200 + 16
+    assert 0 <= sampled - 4 * 200 <= 2 * 16, "no token was sampled twice; two canaries"
+    assert rollout.metrics().get("rollout/failed_timeout", 0) == 0 and rollout.stats.failed == 0
+
+
+def test_a_server_that_dies_loses_only_what_it_had(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    dies, stays = serving(stack), serving(stack)
+    registry.put("server-0", dies.address)
+    registry.put("server-1", stays.address)
+    actor, rollout = start(stack, registry, model_path, 2, max_concurrent_rollouts=8, consumer_batch_size=8)
+    publish_weights(actor, rollout, version=1)
+    for server in (dies, stays):
+        server.calls.clear()
+    pending = Background(
+        lambda: rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
+    )
+    until(lambda: dies.engine.stats().running == 4 and stays.engine.stats().running == 4)
+    dies.kill()
+    assert pending.result().batch_size[0] == 8
+    assert dies.calls.count("/generate") == 4 and stays.calls.count("/generate") == 8
+    assert rollout.stats.failed == 0 and rollout.metrics()["servers/live"] == 1
+
+
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+@pytest.mark.parametrize(
+    "moment",
+    ["/pause_generation", "/init_weights_update_group", "/update_weights_from", "/end_weight_update", "/generate"],
+)
+def test_a_publication_is_done_again_without_who_dies_in_it(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, way: str, moment: str, tmp_path: Path
+) -> None:
+    if moment == "/update_weights_from":
+        moment += "_disk" if way == "disk" else "_distributed"
+    elif way == "disk" and moment in ("/init_weights_update_group", "/end_weight_update"):
+        pytest.skip("not part of that way")
+    stays, dies = serving(stack), serving(stack, dies_at=moment)
+    registry.put("server-0", stays.address)
+    registry.put("server-1", dies.address)
+    actor, rollout = start(stack, registry, model_path, 2, weight_update=way, fileroot=str(tmp_path))
+    began = time.monotonic()
+    publish_weights(actor, rollout, version=1)
+    assert time.monotonic() - began < 20
+    assert dies.is_dead and stays.engine.version == "1"
+    batch = rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=8))
+    assert set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {1}
+    assert rollout.metrics()["servers/live"] == 1 and rollout.stats.failed == 0
+
+
+def test_a_publication_waits_for_a_server_when_its_last_one_dies(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    dies, comes = serving(stack, dies_at="/begin_weight_update"), serving(stack)
+    registry.put("server-0", dies.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    pending = Background(lambda: publish_weights(actor, rollout, version=1))
+    until(lambda: dies.is_dead)
+    registry.put("server-1", comes.address)
+    pending.result()
+    assert comes.engine.version == "1" and rollout.get_version() == 1
+
+
+def test_a_newcomer_that_does_not_fit_is_turned_away(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It serves a model of other shapes."""
+    good = serving(stack)
+    registry.put("server-0", good.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    publish_weights(actor, rollout, version=1)
+    other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
+    stack.enter_context(serve(other))
+    registry.put("server-1", other.address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    batch = rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=100, min_new_tokens=100))
+    assert batch.batch_size[0] == 8
+    publish_weights(actor, rollout, version=2)
+    assert [one.address for one in rollout.servers.servers] == [good.address]
+    assert f"server {other.address} is turned away" in caplog.text
+    good.dies_at = "/begin_weight_update"
+    rollout.config.setup_timeout = 1.0
+    with pytest.raises(WeightUpdateError):
+        publish_weights(actor, rollout, version=3)
+
+
+def test_servers_that_take_no_broadcast_read_a_checkpoint(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, tmp_path: Path
+) -> None:
+    first, second = serving(stack), serving(stack)
+    registry.put("server-0", first.address)
+    registry.put("server-1", second.address)
+    actor, rollout = start(stack, registry, model_path, 2, fileroot=str(tmp_path / "runs"))
+    for server in rollout.servers.servers:
+        server.facts = ServerFacts(takes_broadcasts=server.address == first.address)
+    publish_weights(actor, rollout, version=1)
+    assert first.engine.version == second.engine.version == "1"
+    assert "/update_weights_from_distributed" in first.calls and "/update_weights_from_disk" not in first.calls
+    assert "/update_weights_from_disk" in second.calls and "/update_weights_from_distributed" not in second.calls
+    assert not list((tmp_path / "runs" / "exp" / "t").glob("weight_update*"))
+    for server in rollout.servers.servers:
+        server.facts = ServerFacts(takes_broadcasts=False)
+    publish_weights(actor, rollout, version=2)
+    assert first.engine.version == second.engine.version == "2"

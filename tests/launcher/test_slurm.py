@@ -1,0 +1,146 @@
+"""What Slurm is asked for, as text, and what its answers mean. On a real Slurm: `tests/cluster/on_slurm`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.launcher import slurm
+from arealite.launcher.plan import Placement, make_plan
+from arealite.launcher.slurm_job import step_command
+
+REPOSITORY = Path(__file__).parents[2]
+ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
+CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
+GOLDEN = Path(__file__).parent / "golden" / "slurm_16x8.txt"
+SERVER = Placement("server-3", "server", 1, (2, 3), 3)
+TRAINER = Placement("torchrun-0", "trainer", 0, (), 0, (0, 1))
+
+
+def config_of(*overrides: str) -> GRPOConfig:
+    return load_expr_config(["--config", str(CONFIG), *overrides], GRPOConfig)[0]
+
+
+def options_of(*overrides: str) -> list[str]:
+    config = config_of(*overrides)
+    lines = slurm.batch_script(config, make_plan(config), entry=ENTRY, argv=[]).splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def test_the_plan_of_16_machines_with_8_gpus(capsys, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+    argv = ["--config", str(CONFIG.relative_to(REPOSITORY)), "allocation_mode=sglang.d96p1t1+d32p1t1"]
+    argv += ["cluster.n_nodes=16", "cluster.n_gpus_per_node=8", "cluster.fileroot=/shared/runs"]
+    argv += ["actor.path=Qwen/Qwen3-8B", "launcher.slurm.sbatch_additional_args=--partition=gpu --time=1-0"]
+    assert slurm.main([str(ENTRY), *argv, "--dry-run"]) == 0
+    told = capsys.readouterr().out.replace(sys.executable, "python").replace(str(REPOSITORY), "/here")
+    assert told == GOLDEN.read_text()
+    assert not Path("/shared").exists()
+
+
+def test_a_cpu_cluster_asks_for_cores_and_memory_of_the_fullest_machine():
+    options = options_of(
+        "allocation_mode=lite.d3p1t1+d1p1t1",
+        "cluster.n_nodes=2",
+        "cluster.n_gpus_per_node=0",
+        "launcher.inference_server_cpus_per_gpu=2",
+        "launcher.inference_server_mem_per_gpu=1000",
+        "launcher.trainer_mem_per_gpu=3000",
+    )  # two servers, and a server with a rank that has four cores
+    assert "--cpus-per-task=6" in options
+    assert "--mem=4000M" in options
+    assert not [option for option in options if "gres" in option]
+
+
+def test_only_a_run_that_may_start_again_goes_back_into_the_queue():
+    assert "--no-requeue" in options_of("recover.mode=disabled")
+    assert "--requeue" in options_of("recover.mode=auto", "recover.freq_steps=1")
+
+
+def test_the_users_arguments_come_last_as_they_are():
+    arguments = '--gres=gpu:h100:8 -A lab --comment="two words"'
+    assert options_of(f"launcher.slurm.sbatch_additional_args='{arguments}'")[-1] == arguments
+
+
+def test_a_step_gets_its_gpus_by_number():
+    command = step_command(
+        config_of("launcher.slurm.srun_additional_args=--mpi=none").launcher, SERVER, node="n7", toward="n8"
+    )
+    assert command == [
+        *["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=n7", "--cpu-bind=none", "--quiet", "--mpi=none"],
+        *[sys.executable, "-m", "arealite.launcher.relay", "--toward", "n8", "--leash", "30", "--devices", "2,3"],
+    ]
+
+
+def test_each_role_has_its_image():
+    launcher = config_of(
+        "launcher.slurm.container_type=apptainer",
+        "launcher.slurm.mount=/data:/data,/models:/models",
+        "launcher.slurm.inference_server_image=/images/sglang.sif",
+    ).launcher
+    server = step_command(launcher, SERVER, node="n7", toward="n8")
+    assert server[server.index("apptainer") :][:6] == [
+        *["apptainer", "exec", "--nv", "--bind", "/data:/data,/models:/models", "/images/sglang.sif"]
+    ]
+    assert "apptainer" not in step_command(launcher, TRAINER, node="n7", toward="n8")
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Let `scontrol` answer as it is told."""
+
+    def answer(text: str, status: int = 0) -> None:
+        stream = 2 if status else 1
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\ncat >&{stream} <<'END'\n{text}\nEND\nexit {status}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return answer
+
+
+def test_a_job_is_read_from_one_line(scontrol):
+    scontrol(
+        "JobId=7 JobName=a:b UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Restarts=1 ExitCode=0:0 "
+        "TimeLimit=365-00:00:00 NodeList=node[1-2,4] ReqB:S:C:T=0:0:*:* Command=/runs/a b/job.sbatch"
+    )
+    state = slurm.job_state("7")
+    assert state is not None
+    assert [state[key] for key in ("JobState", "Restarts", "NodeList")] == ["RUNNING", "1", "node[1-2,4]"]
+
+
+def test_a_forgotten_job_is_no_silence(scontrol):
+    scontrol("slurm_load_jobs error: Invalid job id specified", 1)
+    assert slurm.job_state("7") == {}
+    scontrol("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1)
+    assert slurm.job_state("7") is None
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        ("JobState=COMPLETED ExitCode=0:0", 0),
+        ("JobState=FAILED ExitCode=3:0", 3),
+        ("JobState=FAILED ExitCode=0:9", 137),
+        ("JobState=CANCELLED ExitCode=0:15", 143),
+        ("JobState=NODE_FAIL ExitCode=1:0", 5),
+        ("JobState=TIMEOUT ExitCode=0:0", 1),
+    ],
+)
+def test_the_exit_status_is_that_of_the_run(scontrol, tmp_path, capfd, state, status):
+    scontrol(f"JobId=7 {state} Restarts=0 NodeList=node1")
+    output = tmp_path / "slurm-7.log"
+    output.write_text("launcher | done\n")
+    assert slurm.follow("7", output) == status
+    assert "launcher | done\n" in capfd.readouterr().out
+
+
+def test_without_slurm_nothing_is_submitted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    argv = [str(ENTRY), "--config", str(CONFIG), f"cluster.fileroot={tmp_path}", "actor.path=Qwen/Qwen3-8B"]
+    assert slurm.main(argv) == 2
+    assert "sbatch must be in PATH" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
