@@ -24,6 +24,7 @@ from typing import Any
 from arealite.utils.beacon import STACKS_SIGNAL
 from arealite.utils.disk import free_space
 from arealite.utils.processes import catches, cpu_seconds, descendants, identity, machine, send_signal, state_of
+from arealite.utils.secret import authorization
 from arealite.utils.source_lines import SourceLine, users_line
 
 _STACKS_S = 2.0
@@ -134,11 +135,13 @@ def read_progress(folder: Path) -> dict[str, Progress]:
     return found
 
 
-def collect(logs: Path, servers: Mapping[str, str], expected: Sequence[str], *, stalled_s: float) -> Evidence:
+def collect(
+    logs: Path, servers: Mapping[str, str], expected: Sequence[str], *, stalled_s: float, secret: str | None = None
+) -> Evidence:
     """Look at everything this process has started; `servers` are addresses by name, `expected` should publish."""
     progress = read_progress(logs / "progress")
     with ThreadPoolExecutor(max_workers=max(1, len(servers))) as pool:
-        answers = [pool.submit(_ask, name, address) for name, address in servers.items()]
+        answers = [pool.submit(_ask, name, address, secret) for name, address in servers.items()]
         told = {one.pid for process, one in progress.items() if "." not in process}  # also started by Ray or Slurm
         pids = [*descendants(os.getpid())]
         pids += sorted(told - set(pids))
@@ -238,9 +241,10 @@ def _spied(spy: str, pid: int) -> str:
     return ""
 
 
-def _ask(name: str, address: str) -> ServerState:
+def _ask(name: str, address: str, secret: str | None) -> ServerState:
+    request = urllib.request.Request(f"http://{address}/server_info", headers=authorization(secret))
     try:
-        with _directly.open(f"http://{address}/server_info", timeout=_SERVER_S) as answer:
+        with _directly.open(request, timeout=_SERVER_S) as answer:
             return ServerState(name, address, json.loads(answer.read()))
     except (OSError, ValueError) as error:
         return ServerState(name, address, None, f"{type(error).__name__}: {error}")

@@ -201,7 +201,7 @@ async def _attempt(run: _Run, secret: str, restart: str | None) -> Ending:
     names = make_repository(**dataclasses.asdict(config.cluster.name_resolve)) if plan.servers else None
     place: Place | None = None
     try:
-        async with Supervisor(log_folder=log_folder, stall=_stall_policy(run)) as supervisor:
+        async with Supervisor(log_folder=log_folder, stall=_stall_policy(run, secret)) as supervisor:
             supervisor.say(restart or f"{config.allocation_mode}; logs in {log_folder}")
             if names is not None:
                 await asyncio.to_thread(names.clear_subtree, run.servers_root)
@@ -286,7 +286,7 @@ def _check_resume(config: Config) -> None:
         )
 
 
-def _stall_policy(run: _Run) -> StallPolicy:
+def _stall_policy(run: _Run, secret: str) -> StallPolicy:
     """Servers must become ready in `setup_timeout` anyhow; that is then also what the start of ranks may take."""
     foreign = foreign_servers(run.config)
     return StallPolicy(
@@ -294,6 +294,7 @@ def _stall_policy(run: _Run) -> StallPolicy:
         setup_timeout_s=setup_timeout_s(run.config),
         on_stall=run.config.launcher.on_stall,
         foreign_servers={address: address for address in foreign.split(",") if address},
+        secret=secret,
     )
 
 

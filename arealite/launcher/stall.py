@@ -8,6 +8,7 @@ stall, on the console and, with everything it rests on, in `<run folder>/stall_<
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import shutil
 import time
@@ -29,6 +30,8 @@ class StallPolicy:
     on_stall: Literal["stop", "continue"]
     foreign_servers: Mapping[str, str]
     """Addresses, by name, of servers that someone else starts."""
+    secret: str | None = None
+    """What servers ask for before they tell how they are."""
 
 
 class StallWatch:
@@ -58,7 +61,8 @@ class StallWatch:
         while True:
             await self._standstill()
             stalled_s = time.monotonic() - self._moved
-            evidence = await asyncio.to_thread(collect, self._logs, self._servers, self._expected, stalled_s=stalled_s)
+            look = functools.partial(collect, stalled_s=stalled_s, secret=self._policy.secret)
+            evidence = await asyncio.to_thread(look, self._logs, self._servers, self._expected)
             if not self._has_moved():
                 return self._tell(evidence)
 

@@ -15,12 +15,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan import Placement, Plan, make_plan
+from arealite.launcher.plan import Placement, Plan
 from arealite.launcher.roles import run_folder, trainer_job
-from arealite.launcher.run import Config, entry_script, parse, read_config, untie
-from arealite.launcher.server_commands import check_server_block
+from arealite.launcher.run import Config, checked_plan, entry_script, parse, read_config, untie
 from arealite.launcher.supervisor import CONFIG_FAILED
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import SECRET_FILE, ensure_secret
@@ -34,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv, prog="python3 -m arealite.launcher.torchrun", description="Print the commands of a run by hand.")
     try:
         config = read_config(entry_script(args.entry), args.argv)
-        plan = make_plan(config)
-        if isinstance(config, GRPOConfig):
-            check_server_block(config)
+        plan = checked_plan(config)
         if not args.dry_run:
             run_folder(config).mkdir(parents=True, exist_ok=True)
             ensure_secret(run_folder(config))

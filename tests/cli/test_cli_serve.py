@@ -37,7 +37,7 @@ class RunningRun:
         self.model = save_qwen3(fileroot / "model", seed=0)
         self.config = fileroot / "given.yaml"
         self.config.write_text(
-            f"experiment_name: exp\ntrial_name: trial\nallocation_mode: lite.d1p1t1+d1p1t1\nactor: {{path: {self.model}}}\n"
+            f"experiment_name: exp\ntrial_name: trial\nallocation_mode: lite.d1+d1\nactor: {{path: {self.model}}}\n"
             f"cluster: {{n_gpus_per_node: 0, fileroot: {fileroot}}}\ntrain_dataset: {{path: story, batch_size: 4}}\n"
             "gconfig: {max_new_tokens: 16}\nlite: {context: 128, threads: 1}\nown_key: 1\n"
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -18,13 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chaos.experiment import CONFIG, Experiment
-from chaos.promises import Verdict
+from chaos.experiment import Experiment
 
 from arealite.cli.tiny_model import write_tiny_model
 from arealite.trainer.run_folder import read_rows
-from arealite.utils.processes import descendants, send_signal
-from cluster.common import Broken, Program, last_step, program, skip, wait_until
+from arealite.utils.processes import kill_tree
+from cluster.common import Program, last_step, program
 from cluster.followed import ClusterRun, say, tell_result
 
 STEPS = 60

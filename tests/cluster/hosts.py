@@ -16,6 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+from chaos.experiment import ENTRY, Experiment
+from chaos.kills import Outcome
+from chaos.promises import judge
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.cli.tiny_model import write_tiny_model
@@ -23,9 +26,6 @@ from arealite.launcher.plan import make_plan
 from arealite.launcher.roles import server_job
 from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone
 from arealite.utils.secret import ensure_secret
-from chaos.experiment import ENTRY, Experiment
-from chaos.kills import Outcome
-from chaos.promises import judge
 from cluster.common import Broken, Program, last_step, program, skip, wait_until
 from cluster.followed import say, tell_result
 from cluster.netns import Network, network, why_impossible

@@ -89,7 +89,8 @@ class Network:
     def create(self) -> None:
         """Make everything."""
         _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, *"link add bridge0 type bridge forward_delay 0 stp_state 0".split())
+        bridge = ["type", "bridge", "forward_delay", "0", "stp_state", "0"]
+        _run("ip", "-n", self._switch, "link", "add", "bridge0", *bridge)
         _run("ip", "-n", self._switch, "link", "set", "bridge0", "up")
         for host in self._hosts:
             name, port = self._name(host), f"port{host}"

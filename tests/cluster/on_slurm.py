@@ -36,9 +36,9 @@ OVERRIDES = (
     "launcher.trainer_threads=1",
     "rollout.setup_timeout=120",
 )
-START_S = 120.0
-BACK_S = 90.0
-END_S = 150.0
+START_S = 240.0
+BACK_S = 150.0
+END_S = 240.0
 GONE_S = 20.0
 
 

@@ -15,7 +15,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -102,19 +102,14 @@ class SlurmCluster:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End jobs and daemons by their ids: steps outlive their slurmd, and what they started may outlive them."""
+        """Kill the daemons, which would start more, then what is left of jobs: steps outlive their slurmd."""
+        for process in self._daemons.values():
+            process.kill()
+            process.wait(5)
         for _ in range(3):
-            left = self.processes()
-            for pid in left:
+            for pid in (left := self.processes()):
                 send_signal(pid, signal.SIGKILL)
-            if not wait_gone(left, 5) and not self.processes():
-                break
-        for name in reversed(self._daemons):
-            self._daemons[name].terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._daemons[name].wait(5)
-            self._daemons[name].kill()
-            self._daemons[name].wait(5)
+            wait_gone(left, 5)
 
     def run(self, *command: str, timeout_s: float = 20) -> str:
         """Run a command of Slurm and return what it prints."""
@@ -137,7 +132,6 @@ class SlurmCluster:
 
     def processes(self) -> list[int]:
         """Return the living processes of all jobs: step daemons, and whatever has this cluster in its environment."""
-        daemons = {process.pid for process in self._daemons.values()}
         marker = f"SLURM_CONF={self.folder}/slurm.conf".encode()
         found = []
         for process in psutil.process_iter():
@@ -147,7 +141,7 @@ class SlurmCluster:
                 else:
                     environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
                     is_ours = marker in environment and any(one.startswith(b"SLURM_JOB_ID=") for one in environment)
-                if is_ours and process.pid not in daemons and is_alive(process.pid):
+                if is_ours and is_alive(process.pid):
                     found.append(process.pid)
         return found
 
@@ -194,8 +188,7 @@ class SlurmCluster:
             return self.run("sinfo", "-hN", "-o", "%t", timeout_s=5).split().count("idle")
         return 0
 
-    def _wait_for(self, what: str, is_so: object) -> None:
-        assert callable(is_so)
+    def _wait_for(self, what: str, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _START_S
         while not is_so():
             ended = [name for name, process in self._daemons.items() if process.poll() is not None]

@@ -185,6 +185,10 @@ def test_a_stock_server_is_told_to_abort(serve: Callable[..., Serve], outside: s
     assert address.startswith(outside)
     inner = one.wait_for_line(r"listening on (\S+)")[1]
     assert inner.startswith(LOOPBACK)
+    server = descendants(one.process.pid)[1]
+    assert SECRET not in Path(f"/proc/{server}/environ").read_text()
+    for pid in [one.process.pid, *descendants(one.process.pid)]:
+        assert SECRET not in Path(f"/proc/{pid}/cmdline").read_text(), "a command line is seen by everybody"
     assert post(address, "/generate", {}, secret=None)[0] == 401 == post(address, "/generate", {}, secret="other")[0]
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(post, address, "/generate", {})

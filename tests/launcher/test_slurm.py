@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,11 +16,13 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.launcher import slurm
 from arealite.launcher.plan import Placement, make_plan
 from arealite.launcher.slurm_job import step_command
+from arealite.utils.processes import wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
 CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
 GOLDEN = Path(__file__).parent / "golden" / "slurm_16x8.txt"
+DEADLINE_S = 60
 SERVER = Placement("server-3", "server", 1, (2, 3), 3)
 TRAINER = Placement("torchrun-0", "trainer", 0, (), 0, (0, 1))
 
@@ -87,6 +94,36 @@ def test_each_role_has_its_image():
         *["apptainer", "exec", "--nv", "--bind", "/data:/data,/models:/models", "/images/sglang.sif"]
     ]
     assert "apptainer" not in step_command(launcher, TRAINER, node="n7", toward="n8")
+
+
+def relay_of(*flags: str, script: str, **env: str) -> subprocess.Popen[bytes]:
+    """Start a relay and give it a job."""
+    relay = subprocess.Popen(
+        [sys.executable, "-m", "arealite.launcher.relay", "--toward", "127.0.0.1", *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | env,
+        start_new_session=True,
+    )
+    relay.stdin.write(json.dumps({"name": "job", "command": ["sh", "-c", script], "env": {}}).encode() + b"\n")
+    relay.stdin.flush()
+    return relay
+
+
+def test_the_gpus_of_a_step_have_the_names_that_slurm_gave_them():
+    relay = relay_of("--devices", "0,2", script="echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="3,5,7")
+    frames = [json.loads(line) for line in relay.communicate(timeout=DEADLINE_S)[0].splitlines()]
+    assert [base64.b64decode(frame["data"]) for frame in frames if "out" in frame] == [b"3,7\n"]
+
+
+def test_a_step_that_slurm_has_lost_sight_of_ends_its_job(tmp_path):
+    """Its stdin stays open, so only the silence of the launcher tells."""
+    pids = tmp_path / "pids"
+    relay = relay_of("--leash", "2", script=f"echo $$ > {pids}; setsid sleep 600 & echo $! >> {pids}; sleep 600")
+    assert relay.wait(DEADLINE_S) == -signal.SIGALRM
+    assert wait_gone(map(int, pids.read_text().split()), DEADLINE_S) == set()
+    relay.stdin.close()
+    relay.stdout.close()
 
 
 @pytest.fixture
