@@ -11,7 +11,7 @@ SGLANG_VENV ?= $(VENV)-sglang
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-ray test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-names test-hosts test-elastic test-ray test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -81,6 +81,10 @@ test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of fo
 install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, Redis, etcd, iptables (Debian, root)
 	sh tests/cluster/install.sh
 	$(PIP) -e '.[ray,redis]'
+
+test-names: install-cluster            ## hold the registry's backends to one suite: files, and a real Redis, etcd and Ray (2 minutes)
+	AREALITE_REQUIRE_NAMES=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup \
+		tests/utils/test_name_resolve.py tests/utils/test_name_files.py $(ARGS)
 
 test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four machines and lose one (3 minutes; root and Slurm, or it is skipped)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_slurm

@@ -34,6 +34,8 @@ logger = logging.getLogger("arealite.client")
 _CONTINUE_S = 30.0
 """Most that servers may take to go on after a publication, whatever became of it."""
 _LISTEN_PAUSE_S = 0.01
+_LAST_WORD_S = 1.0
+"""In which servers may say what went wrong when the sender has noticed already."""
 _LEAVE_S = 5.0
 """Deadline for servers to leave a group that is no longer used."""
 
@@ -97,7 +99,7 @@ class WeightReceiver:
 
     def turn_away(self, failures: Mapping[Server, str]) -> dict[Server, str]:
         """Remove the newcomers among servers that failed, if others are there, and return the rest."""
-        if not any(server.version != NO_VERSION and server not in failures for server in self._servers.servers):
+        if not any(server.version != NO_VERSION for server in self._servers.servers):
             return dict(failures)
         for server, why in failures.items():
             if server.version == NO_VERSION and self._servers.remove(server.address):
@@ -161,7 +163,7 @@ class WeightReceiver:
         has_left = any(server not in self._servers.servers for server in asked)
         self.may_try_again = not asked or bool(dead) or was_cut or has_left
         if not self.may_try_again and others:
-            self.may_try_again = not self.turn_away(others)
+            self.may_try_again = len(self.turn_away(others)) < len(others)
 
     async def _broadcast(self, publication: Publication, plan: BroadcastPlan) -> None:
         if self._joined is not plan:
@@ -319,6 +321,8 @@ class Publication:
         sender.add_done_callback(lambda one: one.exception())  # its failure is no news when the transfer has failed
         try:
             await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and sender.exception() is not None:
+                await asyncio.wait([task], timeout=_LAST_WORD_S)  # a server that refused says why
             if not task.done():
                 _raise_if_failed(sender)
             await task

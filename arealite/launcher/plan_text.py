@@ -53,7 +53,7 @@ def _trainers(config: GRPOConfig | SFTConfig, plan: Plan, *, entry: str | Path, 
     for one in plan.trainers[:1]:
         yield trainer_job(
             *(config, plan, one, {}, ""),
-            master=(f"<machine {one.node}>", 0),
+            master=(f"<machine {one.node}>", "<a free port>"),
             entry=Path(entry),
             argv=argv,
             scratch=run_folder(config) / ".torchrun",

@@ -54,7 +54,8 @@ def connect() -> None:
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"a Ray cluster must be running: got {_last_line(error)} for RAY_ADDRESS={address}. "
-            "Run `ray start` on its machines, and set RAY_ADDRESS to host:port of its head unless this is one of them."
+            "Run `ray start` on its machines, and set RAY_ADDRESS to host:port of its head unless this is one of them; "
+            "set RAY_AUTH_MODE=token if the cluster asks for a token."
         ) from error
 
 

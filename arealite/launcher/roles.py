@@ -70,7 +70,7 @@ def trainer_job(
     devices: Mapping[str, str],
     secret: str,
     *,
-    master: tuple[str, int],
+    master: tuple[str, int | str],
     entry: Path,
     argv: Sequence[str],
     scratch: Path,

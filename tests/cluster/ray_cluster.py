@@ -20,6 +20,7 @@ CPUS = 32
 """Of a machine; Ray counts them without looking."""
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
     "RAY_enable_worker_prestart": "0",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import main as local_main
 from arealite.launcher.plan import Plan, make_plan
+from arealite.launcher.ray import main as ray_main
 
 REPOSITORY = Path(__file__).parents[2]
 GRPO = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
 SFT = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_sft.yaml"
+
+CONFIG = load_expr_config(["--config", str(GRPO), "cluster.n_gpus_per_node=0"], GRPOConfig)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +109,8 @@ def test_refusals(mode, nodes, gpus, told):
 )
 def test_no_device_is_given_twice(servers, size, ranks, nodes, gpus):
     try:
-        plan = plan_of(f"sglang.d{servers}t{size}+d{ranks}", nodes, gpus)
+        cluster = replace(CONFIG.cluster, n_nodes=nodes, n_gpus_per_node=gpus)
+        plan = make_plan(replace(CONFIG, allocation_mode=f"sglang.d{servers}t{size}+d{ranks}", cluster=cluster))
     except ConfigError:
         full = servers * size + ranks > nodes * gpus
         assert full or size > gpus or gpus % size != 0, "only fragments may keep a plan from fitting"
@@ -127,3 +132,13 @@ def test_dry_run_of_this_machine(capsys, tmp_path):
     assert "machine 0\n  server-0     log server-0.log\n" in told
     assert "torchrun-0   trainer rank 0-1  log trainer-{0-1}.log" in told
     assert list(tmp_path.iterdir()) == [entry], "nothing may be written"
+
+
+def test_dry_run_of_the_documented_ray_command(monkeypatch, capsys):
+    """12 + 4 GPUs on 4 x 4; the file is the whole answer."""
+    monkeypatch.chdir(REPOSITORY)
+    argv = ["examples/arealite/gsm8k_grpo.py", "--config", "examples/arealite/configs/gsm8k_grpo.yaml"]
+    argv += ["experiment_name=my_experiment", "trial_name=my_trial", "allocation_mode=sglang.d12p1t1+d4p1t1"]
+    argv += ["cluster.n_nodes=4", "cluster.n_gpus_per_node=4", "cluster.fileroot=/runs"]
+    assert ray_main([*argv, "--dry-run"]) == 0
+    assert capsys.readouterr().out == (Path(__file__).parent / "golden" / "ray_4x4.txt").read_text()

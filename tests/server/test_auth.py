@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ from testing_lite import LiteServer
 from testing_server import serve
 from tiny_models import build, config, tokenizer
 
+from arealite.engine.server_http import ServerHttp, StatusError
 from arealite.server.__main__ import main
 from arealite.server.app import Server
 from arealite.utils.environment import SECRET_VARIABLE
@@ -61,6 +63,21 @@ def test_the_secret_opens(server: LiteServer) -> None:
     assert status(server, "POST", "/generate", authorization(SECRET), body) == 200
     assert status(server, "GET", "/server_info", authorization(SECRET)) == 200
     assert status(server, "POST", "/no_such_endpoint", authorization(SECRET), b"{}") == 404
+
+
+def test_our_client_shows_the_secret_it_was_given(server: LiteServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> dict[str, object]:
+        http = ServerHttp()
+        try:
+            return await http.get(server.address, "/server_info", timeout_s=30)
+        finally:
+            await http.close()
+
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    assert asyncio.run(ask())["running"] == 0
+    monkeypatch.setenv(SECRET_VARIABLE, "other")
+    with pytest.raises(StatusError, match="got status 401: .*must show the secret of the run"):
+        asyncio.run(ask())
 
 
 def test_a_server_for_others_needs_a_secret_before_it_loads(
