@@ -6,11 +6,13 @@ without data is left out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 Row = dict[str, Any]
 Trace = dict[str, Any]
+Chart = dict[str, Any]
 
 SMOOTH_FROM = 20
 """Number of points from which a curve also gets a moving mean."""
@@ -18,7 +20,7 @@ SMOOTH_FROM = 20
 PHASE_COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
 
 
-def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[dict[str, Any]]:
+def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
     """Return the charts that the rows have data for, in reading order."""
     candidates = [
         _chart("Held-out accuracy", _evaluation(rows, "eval/accuracy", "--green"), percent=True),
@@ -34,6 +36,7 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[dict[str
             unit="tokens",
         ),
         _chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
+        _over_time(rows),
         _chart("Time per step", _phases(rows), unit="seconds", barmode="stack"),
         _chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="trained tokens per second"),
         _chart(
@@ -52,7 +55,7 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[dict[str
 
 def _chart(
     title: str, traces: list[Trace], *, unit: str = "", percent: bool = False, barmode: str | None = None
-) -> dict[str, Any]:
+) -> Chart:
     layout: dict[str, Any] = {"yaxis": {"rangemode": "tozero"}}
     if percent:
         layout["yaxis"] |= {"tickformat": ".0%"}
@@ -117,6 +120,29 @@ def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:
         line = {"color": "--red", "width": 1.5, "dash": "dash"}
         traces.append({"type": "scatter", "mode": "lines", "x": ends, "y": [bound] * 2, "name": "bound", "line": line})
     return traces
+
+
+def _over_time(rows: Sequence[Row]) -> Chart:
+    """Show how generation and staleness follow the servers, over the time of the run; nothing if those never changed.
+
+    Servers and versions share the left axis, tokens per second have the right one.
+    """
+    ends_s = itertools.accumulate(row.get("time/step_s") or 0.0 for row in rows)
+    timed = [row | {"step": end_s} for row, end_s in zip(rows, ends_s) if "servers/live" in row]
+    is_elastic = len({row["servers/live"] for row in timed}) > 1
+    stepped = {"width": 2, "shape": "hv"}
+    traces = [
+        *_line(timed, "servers/live", "--green", "servers", line=stepped | {"color": "--green"}),
+        *_line(timed, "staleness/max", "--orange", "staleness, max", line=stepped | {"color": "--orange"}),
+        *_line(timed, "perf/generated_tokens_per_s", "--blue", "generated tokens per second (right)", yaxis="y2"),
+    ]
+    chart = _chart(
+        "Servers, generation and staleness over time", traces if is_elastic else [], unit="servers, versions"
+    )
+    last_s = max((row["step"] for row in timed), default=1.0)
+    right = {"overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False}
+    axes = {"xaxis": {"title": {"text": "seconds", "standoff": 4}, "range": [0.0, last_s]}, "yaxis2": right}
+    return chart | {"layout": chart["layout"] | axes}
 
 
 def _phases(rows: Sequence[Row]) -> list[Trace]:

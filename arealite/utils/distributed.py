@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from arealite.utils import beacon
-from arealite.utils.host_watch import watch_hosts
+from arealite.utils.host_watch import say_goodbye, watch_hosts
 from arealite.utils.network import address_toward, interface_of
 
 T = TypeVar("T")
@@ -61,6 +61,7 @@ def leave_default_group() -> None:
     with _lock:
         _members -= 1
         if _members == 0 and _is_ours:
+            say_goodbye()
             dist.destroy_process_group()
             _is_ours = False
 

@@ -1,16 +1,18 @@
 """Notices that another machine of the trainer is gone or cut off, also while this process is stuck in a collective.
 
-torch learns of a dead process at once, as its connections close; of a machine that falls silent only when a collective
-has taken all its time, which is hours, because ranks wait that long for rank 0 to collect rollouts. So the first rank
-of each machine connects to the first rank of every other one, and lets the kernel probe these connections.
+torch learns of a machine that falls silent only when a collective has taken all its time, which is hours, because ranks
+wait that long for rank 0 to collect rollouts; and gloo may miss that its connection was reset. So the first rank of
+each machine connects to the first rank of every other one, and lets the kernel probe these connections.
 
 Invariant: no process of ours takes part in a probe, so one that is busy, or stopped in a debugger, is not taken for
-lost; the kernel also answers for a listener that never accepts. A connection that is closed belongs to a process that
-has ended, which is torch's business, or was reset by someone between, and is made anew.
+lost. A connection that ends without a goodbye means that its process was killed or that someone between resets
+connections; torch may say so itself, with a traceback, before this process is ended.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import socket
@@ -27,8 +29,9 @@ logger = logging.getLogger("arealite.hosts")
 
 _EXIT_STATUS = 1
 _LOOK_AGAIN_S = 0.2
-_listeners: list[socket.socket] = []
-"""Kept open to the end of the process."""
+_GOODBYE = b"."
+_links: list[socket.socket] = []
+"""From other machines; what is sent there is the goodbye."""
 
 
 def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
@@ -41,7 +44,8 @@ def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
     if num_hosts == 1 or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     listener = socket.create_server((address_toward(master), 0), backlog=num_hosts)
-    _listeners.append(listener)
+    threading.Thread(target=_accept, args=(listener,), name="watch", daemon=True).start()
+    atexit.register(say_goodbye)
     address, port = listener.getsockname()
     store.set(f"watch/{host}", f"{address}:{port} {socket.gethostname()}")
     for other in range(num_hosts):
@@ -51,26 +55,51 @@ def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
             watch.start()
 
 
+def say_goodbye() -> None:
+    """Tell the other machines that this process may end now."""
+    while _links:
+        with contextlib.suppress(OSError), _links.pop() as link:
+            link.send(_GOODBYE)
+
+
+def _accept(listener: socket.socket) -> None:
+    while True:
+        link, _ = listener.accept()
+        _links.append(link)
+
+
 def _watch(endpoint: str, name: str, timeout_s: float) -> None:
-    """Watch one machine until its process has ended."""
+    """Watch one machine until its process has said goodbye."""
     host, _, port = endpoint.rpartition(":")
+    end = "closed"
+    try:
+        with _connect((host, int(port)), timeout_s) as link:
+            _let_kernel_probe(link, timeout_s)
+            if link.recv(1) == _GOODBYE:
+                return
+    except (ConnectionResetError, ConnectionRefusedError):
+        end = "reset"
+    except OSError as error:
+        _end(f"{name} ({host}) must answer within {timeout_s:g} s: got {error}")
+    time.sleep(timeout_s)
+    _end(f"the trainer on {name} ({host}) must not end before ours: its connection was {end}")
+
+
+def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Connect although there may be no route for a moment."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with socket.create_connection((host, int(port)), timeout=max(deadline - time.monotonic(), 0.1)) as link:
-                _let_kernel_probe(link, timeout_s)
-                link.settimeout(None)
-                link.recv(1)  # nothing is ever sent, so it returns when the other side closes
-            return
-        except ConnectionResetError:
-            deadline = time.monotonic() + timeout_s
-        except ConnectionRefusedError:
+            link = socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.1))
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError:
             if time.monotonic() > deadline:
-                return
-        except OSError as error:
-            if time.monotonic() > deadline or isinstance(error, TimeoutError):
-                _end(f"{name} ({host}) must answer within {timeout_s:g} s: got {error}")
-        time.sleep(_LOOK_AGAIN_S)
+                raise
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            link.settimeout(None)
+            return link
 
 
 def _let_kernel_probe(link: socket.socket, timeout_s: float) -> None:
@@ -84,7 +113,7 @@ def _let_kernel_probe(link: socket.socket, timeout_s: float) -> None:
 
 def _end(text: str) -> NoReturn:
     """End this process although its main thread may be stuck in C code."""
-    logger.critical("%s. That machine is gone or cut off: look after it, then start the run again.", text)
+    logger.critical("%s. Look after that machine and the network, then start the run again.", text)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_EXIT_STATUS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 from dataclasses import replace
@@ -25,10 +24,11 @@ from arealite.utils.processes import kill_tree
 from cluster.common import Program, last_step, program
 from cluster.followed import ClusterRun, say, tell_result
 
-STEPS = 60
+STEPS = 48
 OVERRIDES = [
     "lite.slots=2",
-    "gconfig.max_new_tokens=48",
+    "rollout.request_timeout=120",  # most of which a request waits for its turn
+    "rollout.episode_timeout=240",
     "evaluator.freq_steps=null",
     "recover.freq_steps=5",
     "launcher.trainer_threads=1",
@@ -66,9 +66,9 @@ class Elastic:
         say(f"steps {self._first}..{self.phases[-1][2]} had {num_servers} servers: {self.rates()[-1]:.0f} tokens/s")
 
     def rates(self) -> list[float]:
-        """Return the median rate of generation in each phase."""
-        rows = {row["step"]: row["perf/generated_tokens_per_s"] for row in self._rows()}
-        return [statistics.median(rows[step] for step in range(first, last + 1)) for _, first, last in self.phases]
+        """Return the mean rate of generation in each phase."""
+        rows = {row["step"]: row for row in self._rows()}
+        return [_mean_rate([rows[step] for step in range(first, last + 1)]) for _, first, last in self.phases]
 
     def complaints(self) -> list[str]:
         """Say what the numbers and the page of the run don't tell as they must."""
@@ -141,6 +141,12 @@ def main() -> int:
     else:
         say(f"see {folder}")
     return status
+
+
+def _mean_rate(rows: list[dict[str, Any]]) -> float:
+    """Return the mean over time of what steps tell."""
+    times = [row["time/step_s"] for row in rows]
+    return sum(row["perf/generated_tokens_per_s"] * time for row, time in zip(rows, times)) / sum(times)
 
 
 def _joiner(experiment: Experiment, number: int) -> contextlib.AbstractContextManager[Program]:

@@ -20,7 +20,7 @@ from cluster.followed import ClusterRun, say, tell_result
 from cluster.ray_cluster import RayCluster, ray_cluster
 
 MACHINES = ("machine-1", "machine-2", "machine-3", "machine-4")
-STEPS = 24
+STEPS = 36
 ALLOCATION = "lite.d3p1t1+d1p1t1"
 OVERRIDES = (
     "cluster.n_nodes=4",
@@ -29,9 +29,9 @@ OVERRIDES = (
     "launcher.trainer_threads=1",
     "rollout.setup_timeout=120",
 )
-START_S = 120.0
-BACK_S = 60.0
-END_S = 150.0
+START_S = 200.0
+BACK_S = 120.0
+END_S = 240.0
 
 
 def main() -> int:

@@ -95,6 +95,7 @@ def _hit(cluster: SlurmCluster, run: ClusterRun) -> None:
     run.fault("killed_slurmd", "kill -9 of the slurmd of the trainer's machine", is_fatal=True)
     cluster.kill_slurmd("node3")
     run.wait("a third start", lambda: run.said("started the job again (2)") == 1, BACK_S)
+    say(f"it goes on after {run.steps} steps")
 
 
 def _start(cluster: SlurmCluster, experiment: Experiment, *overrides: str) -> AbstractContextManager[ClusterRun]:

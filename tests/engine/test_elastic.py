@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +29,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.server_set import ServerFacts
 from arealite.engine.weight_sync import publish_weights
+from arealite.utils.network import free_port
 from arealite.utils.secret import ensure_secret
 
 PROMPT = [5, 9, 13, 4]
@@ -38,6 +43,7 @@ class WatchedServer(LiteServer):
         super().__init__(tiny_models.build(tiny_models.config(), seed=seed), **options)
         self.dies_at = dies_at
         self.calls: list[str] = []
+        self.connections: list[tuple[asyncio.AbstractEventLoop, asyncio.Transport]] = []
         self.is_dead = False
 
     def app(self) -> web.Application:
@@ -47,19 +53,21 @@ class WatchedServer(LiteServer):
 
     @web.middleware
     async def _watch(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        assert request.transport is not None
         self.calls.append(request.path)
+        self.connections.append((asyncio.get_running_loop(), request.transport))
         self.is_dead |= request.path == self.dies_at
         if self.is_dead:
-            assert request.transport is not None
-            request.transport.close()
+            request.transport.abort()
             return web.Response()
         response: web.StreamResponse = await handler(request)
         return response
 
     def kill(self) -> None:
-        """Answer nobody any more, with what runs."""
+        """Cut all connections, and answer nobody any more."""
         self.is_dead = True
-        self.engine.close()
+        for loop, transport in self.connections:
+            loop.call_soon_threadsafe(transport.abort)
 
 
 @pytest.fixture
@@ -163,24 +171,24 @@ def test_nothing_fails_while_the_only_server_starts_anew(
 ) -> None:
     """Its requests wait, though longer than an episode may take, and go on from their last tokens."""
     registry.put("server-0", (first := serving(stack)).address)
-    actor, rollout = start(stack, registry, model_path, 1, episode_timeout=3.0, request_retries=0)
+    actor, rollout = start(stack, registry, model_path, 1, episode_timeout=10.0, request_retries=0)
     publish_weights(actor, rollout, version=2)
     pending = Background(
-        lambda: rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=200, min_new_tokens=200))
+        lambda: rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
     )
     until(lambda: first.engine.stats().generated_tokens > 60)
     registry.put("server-0", first.address, state="leaving")
     until(lambda: not rollout.servers.servers)
     first.engine.pause("abort").result(10)
     until(lambda: first.engine.stats().running == 0)
-    time.sleep(4.0)
+    time.sleep(10.5)
     second = serving(stack, seed=8)
     registry.put("server-0", second.address, pid=2)
     batch = pending.result()
     assert batch.batch_size[0] == 4 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
     sampled = first.engine.stats().generated_tokens + second.engine.stats().generated_tokens
-    assert 0 < second.engine.stats().generated_tokens < 4 * 200 + 16
-    assert 0 <= sampled - 4 * 200 <= 2 * 16, "no token was sampled twice; two canaries"
+    assert 0 < second.engine.stats().generated_tokens < 4 * 150 + 16
+    assert 0 <= sampled - 4 * 150 <= 2 * 16, "no token was sampled twice; two canaries"
     assert rollout.metrics().get("rollout/failed_timeout", 0) == 0 and rollout.stats.failed == 0
 
 
@@ -222,6 +230,7 @@ def test_a_publication_is_done_again_without_who_dies_in_it(
     registry.put("server-0", stays.address)
     registry.put("server-1", dies.address)
     actor, rollout = start(stack, registry, model_path, 2, weight_update=way, fileroot=str(tmp_path / "runs"))
+    rollout.config.weight_update_timeout = 8.0  # the group of a server that only plays dead stays connected
     began = time.monotonic()
     publish_weights(actor, rollout, version=1)
     assert time.monotonic() - began < 20
@@ -287,3 +296,65 @@ def test_servers_that_take_no_broadcast_read_a_checkpoint(
         server.facts = ServerFacts(takes_broadcasts=False)
     publish_weights(actor, rollout, version=2)
     assert first.engine.version == second.engine.version == "2"
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from testing_registry import RUN, Registry
+from testing_workflows import SamplingWorkflow
+from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.engine.weight_sync import publish_weights
+torch.set_num_threads(1)
+_, model_path, folder = sys.argv
+actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.05)))
+actor.initialize(None, FinetuneSpec(1, 10, 1))
+rollout = RemoteInferenceEngine(InferenceEngineConfig(
+    backend="lite", num_servers=1, name_resolve=Registry(folder).config, consumer_batch_size=4, setup_timeout=100, **RUN
+))
+rollout.initialize(None, None)
+publish_weights(actor, rollout, version=3)
+print("published", flush=True)
+workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+data = [{"input_ids": [5, 9, 13, index]} for index in range(3, 7)]
+for _ in range(2):
+    batch = rollout.rollout_batch(data, workflow)
+    versions = sorted(set(batch["versions"][batch["loss_mask"].bool()].tolist()))
+    print(batch.batch_size[0], versions, flush=True)
+rollout.destroy()
+actor.destroy()
+"""
+
+
+def test_all_ranks_help_a_server_to_catch_up(registry: Registry, model_path: str, tmp_path: Path) -> None:
+    """The only server leaves in the middle of a batch; the next one gets the weights of both ranks' shards."""
+    torch.set_num_threads(1)
+    ranks: list[subprocess.Popen[str]] = []
+    port = str(free_port("127.0.0.1"))
+    with serve(WatchedServer()) as first, serve(WatchedServer(seed=8)) as second:
+        registry.put("server-0", first.address)
+        try:
+            for index in ("0", "1"):
+                torchrun = {"RANK": index, "WORLD_SIZE": "2", "LOCAL_RANK": index, "MASTER_PORT": port}
+                env = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+                env["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parents[1])))
+                command = [sys.executable, "-c", RANK, model_path, str(tmp_path)]
+                ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["published\n"] * 2
+            until(lambda: first.engine.stats().generated_tokens > 60)
+            registry.put("server-0", first.address, state="leaving")
+            until(lambda: first.calls.count("/generate") > 4 or first.engine.stats().running > 0)
+            first.engine.pause("abort").result(10)
+            registry.put("server-1", second.address)
+            outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+            assert [rank.returncode for rank in ranks] == [0, 0]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    assert outputs == ["2 [3]\n2 [3]\n"] * 2
+    assert "/end_weight_update" in second.calls[: second.calls.index("/generate")]

@@ -1,4 +1,4 @@
-"""Rank 0 collects, every rank gets its part or rank 0's error: real gloo processes."""
+"""Rank 0 collects, every rank gets its part or rank 0's error, also in the middle of it: real gloo processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from arealite.api.errors import EpisodeError
@@ -16,7 +17,7 @@ WORLD_SIZE = 2
 
 
 def run_rank(rank: int, port: int, results: Any) -> None:
-    """Scatter twice, then fail on rank 0, then scatter again."""
+    """Scatter, fail on rank 0, scatter again, then with interludes, of which the second fails everywhere."""
     store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     exchange = RankZeroExchange()
@@ -33,6 +34,27 @@ def run_rank(rank: int, port: int, results: Any) -> None:
             outcomes.append(exchange.scatter(produce))
         except (ZeroDivisionError, EpisodeError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
+    played: list[float] = []
+
+    def interlude() -> None:
+        total = torch.tensor(float(rank + 1))
+        dist.all_reduce(total)
+        played.append(total.item())
+        if len(played) == 2:
+            raise ArithmeticError("the second one fails")
+
+    def produce_with(num_interludes: int) -> list[str]:
+        for _ in range(num_interludes):
+            assert exchange.play(interlude)
+        return [f"part {part}" for part in range(WORLD_SIZE)]
+
+    assert rank != 0 or not exchange.play(interlude), "nobody listens"
+    for num_interludes in (1, 2, 1):
+        try:
+            outcomes.append(exchange.scatter(lambda _, count=num_interludes: produce_with(count), interlude))
+        except (ArithmeticError, EpisodeError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    outcomes.append(played)
     results.put((rank, outcomes))
     dist.destroy_process_group()
 
@@ -52,11 +74,16 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
     for rank in range(WORLD_SIZE):
         assert outcomes[rank][0] == f"step 0 part {rank} of 2"
         assert outcomes[rank][2] == f"step 2 part {rank} of 2"
+        assert outcomes[rank][3] == outcomes[rank][5] == f"part {rank}"
+        assert "ArithmeticError: the second one fails" in outcomes[rank][4]
+        assert outcomes[rank][6] == [3.0, 3.0, 3.0]
     assert outcomes[0][1] == "ZeroDivisionError: no rollouts today"
     assert "rank 0" in outcomes[1][1] and "ZeroDivisionError: no rollouts today" in outcomes[1][1]
 
 
 def test_alone_it_is_a_plain_call() -> None:
+    played: list[int] = []
+    assert RankZeroExchange().play(lambda: played.append(1)) and played == [1]
     assert RankZeroExchange().scatter(lambda world_size: [world_size]) == 1
     with pytest.raises(ZeroDivisionError):
         RankZeroExchange().scatter(lambda world_size: [1 // 0])

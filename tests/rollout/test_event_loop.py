@@ -18,7 +18,7 @@ import pytest
 
 from arealite.api.errors import EpisodeTimeoutError
 from arealite.rollout import awaits, loop_watch
-from arealite.rollout.event_loop import EventLoopThread
+from arealite.rollout.event_loop import Errand, EventLoopThread
 from arealite.utils.source_lines import SourceLine
 
 
@@ -241,3 +241,40 @@ def slow_reward(prompt, completions, prompt_ids, completion_ids) -> float:
 async def slow_coroutine_reward(prompt, completions, prompt_ids, completion_ids) -> float:
     await asyncio.sleep(30)
     return 0.0
+
+
+def test_an_errand_is_run_by_the_thread_that_waits(loop) -> None:
+    threads: list[int] = []
+
+    async def want_twice() -> str:
+        for count in (1, 2):
+            errand.want()
+            errand.want()
+            while len(threads) < count:
+                await asyncio.sleep(0.01)
+        return "the end"
+
+    async def answer() -> int:
+        return threading.get_ident()
+
+    def do() -> None:
+        assert loop.run(answer()) != threading.get_ident(), "the loop turns meanwhile"
+        threads.append(threading.get_ident())
+
+    errand = Errand(do)
+    assert loop.run(want_twice(), errand) == "the end"
+    assert threads == [threading.get_ident()] * 2
+    errand.want()
+    assert loop.run(answer()) and len(threads) == 2, "who has no time for it does not do it"
+    cancelled = threading.Event()
+
+    async def wait_until_cancelled() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    errand.do = lambda: [][0]
+    with pytest.raises(IndexError):
+        loop.run(wait_until_cancelled(), errand)
+    assert cancelled.wait(10)

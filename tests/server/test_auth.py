@@ -65,19 +65,18 @@ def test_the_secret_opens(server: LiteServer) -> None:
     assert status(server, "POST", "/no_such_endpoint", authorization(SECRET), b"{}") == 404
 
 
-def test_our_client_shows_the_secret_it_was_given(server: LiteServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask() -> dict[str, object]:
-        http = ServerHttp()
+def test_our_client_shows_the_secret_it_was_given(server: LiteServer) -> None:
+    async def ask(secret: str | None) -> dict[str, object]:
+        http = ServerHttp(secret)
         try:
             return await http.get(server.address, "/server_info", timeout_s=30)
         finally:
             await http.close()
 
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    assert asyncio.run(ask())["running"] == 0
-    monkeypatch.setenv(SECRET_VARIABLE, "other")
-    with pytest.raises(StatusError, match="got status 401: .*must show the secret of the run"):
-        asyncio.run(ask())
+    assert asyncio.run(ask(SECRET))["running"] == 0
+    for other in (None, "other"):
+        with pytest.raises(StatusError, match=r"got status 401: .*must show the secret of the run"):
+            asyncio.run(ask(other))
 
 
 def test_a_server_for_others_needs_a_secret_before_it_loads(

@@ -197,3 +197,26 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must hold metrics\.jsonl or .* run\.json: got none in .*experiment"):
         write_report(tmp_path / "experiment")
     assert not (tmp_path / "experiment" / "report.html").exists()
+
+
+def elastic_row(step: int, live: float, rate: float) -> dict[str, Any]:
+    return {
+        "step": step, "time/step_s": 2.0 + step, "servers/live": live, "perf/generated_tokens_per_s": rate,
+        "staleness/max": 1.0,
+    }  # fmt: skip
+
+
+def test_servers_that_come_and_go_are_shown_over_time() -> None:
+    rows = [elastic_row(0, 1.0, 100.0), elastic_row(1, 3.0, 290.0), elastic_row(2, 2.0, 200.0)]
+    (chart,) = [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
+    by_name = {trace["name"]: trace for trace in chart["traces"]}
+    assert by_name["servers"]["x"] == [2.0, 5.0, 9.0] and by_name["servers"]["y"] == [1.0, 3.0, 2.0]
+    assert by_name["generated tokens per second (right)"]["y"] == [100.0, 290.0, 200.0]
+    assert [trace.get("yaxis") for trace in chart["traces"]] == [None, None, "y2"]
+    assert chart["layout"]["xaxis"]["range"] == [0.0, 9.0] and chart["layout"]["yaxis2"]["overlaying"] == "y"
+
+
+def test_servers_that_stay_are_not_shown() -> None:
+    rows = [elastic_row(step, 2.0, 100.0) for step in range(3)]
+    assert not [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
+    assert not [one for one in charts([{"step": 0}], staleness_bound=2) if one["title"].endswith("over time")]

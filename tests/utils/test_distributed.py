@@ -1,5 +1,4 @@
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arealite.utils import distributed, host_watch
+from arealite.utils import distributed
 
 
 @pytest.fixture
@@ -63,11 +62,3 @@ def test_ranks_that_torchrun_starts_again_meet_at_once(tmp_path: Path) -> None:
     finished = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / "result.txt").read_text() == "1 True [2.0]"
-
-
-def test_the_kernel_closes_a_watched_link_that_falls_silent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as link:
-        host_watch._let_kernel_probe(link, 10)
-        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 2
-        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000

@@ -15,16 +15,17 @@ function element(tag, className, text, children = []) {
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const coloured = (value) => JSON.parse(JSON.stringify(value).replace(/"(--\w+)"/g, (_, name) => JSON.stringify(css(name))));
 
-const lastStep = Math.max(1, ...data.charts.flatMap((chart) => chart.traces.flatMap((trace) => trace.x)));
+const lastStep = Math.max(1, ...data.charts.filter((chart) => !chart.layout.xaxis).flatMap((chart) => chart.traces.flatMap((trace) => trace.x)));
 
 function layoutOf(chart) {
   const axis = { gridcolor: css("--rule"), zerolinecolor: css("--rule"), linecolor: css("--rule"), tickcolor: css("--rule"), automargin: true };
   return {
     ...chart.layout,
-    height: 250, margin: { l: 44, r: 10, t: 12, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    height: 250, margin: { l: 44, r: chart.layout.yaxis2 ? 52 : 10, t: 12, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--soft") },
-    xaxis: { ...axis, showgrid: false, title: { text: "step", standoff: 4 }, range: [-0.012 * lastStep, 1.012 * lastStep] },
+    xaxis: { ...axis, showgrid: false, title: { text: "step", standoff: 4 }, range: [-0.012 * lastStep, 1.012 * lastStep], ...chart.layout.xaxis },
     yaxis: { ...axis, ...chart.layout.yaxis, nticks: 6 },
+    ...(chart.layout.yaxis2 && { yaxis2: { ...axis, ...chart.layout.yaxis2, nticks: 6 } }),
     hovermode: "x unified", hoverlabel: { bgcolor: css("--panel"), bordercolor: css("--faint"), font: { color: css("--ink") } },
     showlegend: chart.traces.length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom" },
   };
