@@ -74,20 +74,20 @@ class JobRun:
         """Rank 0 gets a terminal if the console is one."""
         self._console = console
         self._guard: asyncio.subprocess.Process | None = None
-        self._is_over = False
+        self._killed = asyncio.Event()
 
     async def run(self, job: Job, listener: Listener) -> int:
         """Run the job to its end and return its exit status."""
-        if self._is_over:  # killed before it began
+        if self._killed.is_set():  # killed before it began
             return exit_status(-signal.SIGKILL)
         with contextlib.ExitStack() as streams:
 
             def stream(take: Callable[[bytes], None], *, is_foreground: bool = False) -> Stream:
-                has_terminal = is_foreground and self._console is not None and self._console.is_terminal
-                one = Stream(take, as_terminal_of=self._console if has_terminal else None)
+                console = self._console if is_foreground and self._console and self._console.is_terminal else None
+                one = Stream(take, as_terminal_of=console)
                 streams.callback(one.close)
-                if has_terminal:
-                    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, one.copy_size, self._console)
+                if console is not None:
+                    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, one.copy_size, console)
                 return one
 
             output = stream(lambda data: listener.output(job.name, data))
@@ -106,7 +106,7 @@ class JobRun:
                 stderr=output.writer,
                 start_new_session=True,
             )
-            if self._is_over:
+            if self._killed.is_set():
                 self.kill()
             return exit_status(await self._guard.wait())
 
@@ -118,7 +118,7 @@ class JobRun:
 
     def kill(self) -> None:
         """End the job with all its descendants."""
-        self._is_over = True
+        self._killed.set()
         if self._guard is not None:
             assert self._guard.stdin is not None
             self._guard.stdin.close()

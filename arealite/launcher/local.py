@@ -18,10 +18,12 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.launcher import run
+from arealite.launcher.job import Place
 from arealite.launcher.job_run import LocalPlace
 from arealite.launcher.plan import Placement, Plan
 from arealite.launcher.roles import visible_gpus
 from arealite.launcher.server_commands import check_installed
+from arealite.launcher.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(entry: str | Path, argv: Sequence[str]) -> int:
     """Run `entry` on this machine (see `run.launch`)."""
-    backend = run.Backend("this machine", lambda _config, _plan, supervisor: LocalPlace(supervisor.console), check, devices)
-    return run.launch(entry, argv, backend)
+    return run.launch(entry, argv, run.Backend("this machine", _open_place, check, devices))
+
+
+def _open_place(config: GRPOConfig | SFTConfig, plan: Plan, supervisor: Supervisor) -> Place:
+    return LocalPlace(supervisor.console)
 
 
 def check(config: GRPOConfig | SFTConfig, plan: Plan) -> None:

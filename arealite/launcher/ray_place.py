@@ -37,8 +37,8 @@ _RETRY_S = 1.0
 _CLOSE_S = 10.0
 """What the end of a job's processes and of its relay may take, once both were told."""
 _FORWARDED = re.compile(
-    r"(AREAL|AREALITE|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|SWANLAB|TRACKIO|NCCL|GLOO|TORCH|PYTORCH|TRITON|"
-    r"SGLANG|SGL|VLLM|PYTHON)_?[A-Z0-9_]*|(HTTP|HTTPS|NO)_PROXY|(http|https|no)_proxy"
+    r"(AREAL|HF_|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|SWANLAB|TRACKIO|NCCL|GLOO|TORCH|PYTORCH|TRITON|SGL|VLLM|PYTHON)"
+    r"[A-Z0-9_]*|(?i:(http|https|no)_proxy)"
 )
 """Variables of the launcher that jobs get; others are those of the machine."""
 

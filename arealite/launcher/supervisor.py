@@ -142,7 +142,8 @@ class Supervisor:
     async def take_seats(self, place: Place, placements: Sequence[Placement]) -> list[Seat] | None:
         """Return the seats of all jobs; None if the run ended meanwhile, or has to because there are none."""
         taking = self._loop.create_task(place.seats(placements))
-        await asyncio.wait([taking, *self._endings], return_when=asyncio.FIRST_COMPLETED)
+        waits: list[asyncio.Future[Any]] = [taking, *self._endings]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
             taking.cancel()
             return None

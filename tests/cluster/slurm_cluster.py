@@ -137,7 +137,7 @@ class SlurmCluster:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.name().startswith("slurmstepd"):  # its title is where its environment was
-                    is_ours = process.cwd().startswith(f"{self.folder}/")
+                    is_ours = any(file.path.startswith(f"{self.folder}/") for file in process.open_files())
                 else:
                     environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
                     is_ours = marker in environment and any(one.startswith(b"SLURM_JOB_ID=") for one in environment)

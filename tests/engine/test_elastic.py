@@ -350,7 +350,7 @@ def test_all_ranks_help_a_server_to_catch_up(registry: Registry, model_path: str
             until(lambda: first.calls.count("/generate") > 4 or first.engine.stats().running > 0)
             first.engine.pause("abort").result(10)
             registry.put("server-1", second.address)
-            outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
             assert [rank.returncode for rank in ranks] == [0, 0]
         finally:
             for rank in ranks:

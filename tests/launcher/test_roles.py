@@ -258,7 +258,10 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["model.path=./no", "allocation_mode=d1"], "model.path must be a folder or a hub id: got ./no"),
         (["model.path=tiny", "allocation_mode=lite.d1+d1"], "Write allocation_mode=d1p1t1"),
         (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
-        (["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"], "needs 9, and 8 GPUs on this machine"),
+        (
+            ["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"],
+            "needs 9, and 8 GPUs on this machine",
+        ),
     ],
 )
 def test_refusals(load, nvidia_smi, overrides, told):
