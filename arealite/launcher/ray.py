@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig
-from arealite.api.errors import ConfigError
 from arealite.launcher import run
 from arealite.launcher.job import Place
 from arealite.launcher.plan import Placement, Plan
+from arealite.launcher.ray_place import RayPlace, connect
 from arealite.launcher.server_commands import check_installed
 from arealite.launcher.supervisor import Supervisor
 
@@ -40,16 +40,10 @@ def _check(config: GRPOConfig | SFTConfig, plan: Plan) -> None:
     """Connect to the cluster. Whether it has room is no question of now: a seat is waited for."""
     if plan.servers and isinstance(config, GRPOConfig):
         check_installed(config)
-    try:
-        from arealite.launcher.ray_place import connect
-    except ModuleNotFoundError as error:
-        raise ConfigError("Ray must be installed here: got none. Run `pip install 'arealite[ray]'`.") from error
     connect()
 
 
 def _open_place(config: GRPOConfig | SFTConfig, plan: Plan, supervisor: Supervisor) -> Place:
-    from arealite.launcher.ray_place import RayPlace
-
     return RayPlace(plan, config.launcher, setup_timeout_s=run.setup_timeout_s(config), say=supervisor.say)
 
 

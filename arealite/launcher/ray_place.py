@@ -9,6 +9,8 @@ because the launcher is gone or takes this machine for lost. Ray's own transport
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import logging
 import os
 import re
@@ -19,16 +21,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from arealite.api.cli_args import LauncherConfig
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import NodeLostError, Seat
 from arealite.launcher.plan import Placement, Plan
 from arealite.launcher.relay import RelaySeat
+
+with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `connect` tells of its absence
+    import ray
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _READ_BYTES = 1 << 16
 _CONNECT_S = 10.0
@@ -45,6 +48,8 @@ _FORWARDED = re.compile(
 
 def connect() -> None:
     """Connect this process to the cluster of RAY_ADDRESS, or else to the one this machine belongs to."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray must be installed here: it is not. Run `pip install 'arealite[ray]'` on every machine.")
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if address != "auto":  # Ray itself would try for a quarter of an hour

@@ -19,7 +19,7 @@ from chaos.moments import MOMENTS, OF_NO_STEP, SPAN_S, Mark, Marks, Moment
 from chaos.victims import Role, describe, find, listening_ports
 
 FATAL: tuple[Role, ...] = ("server", "trainer", "launcher", "guard")
-"""Roles whose death ends a run, so that it must be started again."""
+"""Roles whose death ends a run, so that it must be started again. A server's does so only before it was ready."""
 MAY_BE_FATAL: tuple[Role, ...] = (*FATAL, "foreign_server")
 """Others take over from a foreign server, unless it was just receiving weights. A reward worker is replaced."""
 _STRIDE = 7

@@ -14,6 +14,8 @@ from chaos.experiment import ENTRY, MARKER
 
 Role = Literal["server", "trainer", "launcher", "guard", "reward", "foreign_server"]
 
+SUPERVISORS = ("arealite.launcher.guard", "arealite.launcher.serve", "torch.distributed.run", "arealite.launcher.rank")
+
 
 def find(role: Role, launcher: int) -> list[int]:
     """Return the processes of a role below a launcher (or the launcher); foreign servers are ours."""
@@ -29,7 +31,7 @@ def role_of(pid: int) -> Role | None:
     """Tell the role of a process by its command line; the supervising processes are all `guard`."""
     words = _command(pid)
     match words[1:3]:
-        case ["-m", "arealite.launcher.guard" | "torch.distributed.run" | "arealite.launcher.rank"]:
+        case ["-m", name] if name in SUPERVISORS:
             return "guard"
         case ["-m", "arealite.server"]:
             return "server"
