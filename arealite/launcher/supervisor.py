@@ -210,13 +210,13 @@ class Supervisor:
         ready: asyncio.Event,
     ) -> Ending:
         """Run a server, again when it ends after it was ready, and return what ends the run."""
-        name = placement.name
+        name, was_ready = placement.name, False
         for restart in itertools.count(1):
             try:
                 ended = f"{name} ended with {describe_exit(await self._run(seat, describe(placement, seat)))}"
             except NodeLostError as error:
                 ended = str(error)
-            was_ready = ready.is_set()
+            was_ready = was_ready or ready.is_set()
             ready.clear()
             await asyncio.to_thread(policy.forget, name)
             if not was_ready or restart > policy.restarts:

@@ -174,7 +174,7 @@ def test_nothing_fails_while_the_only_server_starts_anew(
     actor, rollout = start(stack, registry, model_path, 1, episode_timeout=10.0, request_retries=0)
     publish_weights(actor, rollout, version=2)
     pending = Background(
-        lambda: rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
+        lambda: rollout.rollout_batch(rows(40), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
     )
     until(lambda: first.engine.stats().generated_tokens > 60)
     registry.put("server-0", first.address, state="leaving")
@@ -185,10 +185,10 @@ def test_nothing_fails_while_the_only_server_starts_anew(
     second = serving(stack, seed=8)
     registry.put("server-0", second.address, pid=2)
     batch = pending.result()
-    assert batch.batch_size[0] == 4 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
+    assert batch.batch_size[0] == 40 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
     sampled = first.engine.stats().generated_tokens + second.engine.stats().generated_tokens
-    assert 0 < second.engine.stats().generated_tokens < 4 * 150 + 16
-    assert 0 <= sampled - 4 * 150 <= 2 * 16, "no token was sampled twice; two canaries"
+    assert 0 < second.engine.stats().generated_tokens < 40 * 150 + 16
+    assert 0 <= sampled - 40 * 150 <= 2 * 16, "no token was sampled twice; two canaries"
     assert rollout.metrics().get("rollout/failed_timeout", 0) == 0 and rollout.stats.failed == 0
 
 
@@ -331,7 +331,7 @@ actor.destroy()
 
 
 def test_all_ranks_help_a_server_to_catch_up(registry: Registry, model_path: str, tmp_path: Path) -> None:
-    """The only server leaves in the middle of a batch; the next one gets the weights of both ranks' shards."""
+    """The only server dies in the middle of a batch; the next one gets the weights of both ranks' shards."""
     torch.set_num_threads(1)
     ranks: list[subprocess.Popen[str]] = []
     port = str(free_port("127.0.0.1"))
@@ -346,11 +346,9 @@ def test_all_ranks_help_a_server_to_catch_up(registry: Registry, model_path: str
                 ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
             assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["published\n"] * 2
             until(lambda: first.engine.stats().generated_tokens > 60)
-            registry.put("server-0", first.address, state="leaving")
-            until(lambda: first.calls.count("/generate") > 4 or first.engine.stats().running > 0)
-            first.engine.pause("abort").result(10)
+            first.kill()
             registry.put("server-1", second.address)
-            outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
             assert [rank.returncode for rank in ranks] == [0, 0]
         finally:
             for rank in ranks:

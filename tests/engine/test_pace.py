@@ -43,7 +43,7 @@ def simulate(coroutine: Coroutine[Any, Any, None]) -> None:
 class Nature:
     """How fast a simulated server is, and how much more slowly it answers with every further request."""
 
-    token_s: float = 0.04
+    token_s: float = 0.01
     crowding: float = 0.05
     is_sick: bool = False
 
@@ -71,9 +71,9 @@ class Fleet:
         """Answer a request and return how long it took."""
         nature, began = self.natures[server], asyncio.get_running_loop().time()
         self.in_flight[server] += 1
-        for _ in range(4):
+        for _ in range(2):
             crowd = 1 + nature.crowding * (self.in_flight[server] - 1)
-            await asyncio.sleep(num_tokens / 4 * nature.token_s * crowd * self.rng.uniform(0.7, 1.5))
+            await asyncio.sleep(num_tokens / 2 * nature.token_s * crowd * self.rng.uniform(0.7, 1.5))
         self.in_flight[server] -= 1
         if nature.is_sick:
             raise ServerError("sick")
