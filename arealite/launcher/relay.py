@@ -84,7 +84,6 @@ class RelaySeat:
         finally:
             self._leash = None
 
-
     def terminate(self) -> None:
         """Send the job SIGTERM."""
         self._say({"do": "terminate"})
