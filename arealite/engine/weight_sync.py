@@ -29,6 +29,8 @@ from arealite.utils.distributed import agreed
 logger = logging.getLogger("arealite.client")
 
 _MAX_ATTEMPTS = 5
+_WIND_UP_S = 60.0
+"""In which the receiving half finds out whom it failed by, and lets the others go on."""
 
 
 def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
@@ -36,7 +38,7 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
 
     How they travel is `rollout.weight_update`: by broadcast, or through a checkpoint in the run folder; how that is
     verified is `rollout.weight_check`. It is done again without servers that died in it. Raises WeightUpdateError
-    within thrice `rollout.weight_update_timeout` seconds for each attempt, or when no server was there for
+    within thrice `rollout.weight_update_timeout` seconds and a minute for each attempt, or when no server was there for
     `rollout.setup_timeout` seconds.
     """
     if rollout.config.replay_from:
@@ -94,7 +96,7 @@ def _transfer(actor: TrainEngine, meta: WeightUpdateMeta, received: Future[None]
     finally:
         if received is not None:
             with beacon.waiting("the servers' new weights", on="servers"):
-                received.result(timeout=2 * meta.timeout_s)
+                received.result(timeout=2 * meta.timeout_s + _WIND_UP_S)
 
 
 def _log_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> str:

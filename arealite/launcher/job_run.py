@@ -111,8 +111,10 @@ class JobRun:
             return exit_status(await self._guard.wait())
 
     def terminate(self) -> None:
-        """Send the job SIGTERM."""
-        if self._guard is not None:
+        """Send the job SIGTERM; one that has not begun yet never does."""
+        if self._guard is None:
+            self._killed.set()
+        else:
             with contextlib.suppress(ProcessLookupError):
                 self._guard.terminate()
 

@@ -67,14 +67,10 @@ def connect() -> None:
 class Attendant:
     """The actor: owns one relay on its machine."""
 
-    def __init__(self, leash_s: float) -> None:
-        self._leash_s = leash_s
-        self._leash: asyncio.TimerHandle | None = None
-
-    async def start(self, env: dict[str, str], folder: str, toward: str) -> str:
+    async def start(self, env: dict[str, str], folder: str, toward: str, leash_s: float) -> str:
         """Start the relay as from the launcher's folder, and return the machine's name."""
         self._relay = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "arealite.launcher.relay", "--toward", toward],
+            *[sys.executable, "-m", "arealite.launcher.relay", "--toward", toward, "--leash", str(leash_s)],
             env=os.environ | env,
             cwd=folder,
             stdin=asyncio.subprocess.PIPE,
@@ -86,9 +82,6 @@ class Attendant:
 
     async def read(self) -> bytes:
         """Return what the relay writes next, nothing at its end."""
-        if self._leash is not None:
-            self._leash.cancel()
-        self._leash = asyncio.get_running_loop().call_later(self._leash_s, self._close_input)
         assert self._relay.stdout is not None
         return await self._relay.stdout.read(_READ_BYTES)
 
@@ -99,9 +92,6 @@ class Attendant:
 
     async def close_input(self) -> None:
         """End the relay and its job."""
-        self._close_input()
-
-    def _close_input(self) -> None:
         assert self._relay.stdin is not None
         self._relay.stdin.close()
 
@@ -192,9 +182,10 @@ class RayPlace:
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "memory": needs.get("memory")}
         bundle = PlacementGroupSchedulingStrategy(self._group, self._nodes.index(placement.node))
         while True:
-            actor = self._actor_class.options(**options, scheduling_strategy=bundle).remote(self._config.node_timeout)
+            actor = self._actor_class.options(**options, scheduling_strategy=bundle).remote()
             try:
-                node = await actor.start.remote(_environment(), os.getcwd(), ray.util.get_node_ip_address())
+                where = os.getcwd(), ray.util.get_node_ip_address()
+                node = await actor.start.remote(_environment(), *where, self._config.node_timeout)
                 seat = RaySeat(node, actor, timeout_s=self._config.node_timeout)
                 await seat.meet(self._setup_timeout_s)
                 return seat

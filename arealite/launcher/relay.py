@@ -17,6 +17,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import arealite
+from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job, Listener, NodeLostError
 from arealite.launcher.job_run import JobRun
 from arealite.utils.network import hold_port, host_ip, port_of
@@ -52,13 +54,14 @@ class RelaySeat:
     ) -> None:
         """`chunks` are what the relay writes, `send` and `close_input` its stdin."""
         self.node = node
-        self.address = ""
+        self.host = self.address = ""
         self.port = 0
         self._frames = _frames(chunks)
         self._send = send
         self._close_input = close_input
         self._timeout_s = timeout_s
-        self._is_over = False
+        self._has_job = self._is_over = False
+        self._over_at = math.inf
         self._leash: asyncio.Timeout | None = None
 
     async def meet(self, timeout_s: float) -> None:
@@ -70,14 +73,17 @@ class RelaySeat:
             raise NodeLostError(f"{self.node} must start our program within {timeout_s:g} s: got no word.") from None
         hello = frame["hello"]
         if hello["version"] != arealite.__version__:
-            raise NodeLostError(
+            raise ConfigError(
                 f"{self.node} must have version {arealite.__version__} of arealite, as the launcher: got "
                 f"{hello['version']}. Install the same version on every machine."
             )
-        self.address, self.port = hello["address"], hello["port"]
+        self.host, self.address, self.port = hello["node"], hello["address"], hello["port"]
 
     async def run(self, job: Job, listener: Listener) -> int:
         """Run a job to its end and return its exit status; NodeLostError if that can't be known."""
+        if self._is_over:
+            raise NodeLostError(f"{job.name} on {self.node} was given up before it began")
+        self._has_job = True
         self._say(dataclasses.asdict(job))
         try:
             return await self._follow(job, listener)
@@ -85,15 +91,19 @@ class RelaySeat:
             self._leash = None
 
     def terminate(self) -> None:
-        """Send the job SIGTERM."""
-        self._say({"do": "terminate"})
+        """Send the job SIGTERM; one that was not sent yet never begins."""
+        if self._has_job:
+            self._say({"do": "terminate"})
+        else:
+            self.kill()
 
     def kill(self) -> None:
         """End the job with all its descendants."""
         self._is_over = True
+        self._over_at = min(self._over_at, asyncio.get_running_loop().time() + _KILLED_S)
         self._close_input()
         if self._leash is not None:
-            self._leash.reschedule(asyncio.get_running_loop().time() + _KILLED_S)
+            self._leash.reschedule(self._over_at)
 
     async def close(self) -> None:
         """Let the relay end."""
@@ -104,15 +114,15 @@ class RelaySeat:
 
     async def _follow(self, job: Job, listener: Listener) -> int:
         """Hear what a job says to its end."""
-        while not self._is_over:
+        loop = asyncio.get_running_loop()
+        while True:
             try:
-                async with asyncio.timeout(self._timeout_s) as self._leash:
+                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, self._over_at)) as self._leash:
                     frame = await self._next({"out", "rank", "alive", "exit", "text"})
             except TimeoutError:
-                raise NodeLostError(
-                    f"{job.name} on {self.node} must give a sign of life every {self._timeout_s:g} s: got none"
-                ) from None
-            if "alive" in frame:
+                rule = "end when it is killed" if self._is_over else f"give a sign of life every {self._timeout_s:g} s"
+                raise NodeLostError(f"{job.name} on {self.node} must {rule}: got nothing") from None
+            if "alive" in frame and not self._is_over:
                 self._say({"do": "stay"})
             elif "out" in frame:
                 listener.output(frame["out"], base64.b64decode(frame["data"]))
@@ -122,7 +132,6 @@ class RelaySeat:
                 return int(frame["exit"])
             elif "text" in frame:
                 listener.output(job.name, frame["text"])
-        raise NodeLostError(f"{job.name} on {self.node} was given up")
 
     async def _next(self, kinds: set[str]) -> dict[str, Any]:
         """Return the next frame of these kinds. Raises NodeLostError when there will be none."""
@@ -200,11 +209,13 @@ def _stretch(leash_s: float) -> None:
 
 async def _obey(lines: asyncio.StreamReader, run: JobRun, leash_s: float) -> None:
     """Take commands until there are none any more, which ends the job."""
-    while line := await lines.readline():
-        _stretch(leash_s)
-        if json.loads(line).get("do") == "terminate":
-            run.terminate()
-    run.kill()
+    try:
+        while (line := await lines.readline()).endswith(b"\n"):
+            _stretch(leash_s)
+            if json.loads(line).get("do") == "terminate":
+                run.terminate()
+    finally:
+        run.kill()
 
 
 async def _live(speaker: _Speaker) -> None:

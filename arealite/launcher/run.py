@@ -29,12 +29,12 @@ from arealite.launcher.plan_text import plan_lines
 from arealite.launcher.roles import check_model, run_folder, server_job, trainer_job
 from arealite.launcher.server_commands import check_server_block, untied_model
 from arealite.launcher.stall import StallPolicy
-from arealite.launcher.supervisor import CONFIG_FAILED, NODE_LOST, Ending, ServerPolicy, Supervisor
+from arealite.launcher.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
 from arealite.utils.environment import SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.file_lock import file_lock
-from arealite.utils.name_resolve import NameEntryNotFoundError, NameRepository, make_repository
+from arealite.utils.name_resolve import NameEntryNotFoundError, NameRepository, NameResolveError, make_repository
 from arealite.utils.secret import SECRET_FILE, ensure_secret
-from arealite.utils.server_record import servers_root
+from arealite.utils.server_record import ServerRecord, servers_root
 
 Config = GRPOConfig | SFTConfig
 
@@ -120,6 +120,10 @@ def checked_plan(config: Config) -> Plan:
     check_model(config)
     if isinstance(config, GRPOConfig) and plan.servers:
         check_server_block(config)
+        try:
+            make_repository(**dataclasses.asdict(config.cluster.name_resolve))
+        except (ValueError, ImportError, NameResolveError) as error:
+            raise ConfigError(f"cluster.name_resolve must be usable: got {error}") from error
     return plan
 
 
@@ -184,16 +188,17 @@ async def _run(run: _Run, restart: str | None) -> int:
     secret = ensure_secret(folder)
     retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
     for attempt in range(retries + 1):
-        ending = await _attempt(run, secret, restart)
+        supervisor = await _attempt(run, secret, restart)
+        ending = supervisor.ending  # a signal while everything was being stopped is heard as well
         restart = f"restart {attempt + 1} of {retries}, because {ending.reason}"
         if not ending.is_failure or ending.status == CONFIG_FAILED or ending.is_refusal:
             break
-        if ending.status == NODE_LOST and not run.backend.machines_answer():
-            break
+        if not await asyncio.to_thread(run.backend.machines_answer):
+            return NODE_LOST
     return ending.status
 
 
-async def _attempt(run: _Run, secret: str, restart: str | None) -> Ending:
+async def _attempt(run: _Run, secret: str, restart: str | None) -> Supervisor:
     """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
     config, plan = run.config, run.plan
     log_folder, scratch = run.folder / "logs", run.folder / ".torchrun"
@@ -204,7 +209,7 @@ async def _attempt(run: _Run, secret: str, restart: str | None) -> Ending:
         async with Supervisor(log_folder=log_folder, stall=_stall_policy(run, secret)) as supervisor:
             supervisor.say(restart or f"{config.allocation_mode}; logs in {log_folder}")
             if names is not None:
-                await asyncio.to_thread(names.clear_subtree, run.servers_root)
+                await _clear(names, run.servers_root)
             place = run.backend.open_place(config, plan, supervisor)
             seats = await supervisor.take_seats(place, plan.placements)
             if seats is not None:
@@ -226,14 +231,19 @@ async def _attempt(run: _Run, secret: str, restart: str | None) -> Ending:
                     ]
                     supervisor.start_trainer(plan.trainers, trainer_seats, jobs)
             await supervisor.wait()
-        return supervisor.ending
+        return supervisor
     finally:
         if place is not None:
             await place.close()
         if names is not None:
-            await asyncio.to_thread(names.clear_subtree, run.servers_root)
-            names.reset()
+            await _clear(names, run.servers_root)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+async def _clear(names: NameRepository, root: str) -> None:
+    """Remove what servers have said; where that can't be, it lapses."""
+    with contextlib.suppress(NameResolveError):
+        await asyncio.to_thread(names.clear_subtree, root)
 
 
 def _start_servers(
@@ -242,8 +252,12 @@ def _start_servers(
     config, servers = run.config, run.plan.servers
     assert isinstance(config, GRPOConfig), type(config)
 
-    def look_up() -> dict[str, str]:
-        return {key.rpartition("/")[2]: value for key, value in names.items(run.servers_root).items()}
+    def look_up() -> dict[str, ServerRecord]:
+        records = {}
+        for key, text in names.items(run.servers_root).items():
+            with contextlib.suppress(ValueError):  # not signed by a server of this run
+                records[key.rpartition("/")[2]] = ServerRecord.read(key, text, secret)
+        return records
 
     def forget(name: str) -> None:
         with contextlib.suppress(NameEntryNotFoundError):

@@ -198,7 +198,7 @@ async def _watch(
     await asyncio.wait(
         [loading, signalled, server.ended], timeout=args.setup_timeout, return_when=asyncio.FIRST_COMPLETED
     )
-    is_ready = loading.done()
+    is_ready = loading.done() and loading.exception() is None
     loading.cancel()
     if is_ready:
         print(f"serve: {args.name} is ready at {address} after {time.monotonic() - started:.1f} s", flush=True)
@@ -235,7 +235,8 @@ async def _hand_back(
     """Let clients have the tokens so far, unless a second signal comes or the time is up."""
 
     async def leave() -> None:
-        await registration.say("leaving")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(registration.say("leaving"), _NOTICE_S)  # a registry that hangs must not cost tokens
         if not num_connected(server.address):
             return
         await asyncio.sleep(_NOTICE_S)

@@ -39,7 +39,10 @@ _ASK_S = 2.0
 _SILENCE_S = 600.0
 """So long may Slurm not answer; its controller may be started again meanwhile."""
 _COMMAND_S = 60.0
-_OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+_OVER = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+}
 """States of a job that has ended; a job that goes back into the queue is COMPLETING, then PENDING."""
 
 

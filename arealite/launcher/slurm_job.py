@@ -31,6 +31,7 @@ from arealite.launcher.server_commands import check_installed
 from arealite.launcher.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor
 from arealite.utils.file_lock import file_lock
 from arealite.utils.network import LOOPBACK
+from arealite.utils.secret import is_loopback
 
 _READ_BYTES = 1 << 16
 _PROGRESS_S = 10.0
@@ -38,6 +39,8 @@ _CLOSE_S = 10.0
 """What the end of a job's processes and of its relay may take, once it was told."""
 _CONTROL_S = 60.0
 """What an answer of Slurm may take, and the end of a job that it was told to requeue."""
+_REQUEUE_S = 300.0
+"""So long the job is tried to be requeued while Slurm's controller does not answer."""
 _OLD_LIFE_S = 120.0
 """What the launcher of the last start may take to end, on a machine that Slurm has lost sight of."""
 
@@ -87,10 +90,13 @@ class SlurmPlace:
 
     async def seats(self, placements: Sequence[Placement]) -> list[Seat]:
         """Start a step for each placement; NodeLostError names a machine where none starts."""
-        taken = [await self._start(placement) for placement in placements]
-        meetings = [asyncio.create_task(seat.meet(self._setup_timeout_s)) for seat in taken]
-        started, waiting = time.monotonic(), set(meetings)
+        taken: list[SlurmSeat] = []
+        meetings: list[asyncio.Task[None]] = []
         try:
+            for placement in placements:
+                taken.append(await self._start(placement))
+                meetings.append(asyncio.create_task(taken[-1].meet(self._setup_timeout_s)))
+            started, waiting = time.monotonic(), set(meetings)
             while waiting:
                 done, waiting = await asyncio.wait(waiting, timeout=_PROGRESS_S, return_when=asyncio.FIRST_EXCEPTION)
                 for meeting in done:
@@ -104,6 +110,13 @@ class SlurmPlace:
                 meeting.cancel()
             await asyncio.gather(*meetings, *(seat.close() for seat in taken), return_exceptions=True)
             raise
+        unreachable = [seat.node for seat in taken if is_loopback(seat.address)]
+        if unreachable and len({seat.host for seat in taken}) > 1:
+            await asyncio.gather(*(seat.close() for seat in taken))
+            raise ConfigError(
+                f"every machine must have an address that others reach: got a loopback for {', '.join(unreachable)}. "
+                "Let the names of Slurm's machines resolve on all of them."
+            )
         return list(taken)
 
     async def close(self) -> None:
@@ -208,7 +221,19 @@ def _machines_answer(nodes: Sequence[str], timeout_s: float) -> bool:
 def _requeue(number: int, retries: int) -> None:
     """Give a broken allocation back and let the job wait for another, unless it has or may not; `number` counts its
     starts."""
-    job = os.environ["SLURM_JOB_ID"]
+    deadline = time.monotonic() + _REQUEUE_S
+    while True:
+        try:
+            _requeue_now(os.environ["SLURM_JOB_ID"], number, retries)
+            return
+        except (ConfigError, TimeoutError) as error:  # the controller may suffer from the same failure
+            print(error, file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                return
+        time.sleep(_PROGRESS_S)
+
+
+def _requeue_now(job: str, number: int, retries: int) -> None:
     state = _control("show", "job", job, "--oneliner").split()
     if f"Restarts={number}" not in state or "JobState=RUNNING" not in state:
         return

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import re
 import signal
@@ -28,13 +27,16 @@ from arealite.launcher.job import Job, NodeLostError, Place, Seat
 from arealite.launcher.plan import Placement
 from arealite.launcher.stall import StallPolicy, StallWatch, forget_progress
 from arealite.utils.beacon import FOLDER_VARIABLE, NAME_VARIABLE
+from arealite.utils.name_resolve import NameResolveError
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
+from arealite.utils.server_record import ServerRecord
 
 CONFIG_FAILED = 2
 SERVER_FAILED = 3
 STALLED = 4
 NODE_LOST = 5
 _GRACE_S = 5.0
+_CLEAN_UP_S = 15.0
 _WORD_S = 10.0
 """Between two words on what is waited for."""
 _LOOK_S = 0.2
@@ -67,10 +69,10 @@ class ServerPolicy:
 
     setup_timeout_s: float
     restarts: int
-    look_up: Callable[[], dict[str, str]]
-    """Returns what registered servers say of themselves, by name, as JSON."""
+    look_up: Callable[[], dict[str, ServerRecord]]
+    """Returns what registered servers say of themselves, by name. Raises NameResolveError."""
     forget: Callable[[str], None]
-    """Removes what a dead server has said."""
+    """Removes what a dead server has said. Raises NameResolveError."""
     publish_progress: bool
     """Whether they tell a stall watch what they do."""
     invitation: str | None
@@ -91,6 +93,8 @@ class Supervisor:
         self._seats: dict[str, Seat] = {}
         """Of the jobs that run."""
         self._ended: dict[str, asyncio.Event] = {}
+        self._closing: list[asyncio.Task[None]] = []
+        """Of seats whose jobs have ended."""
         self._addresses: dict[str, str] = dict(stall.foreign_servers)
         """Of servers that were ready once."""
         self._expected: list[str] = []
@@ -145,7 +149,7 @@ class Supervisor:
         waits: list[asyncio.Future[Any]] = [taking, *self._endings]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
-            taking.cancel()
+            await _cancelled([taking])
             return None
         try:
             return taking.result()
@@ -214,60 +218,75 @@ class Supervisor:
         for restart in itertools.count(1):
             try:
                 ended = f"{name} ended with {describe_exit(await self._run(seat, describe(placement, seat)))}"
+                status = SERVER_FAILED
             except NodeLostError as error:
-                ended = str(error)
+                ended, status = str(error), NODE_LOST
             was_ready = was_ready or ready.is_set()
             ready.clear()
-            await asyncio.to_thread(policy.forget, name)
+            with contextlib.suppress(NameResolveError):  # then it lapses
+                await asyncio.to_thread(policy.forget, name)
             if not was_ready or restart > policy.restarts:
-                return Ending(SERVER_FAILED, ended, self._output(name))
+                return Ending(status, ended, self._output(name))
             self.say(f"{ended}; starting it again ({restart} of {policy.restarts})")
             try:
                 (seat,) = await place.seats([placement])
             except (NodeLostError, TimeoutError, ConfigError) as error:
-                return Ending(SERVER_FAILED, f"{name} could not be started again: {error}")
+                return Ending(status, f"{name} could not be started again: {error}")
         raise AssertionError("servers end")
 
     async def _follow_registry(self, ready: dict[str, asyncio.Event], policy: ServerPolicy) -> Ending:
         """Tell when servers become ready; return when one did not in time."""
         waiting_since = dict.fromkeys(ready, time.monotonic())
         next_word = time.monotonic() + _WORD_S
-        is_told = False
-        records: dict[str, object] = dict.fromkeys(ready)
+        records: dict[str, ServerRecord] = {}
+        """Of those that were ready."""
+        is_told = is_away = False
         while True:
-            told = await asyncio.to_thread(policy.look_up)
+            began = time.monotonic()
+            try:
+                told = await asyncio.to_thread(policy.look_up)
+            except NameResolveError as error:
+                if not is_away:
+                    self.say(f"WARNING: who is ready can't be seen for the time being: {error}")
+                is_away = True
+                await asyncio.sleep(1.0)
+                waiting_since = {name: since + time.monotonic() - began for name, since in waiting_since.items()}
+                continue
+            is_away = False
             now = time.monotonic()
             for name, event in ready.items():
-                record: dict[str, Any] = json.loads(told.get(name, "{}"))
+                record = told.get(name)
                 if event.is_set():
                     waiting_since[name] = now
-                elif record.get("state") == "ready" and record != records[name]:  # not that of one that has ended
-                    records[name] = record
-                    self._addresses[name] = record["address"]
-                    self.say(f"{name} is ready at {record['address']} after {now - waiting_since[name]:.1f} s")
+                elif record is not None and record.state == "ready" and record != records.get(name):
+                    records[name] = record  # not that of one that has ended
+                    self._addresses[name] = record.address
+                    self.say(f"{name} is ready at {record.address} after {now - waiting_since[name]:.1f} s")
                     event.set()
                 elif (waited_s := now - waiting_since[name]) > policy.setup_timeout_s:
                     reason = f"{name} was not ready within {policy.setup_timeout_s:g} s"
                     return Ending(SERVER_FAILED, reason, self._output(name))
                 elif now > next_word:
-                    doing = record.get("detail") or "it has not registered yet"
+                    doing = "it has not registered yet" if record is None else record.detail
                     self.say(f"waiting for {name} ({waited_s:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
             if now > next_word:
                 next_word = now + _WORD_S
-            if policy.invitation and not is_told and all(event.is_set() for event in ready.values()):
+            are_ready = all(event.is_set() for event in ready.values())
+            if policy.invitation and are_ready and not is_told:
                 is_told = True
                 self.say(policy.invitation + ",".join(self._addresses[name] for name in ready))
-            await asyncio.sleep(_LOOK_S if not all(event.is_set() for event in ready.values()) else 1.0)
+            await asyncio.sleep(1.0 if are_ready else _LOOK_S)
 
     async def _train(self, jobs: Sequence[Job], seats: Sequence[Seat]) -> Ending:
         """Run torchrun on every machine of the trainer; the first failure counts."""
         runs = [self._loop.create_task(self._run(seat, job)) for seat, job in zip(seats, jobs, strict=True)]
+        by_run = dict(zip(runs, jobs, strict=True))
         try:
-            for job, run in zip(jobs, runs, strict=True):
-                await asyncio.wait(runs, return_when=asyncio.FIRST_EXCEPTION)
-                status = await run
-                if status != 0:
-                    return _failure(self._output(job.name), status)
+            for run in asyncio.as_completed(runs):
+                await run
+                for failed, job in by_run.items():
+                    if failed.done() and (status := failed.result()) != 0:
+                        return _failure(self._output(job.name), status)
         except NodeLostError as error:
             return Ending(NODE_LOST, str(error))
         finally:
@@ -313,7 +332,7 @@ class Supervisor:
             return await asyncio.shield(run)
         finally:
             if run.done():
-                await seat.close()
+                self._closing.append(self._loop.create_task(seat.close()))
 
     def _watch(self, ending: Coroutine[None, None, Ending]) -> None:
         self._endings.append(self._loop.create_task(ending))
@@ -345,8 +364,6 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
-        for task in self._endings:
-            task.cancel()
         seats = dict(self._seats)
         for seat in seats.values():
             seat.terminate()
@@ -354,9 +371,9 @@ class Supervisor:
             for name in seats.keys() & self._seats.keys():
                 seats[name].kill()
             await self._all_end(seats)
-        for seat in seats.values():
-            with contextlib.suppress(NodeLostError):
-                await seat.close()
+        await _cancelled(self._endings)
+        closing = [*self._closing, *(seat.close() for seat in seats.values())]
+        await asyncio.gather(*closing, return_exceptions=True)  # they have deadlines of their own
         for pid in set(descendants(os.getpid())) - self._before:
             kill_tree(pid)
             with contextlib.suppress(ChildProcessError):
@@ -377,6 +394,13 @@ class Supervisor:
         for line in output.tail:
             self.console.line(f"    {line}")
         self.say(f"its whole log: {output.path}")
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and let them clean up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=_CLEAN_UP_S)
 
 
 def _failure(output: Output, status: int) -> Ending:

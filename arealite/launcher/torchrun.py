@@ -86,8 +86,8 @@ def _trainer_command(config: Config, plan: Plan, placement: Placement, entry: st
 def _variables(placement: Placement, of_user: str, ours: Mapping[str, str]) -> str:
     """Spell the environment of a command; a process without GPUs must not find any."""
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.devices))}
-    pairs = [f"{name}={value}" for name, value in {**devices, **ours}.items()]
-    return "".join(f"{shlex.quote(pair)} " for pair in [*pairs, *filter(None, of_user.split(","))])
+    users = dict(pair.split("=", 1) for pair in of_user.split(",") if pair)
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in {**devices, **ours, **users}.items())
 
 
 if __name__ == "__main__":
