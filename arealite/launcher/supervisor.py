@@ -364,6 +364,8 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
+        for task in self._endings:
+            task.cancel()
         seats = dict(self._seats)
         for seat in seats.values():
             seat.terminate()

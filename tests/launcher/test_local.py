@@ -126,6 +126,41 @@ def test_server_that_dies_mid_run_is_started_again(launch_script):
     assert "server-1 ended with exit status 9; its last " in run.output
 
 
+def test_entries_that_no_server_has_signed_are_no_servers(launch_script):
+    run = launch_script(
+        """
+        import json
+        from arealite.utils.name_resolve import make_repository
+        names = make_repository("nfs", nfs_record_root=os.environ["FILEROOT"])
+        record = json.loads(names.get("exp/trial/servers/server-0")) if servers(1) else {}
+        names.add("exp/trial/servers/server-0", json.dumps(record | {"address": "evil:1", "pid": 1}), replace=True)
+        names.add("exp/trial/servers/server-1", "no JSON")
+        time.sleep(3)
+        """,
+        *("allocation_mode=sglang.d1+d1", "actor.path=tiny"),
+    )
+    assert run.end() == 0, run.output
+    assert "evil" not in run.output and "Traceback" not in run.output
+
+
+def test_a_registry_that_is_away_for_a_while_ends_nothing(launch_script):
+    run = launch_script(
+        """
+        servers(1)
+        names = pathlib.Path(os.environ["FILEROOT"], ".names")
+        names.rename(names.with_name("away")); names.write_text("")
+        time.sleep(4)
+        names.unlink(); names.with_name("away").rename(names)
+        time.sleep(2)
+        print("went on")
+        """,
+        *("allocation_mode=sglang.d1+d1", "actor.path=tiny"),
+    )
+    assert run.end() == 0, run.output
+    assert "\nwent on\n" in run.output
+    assert "WARNING: who is ready can't be seen for the time being: " in run.output and "Traceback" not in run.output
+
+
 def test_server_that_is_never_ready(launch_script):
     run = launch_script(WAIT_FOREVER, *GRPO, "rollout.setup_timeout=2", SERVER_START="time.sleep(600)")
     assert run.end() == 3

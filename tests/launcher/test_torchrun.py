@@ -25,8 +25,8 @@ def test_every_machine_gets_its_commands(tmp_path: Path, capsys: pytest.CaptureF
     words += ["allocation_mode=lite.d3+d3", "cluster.n_nodes=3", "launcher.trainer_env_vars=A=b c"]
     lines = printed(capsys, *words)
     arguments = f"--config {CONFIG} {' '.join(words[:-1])} 'launcher.trainer_env_vars=A=b c'"
-    serve = f"CUDA_VISIBLE_DEVICES= arealite serve --join gsm8k-grpo-cpu/trial0 --host $HOST%d {arguments} &"
-    variables = "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=2 'A=b c' "
+    serve = f"CUDA_VISIBLE_DEVICES='' arealite serve --join gsm8k-grpo-cpu/trial0 --host $HOST%d {arguments} &"
+    variables = "CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=2 A='b c' "
     meeting = "--max-restarts 3 --local-addr $HOST%d --rdzv-backend c10d --rdzv-endpoint $HOST1:29400"
     trainer = f"{variables}torchrun --nnodes 2 --nproc-per-node %d {meeting} --rdzv-conf is_host=%d {ENTRY} {arguments}"
     assert lines[1:] == [
