@@ -301,7 +301,8 @@ class InferenceEngineConfig(Block):
     consumer_batch_size: PositiveInt = 1
     """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
     max_concurrent_rollouts: PositiveInt | None = None
-    """Most episodes running at once over all ranks; None is `consumer_batch_size`."""
+    """Most episodes running at once over all ranks, fewer while servers are missing; None is `consumer_batch_size`,
+    times live servers by `num_servers` if more have joined."""
     max_head_offpolicyness: NonNegativeInt = 0
     """Largest staleness, in weight versions, of a trajectory we train on. 0 is synchronous training."""
     queue_size: PositiveInt | None = None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError, WeightUpdateError
+from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.engine.dialect import Caller, Dialect, Segment
 from arealite.engine.liveness import Liveness
@@ -36,8 +36,8 @@ _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _RESUME_GRACE_S = 60.0
 """Added to the deadline of a publication before a request stops to wait for its end."""
-_PROBE = ModelRequest([2, 3], GenerationHyperparameters(max_new_tokens=8, greedy=True))
-"""What a server that was slow or sick must complete to prove itself."""
+_PROBE = ModelRequest([2, 3], GenerationHyperparameters(max_new_tokens=64, greedy=True))
+"""What a server that was slow or sick must complete to prove itself; long enough to compare with what others do."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +170,10 @@ class Generator:
             latency_s=latency_s,
         )
 
-    async def sample_canaries(self, req: ModelRequest, servers: list[Server]) -> list[Canary]:
-        """Let every server complete `req`, whatever pauses episodes; those that are gone are left out."""
-        try:
-            canaries = await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
-            if not any(canaries):
-                raise ServerError(f"one of {[server.address for server in servers]} must be reachable: got none.")
-        except ServerError as error:
-            raise WeightUpdateError(f"servers must sample from their new weights: {error}") from error
-        return [canary for canary in canaries if canary is not None]
+    async def sample_canaries(self, req: ModelRequest, servers: list[Server]) -> list[Canary | ServerError | None]:
+        """Let every server complete `req`, whatever pauses episodes; return its error if it failed, None if it is
+        gone."""
+        return await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
 
     async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
         """Get the next segment after `tokens` from some server, whatever happens to others."""
@@ -277,7 +272,7 @@ class Generator:
         """Wait while a publication of weights pauses the servers."""
         if self.may_generate.is_set():
             return
-        limit_s = self.publication_s + _RESUME_GRACE_S
+        limit_s = 3 * self.publication_s + _RESUME_GRACE_S
         try:
             async with asyncio.timeout(limit_s):
                 await self.may_generate.wait()
@@ -320,31 +315,36 @@ class Generator:
         self._num_loose_requests += 1
         return 0, sampling_seed(self._config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 
-    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | None:
-        """Return what the server sampled; None if it is gone, which is no fault of its weights."""
-        num_failures = 0
+    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | ServerError | None:
+        """Return what the server sampled, or what went wrong; None if it is gone, which is no fault of its weights."""
+        loop, num_failures = asyncio.get_running_loop(), 0
+        deadline = loop.time() + self._config.weight_update_timeout
         while True:
             try:
-                return await self._ask_canary(server, req)
+                return await self._ask_canary(server, req, deadline)
             except ServerError as error:
                 num_failures += 1
-                if num_failures <= self._config.request_retries and _may_retry(error):
-                    await asyncio.sleep(_backoff_s(num_failures))
-                elif isinstance(error, UnreachableError):
+                backoff_s = _backoff_s(num_failures)
+                is_left = num_failures <= self._config.request_retries and loop.time() + backoff_s < deadline
+                if is_left and _may_retry(error):
+                    await asyncio.sleep(backoff_s)
+                    continue
+                if isinstance(error, UnreachableError):
                     self.liveness.suspect(server)
-                    return None
-                else:
-                    raise
+                elif not await self.liveness.dead_among([server]):
+                    return error
+                return None
 
     async def _probe(self, server: Server) -> float:
         """Return the seconds per token of a small completion."""
         await self._wait_for_publication()
         began = time.monotonic()
-        answer = await self._ask_canary(server, _PROBE)
+        deadline = asyncio.get_running_loop().time() + self._config.weight_update_timeout
+        answer = await self._ask_canary(server, _PROBE, deadline)
         return (time.monotonic() - began) / len(answer.tokens)
 
-    async def _ask_canary(self, server: Server, req: ModelRequest) -> Canary:
-        caller = Caller(server.address, self.http, lambda: self._config.weight_update_timeout)
+    async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
+        caller = Caller(server.address, self.http, lambda: max(0.001, deadline - asyncio.get_running_loop().time()))
         seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
         endpoint, payload = self._dialect.generate_call(server.address, req, [], seed, ignore_eos=True)
         reply = await caller.post(endpoint, payload)

@@ -3,7 +3,8 @@
 A server that is ready is met, in the background, and becomes a member whose weights are unknown, so that it gets
 requests only after a publication. One that says it is leaving goes at once, as does one that has started anew, whose
 successor is a newcomer. One whose entry vanished without a word goes when it does not answer either, because a registry
-may forget what is alive. Invariant: a registry that does not answer changes nothing.
+may forget what is alive. A meeting that fails takes place again after a growing pause, unless the server refuses or
+does not fit: a fault of the moment turns nobody away. Invariant: a registry that does not answer changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError
 from arealite.engine.liveness import Liveness
+from arealite.engine.server_http import StatusError
 from arealite.engine.server_set import ServerFacts, ServerSet
 from arealite.utils.name_resolve import NameResolveError, make_repository
 from arealite.utils.server_record import ServerRecord, servers_root
@@ -26,6 +28,8 @@ logger = logging.getLogger("arealite.client")
 PERIOD_S = 1.0
 _TELL_S = 10.0
 """How often a wait for servers says whom it waits for."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
+"""Between two tries to meet a server."""
 
 Meet = Callable[[str, float], Awaitable[ServerFacts]]
 """Sees by a deadline that the server at an address can do what we need."""
@@ -57,7 +61,7 @@ class Membership:
         self._taken: dict[str, ServerRecord] = {}
         """By address: those that are members, are being met, or were turned away."""
         self._failures: dict[str, Exception] = {}
-        """By address: why servers were turned away when they were met."""
+        """By address: what went wrong the last time they were met."""
         self._unreadable: dict[str, str] = {}
         """Entries that were complained about."""
         self._looked_after: set[str] = set()
@@ -70,12 +74,13 @@ class Membership:
         self._watching.add_done_callback(_tell_if_failed)
 
     async def wait_for(self, count: int) -> None:
-        """Wait until so many servers are members; raise what keeps one from it."""
+        """Wait until so many servers are members; raise at once if one does not fit the run."""
         loop = asyncio.get_running_loop()
         deadline, told = loop.time() + self._config.setup_timeout, loop.time()
         while len(self._servers.servers) < count:
             for error in self._failures.values():
-                raise error
+                if isinstance(error, ConfigError):
+                    raise error
             if loop.time() > deadline:
                 raise ServerError(
                     f"{count} inference servers must be ready within {self._config.setup_timeout:g} s: "
@@ -102,6 +107,8 @@ class Membership:
             words.append(f"{key.rpartition('/')[2]} at {record.address} is {record.state} ({seconds:.0f} s)")
             if record.state == "loading" and record.detail:
                 words[-1] += f": {record.detail}"
+            if record.address in self._failures:
+                words[-1] += f", but: {self._failures[record.address]}"
         missing = count - len(self._records)
         return "; ".join(words + [f"{missing} did not register as {self._root}/... {where}"] * (missing > 0))
 
@@ -124,7 +131,8 @@ class Membership:
     def _compare(self, entries: dict[str, str]) -> None:
         """Let go whom the registry has not as we took it, and meet whom it has anew."""
         self._records = {key: record for key, text in entries.items() if (record := self._read(key, text)) is not None}
-        ready = {record.address: record for record in self._records.values() if record.state == "ready"}
+        by_age = sorted(self._records.values(), key=lambda record: record.since)  # an old entry may outlive its server
+        ready = {record.address: record for record in by_age if record.state == "ready"}
         heard_of = {record.address for record in self._records.values()}
         for address, record in list(self._taken.items()):
             if address in ready and _is_same(ready[address], record):
@@ -152,30 +160,42 @@ class Membership:
             return None
 
     async def _take(self, record: ServerRecord) -> None:
-        """Meet a server and make it a member, unless it has left meanwhile."""
-        address, failure, facts = record.address, None, ServerFacts()
+        """Meet a server, again if need be, and make it a member, unless it has left meanwhile."""
+        address, pause_s = record.address, _FIRST_PAUSE_S
+        while True:
+            outcome = await self._try_to_meet(record)
+            if self._taken.get(address) is not record:
+                return
+            if isinstance(outcome, ServerFacts):
+                break
+            self._failures[address] = outcome
+            self._move()
+            is_final = isinstance(outcome, ConfigError) or (isinstance(outcome, StatusError) and outcome.status < 500)
+            if self._is_started:  # else who waits for it tells
+                what = "is turned away" if is_final else f"could not be met, once more in {pause_s:g} s"
+                logger.warning("server %s %s: %s", address, what, outcome)
+            if is_final:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        self._failures.pop(address, None)
+        self._servers.add(address, facts=outcome)
+        if self._is_started:
+            self.num_joined += 1
+            logger.warning("server %s has joined and gets requests once it has the current weights", address)
+        self._move()
+
+    async def _try_to_meet(self, record: ServerRecord) -> ServerFacts | ServerError | ConfigError:
         deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
         try:
             if record.backend != self._config.backend:
                 raise ConfigError(
-                    f"servers of this run must be {self._config.backend}: got {record.backend} at {address}. Start "
-                    "that one with the run's config."
+                    f"servers of this run must be {self._config.backend}: got {record.backend} at {record.address}. "
+                    "Start that one with the run's config."
                 )
-            facts = await self._meet(address, deadline)
+            return await self._meet(record.address, deadline)
         except (ServerError, ConfigError) as error:
-            failure = error
-        if self._taken.get(address) is not record:
-            return
-        if failure is not None:
-            self._failures[address] = failure
-            if self._is_started:  # else who waits for it raises this
-                logger.warning("server %s is turned away: %s", address, failure)
-        else:
-            self._servers.add(address, facts=facts)
-            self.num_joined += self._is_started
-            if self._is_started:
-                logger.warning("server %s has joined and gets requests once it has the current weights", address)
-        self._move()
+            return error
 
     async def _look_after(self, address: str) -> None:
         """Ask a member without an entry for a sign of life; without one the next comparison lets it go."""

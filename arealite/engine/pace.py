@@ -83,7 +83,9 @@ class Pace:
             self._drain(server, f"takes {factor:.1f} times as long per token as the others")
 
     def note_error(self, server: Server) -> None:
-        """Take in that a server has answered with an error."""
+        """Take in that a server has answered with an error; one that leaves may do so."""
+        if server not in self._servers.servers:
+            return
         record = self._record(server)
         record.num_errors += 1
         if record.num_errors >= _MAX_ERRORS:

@@ -23,7 +23,7 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.dialect import Dialect
@@ -44,6 +44,8 @@ from arealite.utils.garbage import QuietCollector
 from arealite.utils.secret import ensure_secret, secret_of_environment
 
 T = TypeVar("T")
+NextStep = Literal["again", "enough", "no"]
+"""After a publication that failed: try it once more, go on without it, or raise."""
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -176,6 +178,8 @@ class RemoteInferenceEngine(InferenceEngine):
         The same `meta` may be used every time. Raises WeightUpdateError if the servers can't even be told.
         """
         loop = self._require_executor().loop
+        if not meta.only_stale:
+            self.on_stale = None  # it would bring older weights
         if meta.version in (None, meta.last_version):
             meta.version = self.get_version() + 1
         meta.last_version = meta.version
@@ -187,27 +191,55 @@ class RemoteInferenceEngine(InferenceEngine):
         """Fill in what the sender must know, and return the coroutine that brings the weights to every live server."""
         return self._receiver.receive(await self._receiver.begin(self._generator.liveness, meta))
 
-    def after_failed_update(self, *, only_stale: bool) -> Literal["again", "enough", "no"]:
+    def after_failed_update(self, *, only_stale: bool, may_repeat: bool) -> NextStep:
         """Tell every rank whether a publication that failed may be tried again, perhaps when a server is there
-        (collective). When only stale servers were to catch up and none is left, it is `enough`."""
+        (collective). When only stale servers were to catch up it is `enough` if none is left, or others are live."""
+        decide = self._after_failed_catch_up if only_stale else self._after_failed_publication
+        return self._exchange.scatter(
+            lambda world_size: [self._require_executor().loop.run(decide(may_repeat))] * world_size
+        )
 
-        def decide(world_size: int) -> list[Literal["again", "enough", "no"]]:
-            has_lost_one = any(not server.is_reachable for server in self._receiver.members)
-            if not self._receiver.may_try_again and not has_lost_one:
-                return ["no"] * world_size
-            if only_stale:
-                return ["again" if self.servers.stale else "enough"] * world_size
-            has_server = self._require_executor().loop.run(self._generator.wait_for_reachable())
-            return ["again" if has_server else "no"] * world_size
+    async def _after_failed_publication(self, may_repeat: bool) -> NextStep:
+        self._receiver.give_up()
+        if not (may_repeat and (self._receiver.may_try_again or self._receiver.has_lost_one)):
+            return "no"
+        self._generator.may_generate.set()  # requests wait for a server, which has a deadline of its own
+        return "again" if await self._generator.wait_for_reachable() else "no"
 
-        return self._exchange.scatter(decide)
+    async def _after_failed_catch_up(self, may_repeat: bool) -> NextStep:
+        self._receiver.give_up()
+        may_help = self._receiver.may_try_again or self._receiver.has_lost_one
+        if may_repeat and may_help and self.servers.stale:
+            return "again"
+        if self.servers.live:
+            self._receiver.bench("it could not catch up")
+            return "enough"
+        return "enough" if may_help and not self.servers.stale else "no"
 
     def sample_canaries(self, req: ModelRequest) -> list[Canary]:
-        """Let every server that the last publication reached complete `req`, whatever pauses episodes (rank 0)."""
-        return self._require_executor().loop.run(self._generator.sample_canaries(req, self._receiver.members))
+        """Let every server that the last publication reached complete `req`, whatever pauses episodes (rank 0).
+
+        Those that are gone are left out.
+        """
+        return self._require_executor().loop.run(self._sample_canaries(req))
+
+    async def _sample_canaries(self, req: ModelRequest) -> list[Canary]:
+        members = self._receiver.members
+        outcomes = dict(zip(members, await self._generator.sample_canaries(req, members), strict=True))
+        failures = {server: str(one) for server, one in outcomes.items() if isinstance(one, ServerError)}
+        self._receiver.leave_out([server for server, one in outcomes.items() if one is None])
+        canaries = [one for one in outcomes.values() if isinstance(one, Canary)]
+        rest = self._receiver.turn_away(failures) if failures else {}
+        if rest or not canaries:
+            why = "; ".join((rest or failures).values())
+            raise WeightUpdateError(
+                "servers must sample from their new weights: got "
+                f"{why or f'no answer from {[server.address for server in members]}'}. Look at their logs."
+            )
+        return canaries
 
     def turn_away(self, failures: dict[str, str]) -> dict[str, str]:
-        """Remove newcomers among the servers at these addresses, if others are there, and return the rest (rank 0)."""
+        """Do without those of the servers at these addresses that others can do without; return the rest (rank 0)."""
 
         async def turn_away() -> dict[str, str]:
             by_server = {
@@ -324,6 +356,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._executor is not None:
             self._executor.load_state_dict(state)
             self._generator.num_tokens = state["generated_tokens"]
+            self._rate_from = (time.monotonic(), self._generator.num_tokens)
             self._generator.num_stale_kv_tokens = state["stale_kv_tokens"]
 
     def note_checkpoint(self, step: int, position: int) -> None:

@@ -45,6 +45,12 @@ class Server:
     is_reachable: bool = True
     is_drained: bool = False
     """Whether others take its requests, because it is slow or answers badly."""
+    is_veteran: bool = False
+    """Whether it has ever taken weights and proved them."""
+    num_benched: int = 0
+    """How often it has failed to catch up since then."""
+    is_benched: bool = False
+    """Whether it is left alone for a while, because it could not catch up."""
     tells_versions: bool = False
     """Whether a reply has ever said which weights sampled it."""
 
@@ -82,7 +88,7 @@ class ServerSet:
         with self._lock:
             self.version = version
             for server in receivers:
-                server.version = version
+                server.version, server.is_veteran, server.num_benched, server.is_benched = version, True, 0, False
         self._tell()
 
     def note_loss(self, server: Server, version: int) -> None:
@@ -102,6 +108,12 @@ class ServerSet:
         server.is_drained = is_drained
         self._tell()
 
+    def note_benched(self, server: Server, is_benched: bool) -> None:
+        """Note whether a server that could not catch up is left alone."""
+        server.is_benched = is_benched
+        server.num_benched += is_benched
+        self._tell()
+
     @property
     def servers(self) -> list[Server]:
         """All members, in the order in which they were added."""
@@ -115,8 +127,9 @@ class ServerSet:
 
     @property
     def stale(self) -> list[Server]:
-        """The reachable members that hold other weights."""
-        return [server for server in self.servers if server.is_reachable and server.version != self.version]
+        """The reachable members that hold other weights and may catch up now."""
+        reachable = [server for server in self.servers if server.is_reachable and not server.is_benched]
+        return [server for server in reachable if server.version != self.version]
 
     def describe(self) -> str:
         """Return what the members are fit for, for messages."""

@@ -6,7 +6,8 @@ lets the servers go on. Requests in flight come back as aborted and the client c
 publication. One that catches up leaves the servers alone that have the newest weights. Servers that can are told the
 sender's fingerprints and verify what they got. Invariants: it ends within its deadline; a failure names the server;
 after it servers go on, except one that may hold half of the new weights: it has no version until a publication has
-reached it whole. A server that died in it, or a newcomer that failed, is out of the next one, which may be tried.
+reached it whole. A server that died in it, or a newcomer that failed, is out of the next one, which may be tried; who
+failed to catch up is left alone for a while, ever longer, if others are there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -36,6 +37,8 @@ _CONTINUE_S = 30.0
 _LISTEN_PAUSE_S = 0.01
 _LAST_WORD_S = 1.0
 """In which servers may say what went wrong when the sender has noticed already."""
+_FIRST_BENCH_S, _MAX_BENCH_S = 10.0, 600.0
+"""How long a server that could not catch up is left alone; twice as long each time."""
 _LEAVE_S = 5.0
 """Deadline for servers to leave a group that is no longer used."""
 
@@ -57,6 +60,7 @@ class WeightReceiver:
         self._joined: BroadcastPlan | None = None
         self._held: Publication | None = None
         """One whose servers get no requests before `admit`."""
+        self._last: Publication | None = None
 
     async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> Publication:
         """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
@@ -64,6 +68,7 @@ class WeightReceiver:
         self._held, self.members, self.may_try_again = None, [], False
         accepts_mismatch = self._check.on_mismatch == "warn"
         publication = Publication(self._dialect, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch)
+        self._last = publication
         if meta.type == "nccl":
             async with self._undone_on_failure(publication):
                 await publication.pause()
@@ -97,17 +102,53 @@ class WeightReceiver:
             self._servers.note_publication(self._held.members, self._held.version)
         self._held = None
 
+    @property
+    def has_lost_one(self) -> bool:
+        """Tell whether one of those that the last publication was for does not answer any more."""
+        return self._last is not None and any(not server.is_reachable for server in self._last.asked)
+
+    def give_up(self) -> None:
+        """Take it that the last publication has failed after all: nobody has proved the weights that it brought."""
+        for server in self._held.members if self._held else []:
+            self._servers.note_loss(server, server.version)
+        self._held = None
+
+    def bench(self, why: str) -> None:
+        """Leave the servers alone for a while that could not catch up, for no reason of any one of them."""
+        for server in self._last.asked if self._last else []:
+            if server in self._servers.stale:
+                self._bench(server, why)
+
     def turn_away(self, failures: Mapping[Server, str]) -> dict[Server, str]:
-        """Remove the newcomers among servers that failed, if others are there, and return the rest."""
-        if not any(server.version != NO_VERSION for server in self._servers.servers):
+        """Do without servers that failed, if others are there and they are newcomers or were to catch up, and return
+        the rest."""
+        assert self._last is not None, "servers fail in publications"
+        is_catch_up = self._last.meta.only_stale
+        reachable = self._servers.live if is_catch_up else [one for one in self._servers.servers if one.is_reachable]
+        if not set(reachable) - set(failures):
             return dict(failures)
+        rest = {}
         for server, why in failures.items():
-            if server.version == NO_VERSION and self._servers.remove(server.address):
+            if is_catch_up:
+                self._bench(server, why)
+            elif server.is_veteran and not server.is_benched:
+                rest[server] = why
+            elif self._servers.remove(server.address):
                 logger.warning("server %s is turned away: %s", server.address, why)
-        self.members = [server for server in self.members if server in self._servers.servers]
+        self.leave_out(failures.keys() - rest.keys())
+        return rest
+
+    def leave_out(self, servers: Collection[Server]) -> None:
+        """Take it that the last publication has not reached these servers."""
+        self.members = [server for server in self.members if server not in servers]
         if self._held is not None:
             self._held.members = self.members
-        return {server: why for server, why in failures.items() if server.version != NO_VERSION}
+
+    def _bench(self, server: Server, why: str) -> None:
+        pause_s = min(_FIRST_BENCH_S * 2.0**server.num_benched, _MAX_BENCH_S)
+        self._servers.note_benched(server, True)
+        asyncio.get_running_loop().call_later(pause_s, self._servers.note_benched, server, False)
+        logger.warning("server %s gets no weights for %g s, or until the next: %s", server.address, pause_s, why)
 
     def _agree(self, members: list[Server], meta: WeightUpdateMeta) -> None:
         """Write the broadcast group of these servers into `meta`; that of the last time if they are all still in it."""
@@ -161,7 +202,7 @@ class WeightReceiver:
         others = {server: str(error) for server, error in failures.items() if server not in dead}
         was_cut = any(isinstance(error, UnreachableError) for error in failures.values())
         has_left = any(server not in self._servers.servers for server in asked)
-        self.may_try_again = not asked or bool(dead) or was_cut or has_left
+        self.may_try_again = publication.found_nobody or bool(dead) or was_cut or has_left
         if not self.may_try_again and others:
             self.may_try_again = len(self.turn_away(others)) < len(others)
 
@@ -208,6 +249,8 @@ class Publication:
         """Those that take part, from `pause` on."""
         self.asked: list[Server] = []
         """Those that were to take part."""
+        self.found_nobody = False
+        """Whether there was no server to pause."""
         self.failures: dict[Server, ServerError] = {}
         """What servers have answered, or why they have not."""
         self.is_torn = False
@@ -228,7 +271,7 @@ class Publication:
             self.liveness.may_generate.clear()
             known = self._servers.servers
             self.asked = [server for server in known if server.is_reachable] or known
-        self.members = self.asked
+        self.members, self.found_nobody = self.asked, not self.asked
         await self._on_all(self._dialect.pause, self.asked, may_be_gone=True)
         self.members = [server for server in self.asked if server not in self.failures]
         for server in self.failures:

@@ -2,9 +2,10 @@
 
 It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result`, `check_canary`, `resume`,
 `set_version`, for users who do not want to change it. Invariant: versions advance only after every server has
-acknowledged the new weights and samples from them, in the order servers, rollout, actor; a failure on one rank is
-raised on all at once, and the versions stay. Servers that join later, or lost their weights, catch up with the same
-sequence, which leaves the others alone.
+acknowledged the new weights and samples from them, in the order servers, rollout, actor; a failure is raised on all
+ranks at once, and the versions stay. Only what all ranks agree to have failed is tried again: one that fails alone, in
+a collective, ends. Servers that join later, or lost their weights, catch up with the same sequence, which leaves the
+others alone and whose failure matters only where there are no others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.replay import compare_weights
 from arealite.engine.weight_log import note_weights
 from arealite.utils import beacon
-from arealite.utils.distributed import agreed
+from arealite.utils.distributed import agreed, is_agreed
 
 logger = logging.getLogger("arealite.client")
 
@@ -54,7 +55,7 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
 
 def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, fingerprint: str) -> None:
     """Publish once more to servers that lack the version, unless the actor has trained since (collective)."""
-    if fingerprint and actor.fingerprint() != fingerprint:
+    if actor.fingerprint() != fingerprint:
         return
     _publish(actor, rollout, version, only_stale=True)
     rollout.admit()
@@ -66,7 +67,9 @@ def _publish(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, 
             _publish_once(actor, rollout, _new_update(actor, rollout, version, only_stale=only_stale))
             return
         except Exception as error:
-            next_step = "no" if attempt == _MAX_ATTEMPTS else rollout.after_failed_update(only_stale=only_stale)
+            if not is_agreed(error):
+                raise
+            next_step = rollout.after_failed_update(only_stale=only_stale, may_repeat=attempt < _MAX_ATTEMPTS)
             if next_step == "no":
                 raise
             if dist.get_rank() == 0:
@@ -78,7 +81,7 @@ def _publish(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, 
 def _publish_once(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, meta: WeightUpdateMeta) -> None:
     assert meta.version is not None
     received = agreed(lambda: _start_receiving(rollout, meta))
-    agreed(lambda: _transfer(actor, meta, received))
+    _transfer(actor, meta, received)
     check_canary(actor, rollout, meta.version)
 
 
@@ -90,21 +93,29 @@ def _start_receiving(rollout: RemoteInferenceEngine, meta: WeightUpdateMeta) -> 
 
 def _transfer(actor: TrainEngine, meta: WeightUpdateMeta, received: Future[None] | None) -> None:
     """Send, and wait for the servers also if that fails: they must go on, and their error names one of them."""
+    failure: Exception | None = None
     try:
         with beacon.waiting("the servers to take new weights", on="servers"):
             actor.upload_weights(meta)
-    finally:
+    except Exception as error:
+        if not is_agreed(error):
+            raise
+        failure = error
+
+    def finish() -> None:
         if received is not None:
             with beacon.waiting("the servers' new weights", on="servers"):
                 received.result(timeout=2 * meta.timeout_s + _WIND_UP_S)
+        if failure is not None:
+            raise failure
+
+    agreed(finish)
 
 
 def _log_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> str:
-    """Note in the run folder which weights this version is, and return their fingerprint, if that is wanted."""
-    if not rollout.config.weight_check.fingerprint:
-        return ""
+    """Note in the run folder which weights this version is, if that is wanted, and return their fingerprint."""
     fingerprint = actor.fingerprint()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and rollout.config.weight_check.fingerprint:
         note_weights(rollout.config, version, fingerprint)
     return fingerprint
 

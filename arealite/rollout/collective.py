@@ -1,8 +1,9 @@
 """How what rank 0 collected reaches every rank.
 
 While rank 0 still produces, it may make all ranks do something together, an *interlude*. Invariant: every rank leaves
-the exchange, with its part or with rank 0's error. The exchange has a gloo group of its own, so it never mixes with
-collectives of training and works whatever backend those use.
+the exchange, with its part or with rank 0's error; a rank that fails alone in an interlude leaves at once, as no other
+can hear of it before its process ends. The exchange has a gloo group of its own, so it never mixes with collectives of
+training and works whatever backend those use.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from arealite.api.errors import EpisodeError
 from arealite.utils import beacon
+from arealite.utils.distributed import is_agreed
 
 T = TypeVar("T")
 
@@ -30,6 +32,8 @@ class RankZeroExchange:
         self._group: dist.ProcessGroup | None = None
         self._is_open = False
         """Whether rank 0 is producing, and all others wait for it."""
+        self._has_left = False
+        """Whether rank 0 has left an interlude in which the others may still be."""
 
     def scatter(self, produce: Callable[[int], list[T]], interlude: Callable[[], None] | None = None) -> T:
         """Call `produce(world_size)` on rank 0 and return the entry of this rank.
@@ -47,7 +51,8 @@ class RankZeroExchange:
         try:
             parts = produce(world_size)
         except BaseException as error:
-            self._send([_Message(error=f"{type(error).__name__}: {error}")] * world_size)
+            if not self._has_left:
+                self._send([_Message(error=f"{type(error).__name__}: {error}")] * world_size)
             raise
         finally:
             self._is_open = was_open
@@ -60,11 +65,15 @@ class RankZeroExchange:
             self._send([_Message(is_interlude=True)] * dist.get_world_size())
         elif not _is_alone():
             return False
-        interlude()
+        try:
+            interlude()
+        except BaseException as error:
+            self._has_left = self._is_open and not is_agreed(error)
+            raise
         return True
 
     def _receive(self, interlude: Callable[[], None] | None) -> Any:
-        """Take this rank's part. An interlude that fails here fails on rank 0 as well, whose error ends the wait."""
+        """Take this rank's part. An interlude that fails on every rank does so on rank 0, whose error ends the wait."""
         failure: Exception | None = None
         while True:
             received: list[Any] = [None]
@@ -77,6 +86,8 @@ class RankZeroExchange:
                 try:
                     interlude()
                 except Exception as error:
+                    if not is_agreed(error):
+                        raise
                     failure = error
                 continue
             if message.error is not None:

@@ -175,10 +175,14 @@ class RolloutExecutor:
         self.loop.run(self._set_version(version))
 
     def set_capacity(self, share: float) -> None:
-        """Let that share of the configured concurrency run, rounded up, as servers come and go (in the loop)."""
+        """Let that share of the usual concurrency run, rounded up, as servers come and go, within what is configured
+        (in the loop)."""
         max_concurrent = max(1, math.ceil(share * self._max_concurrent))
+        if self.config.max_concurrent_rollouts is not None:
+            max_concurrent = min(max_concurrent, self.config.max_concurrent_rollouts)
         if max_concurrent != self._account.max_concurrent:
-            self._account.max_concurrent = self._lane.max_concurrent = max_concurrent
+            self._account.max_concurrent = max_concurrent
+            self._lane.set_max_concurrent(max_concurrent)
             self._advance()
 
     @property

@@ -1,7 +1,8 @@
 """Episodes that staleness does not throttle: a fixed list of prompts, run now, with a concurrency of its own.
 
 Synchronous batches and evaluations take this lane. Invariant: it returns when every episode has ended, so it never
-waits for what can't come; an evaluation holds answers of one version of the weights only.
+waits for what can't come; an evaluation holds answers of one version of the weights only; no more episodes start than
+may run at that moment.
 """
 
 from __future__ import annotations
@@ -23,8 +24,19 @@ class Lane:
 
     def __init__(self, runner: EpisodeRunner, *, max_concurrent: int) -> None:
         self._runner = runner
-        self.max_concurrent = max_concurrent
-        """Of the lists that start from now on."""
+        self._max_concurrent = max_concurrent
+        self._num_running = 0
+        self._changed = asyncio.Event()
+        """Set and replaced when more may start, or one has failed."""
+
+    def set_max_concurrent(self, max_concurrent: int) -> None:
+        """Let so many run from now on; what runs already ends as it may (in the loop)."""
+        self._max_concurrent = max_concurrent
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def train_all(self, submissions: list[Submission], *, version: int) -> list[FinishedEpisode]:
         """Run episodes whose accepted results are trained on at this version."""
@@ -56,14 +68,24 @@ class Lane:
     async def _run(
         self, submissions: list[Submission], *, head_version: int, oldest_version: int
     ) -> list[FinishedEpisode]:
-        slots = asyncio.Semaphore(self.max_concurrent)
+        tasks: list[asyncio.Task[FinishedEpisode | None]] = []
+        failed: list[asyncio.Task[FinishedEpisode | None]] = []
 
-        async def run_one(submission: Submission) -> FinishedEpisode | None:
-            async with slots:
-                return await self._run_one(submission, head_version, oldest_version)
+        def note_end(task: asyncio.Task[FinishedEpisode | None]) -> None:
+            self._num_running -= 1
+            if not task.cancelled() and task.exception() is not None:
+                failed.append(task)
+            self._tell()
 
-        tasks = [asyncio.create_task(run_one(submission)) for submission in submissions]
         try:
+            for submission in submissions:
+                while self._num_running >= self._max_concurrent and not failed:
+                    await self._changed.wait()
+                if failed:
+                    break
+                self._num_running += 1
+                tasks.append(asyncio.create_task(self._run_one(submission, head_version, oldest_version)))
+                tasks[-1].add_done_callback(note_end)
             outcomes = await asyncio.gather(*tasks)
         finally:
             for task in tasks:

@@ -195,8 +195,14 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
     with beacon.waiting("the outcome on all ranks", on="ranks"):
         dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
     beacon.tick()
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise RuntimeError(f"rank {rank} failed: {text}")
+    foreign = (RuntimeError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
+    failure = error or next(foreign, None)
+    if failure is not None:
+        vars(failure)["is_agreed"] = True
+        raise failure
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Tell whether every rank has raised with this error. At any other the rest may wait in a collective, and only the
+    end of this process tells them."""
+    return getattr(error, "is_agreed", False)

@@ -22,7 +22,7 @@ from testing_registry import RUN, Registry
 from testing_server import serve
 from testing_workflows import SamplingWorkflow
 
-from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig
+from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig, WeightCheckConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -42,6 +42,7 @@ class WatchedServer(LiteServer):
     def __init__(self, *, seed: int = 3, dies_at: str = "", **options: Any) -> None:
         super().__init__(tiny_models.build(tiny_models.config(), seed=seed), **options)
         self.dies_at = dies_at
+        self.sick_at = ""
         self.calls: list[str] = []
         self.connections: list[tuple[asyncio.AbstractEventLoop, asyncio.Transport]] = []
         self.is_dead = False
@@ -60,6 +61,8 @@ class WatchedServer(LiteServer):
         if self.is_dead:
             request.transport.abort()
             return web.Response()
+        if request.path == self.sick_at:
+            return web.json_response({"error": {"message": "CUDA error"}}, status=500)
         response: web.StreamResponse = await handler(request)
         return response
 
@@ -296,6 +299,93 @@ def test_servers_that_take_no_broadcast_read_a_checkpoint(
         server.facts = ServerFacts(takes_broadcasts=False)
     publish_weights(actor, rollout, version=2)
     assert first.engine.version == second.engine.version == "2"
+
+
+@pytest.mark.parametrize("moment", ["/begin_weight_update", "/generate"])
+def test_who_can_not_catch_up_is_left_alone_and_the_run_goes_on(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, sick = serving(stack), serving(stack)
+    registry.put("server-0", good.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    publish_weights(actor, rollout, version=1)
+    sick.sick_at = moment
+    registry.put("server-1", sick.address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+    for _ in range(2):
+        assert rollout.rollout_batch(rows(8), workflow).batch_size[0] == 8
+    assert sum("gets no weights for 10 s" in line for line in caplog.messages) == 1, "no hot loop"
+    assert rollout.stats.failed == 0 and [one.address for one in rollout.servers.live] == [good.address]
+    publish_weights(actor, rollout, version=2)
+    assert [one.address for one in rollout.servers.servers] == [good.address], "it may not end the run either"
+
+
+def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    """A newcomer of another shape tears the update of servers that do not keep their old weights."""
+    good = serving(stack)
+    registry.put("server-0", good.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    rollout._dialect.keeps_old_weights = False
+    publish_weights(actor, rollout, version=1)
+    other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
+    stack.enter_context(serve(other))
+    registry.put("server-1", other.address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    publish_weights(actor, rollout, version=2)
+    assert [(one.address, one.version) for one in rollout.servers.servers] == [(good.address, 2)]
+
+
+def test_a_sender_that_fails_is_not_asked_again(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
+    registry.secret = ensure_secret(tmp_path / "runs" / "exp" / "t")
+    registry.put("server-0", serving(stack).address)
+    actor, rollout = start(stack, registry, model_path, 1, weight_update="disk", fileroot=str(tmp_path / "runs"))
+    attempts = []
+
+    def fail(*_: object) -> None:
+        attempts.append(1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("arealite.engine.fsdp_weights._show", fail)
+    with pytest.raises(WeightUpdateError, match="No space left"):
+        publish_weights(actor, rollout, version=1)
+    assert len(attempts) == 1
+
+
+def test_nobody_catches_up_with_weights_that_were_trained_since(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    registry.put("server-0", serving(stack).address)
+    actor, rollout = start(stack, registry, model_path, 1, weight_check=WeightCheckConfig(fingerprint=False))
+    publish_weights(actor, rollout, version=1)
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            parameter.mul_(1.5)
+    registry.put("server-1", (new := serving(stack)).address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    rollout.evaluate_batch(rows(8), SamplingWorkflow(max_new_tokens=60, min_new_tokens=60))
+    assert new.engine.version != "1" and len(rollout.servers.stale) == 1
+
+
+def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    registry.put("server-0", (first := serving(stack)).address)
+    actor, rollout = start(stack, registry, model_path, 1, max_concurrent_rollouts=8)
+    publish_weights(actor, rollout, version=1)
+    registry.put("server-0", first.address, state="leaving")
+    until(lambda: not rollout.servers.servers)
+    workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+    pending = Background(lambda: rollout.rollout_batch(rows(16), workflow))
+    second = serving(stack)
+    registry.put("server-0", second.address, pid=2)
+    until(lambda: second.engine.stats().running > 4)
+    assert pending.result().batch_size[0] == 16
 
 
 RANK = """

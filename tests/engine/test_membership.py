@@ -19,10 +19,13 @@ from testing_registry import RUN, Registry
 from testing_server import ScriptedServer, serve, token_at
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import ConfigError, ServerError
+from arealite.api.errors import ConfigError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.engine.dialect import Caller
 from arealite.engine.remote_client import RemoteInferenceEngine
-from arealite.engine.server_set import NO_VERSION
+from arealite.engine.server_http import StatusError
+from arealite.engine.server_set import NO_VERSION, ServerFacts
+from arealite.engine.sglang_dialect import SGLangDialect
 from arealite.utils.environment import SECRET_VARIABLE
 
 LIMIT_S = 20.0
@@ -217,21 +220,48 @@ def test_a_registry_that_does_not_answer_changes_nothing(
     assert len(addresses(engine)) == 2 and len(engine.servers.live) == 2
 
 
-def test_capacity_follows_the_members(stack: contextlib.ExitStack, registry: Registry) -> None:
+@pytest.mark.parametrize("limit", [None, 10])
+def test_capacity_follows_the_members_up_to_what_is_configured(
+    stack: contextlib.ExitStack, registry: Registry, limit: int | None
+) -> None:
     servers = [serving(stack) for _ in range(3)]
     for index in range(2):
         registry.put(f"server-{index}", servers[index].address)
-    engine = connect(stack, registry, 2, consumer_batch_size=5, max_concurrent_rollouts=10)
+    engine = connect(stack, registry, 2, consumer_batch_size=10, max_concurrent_rollouts=limit)
     account = engine._require_executor()._account
     assert account.max_concurrent == 10
     registry.put("server-2", servers[2].address)
     until(lambda: len(engine.servers.servers) == 3)
     assert account.max_concurrent == 10, "who has no weights adds nothing"
     publish(engine, 1)
-    until(lambda: account.max_concurrent == 15)
+    until(lambda: len(engine.servers.live) == 3 and account.max_concurrent == (limit or 15))
     for index, expected in ((2, 10), (1, 5), (0, 1)):
         registry.put(f"server-{index}", servers[index].address, state="leaving")
         until(functools.partial(lambda expected: account.max_concurrent == expected, expected))
+
+
+def test_a_meeting_that_fails_takes_place_again(
+    stack: contextlib.ExitStack, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start and later; of two entries at one address the newer one counts."""
+    failures: list[ServerError] = [UnreachableError("reset"), StatusError("starting", 503)]
+    meet = SGLangDialect.meet
+
+    async def fail_first(dialect: SGLangDialect, caller: Caller) -> ServerFacts:
+        if failures:
+            raise failures.pop()
+        return await meet(dialect, caller)
+
+    monkeypatch.setattr(SGLangDialect, "meet", fail_first)
+    first, second = serving(stack), serving(stack)
+    registry.put("server-0", first.address, backend="vllm", since=100.0)
+    registry.put("server-1", first.address, since=200.0)
+    engine = connect(stack, registry, 1)
+    assert not failures and addresses(engine) == [first.address]
+    failures.append(UnreachableError("reset"))
+    registry.put("server-2", second.address)
+    until(lambda: len(engine.servers.servers) == 2)
+    assert not failures
 
 
 def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, registry: Registry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch.distributed as dist
 
 from arealite.api.errors import EpisodeError
 from arealite.rollout.collective import RankZeroExchange
+from arealite.utils.distributed import agreed
 
 WORLD_SIZE = 2
 
 
 def run_rank(rank: int, port: int, results: Any) -> None:
-    """Scatter, fail on rank 0, scatter again, then with interludes, of which the second fails everywhere."""
+    """Scatter, fail on rank 0, scatter again, then with interludes: the second fails everywhere, the last on rank 1."""
     store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     exchange = RankZeroExchange()
@@ -36,12 +38,19 @@ def run_rank(rank: int, port: int, results: Any) -> None:
             outcomes.append(f"{type(error).__name__}: {error}")
     played: list[float] = []
 
+    def fail() -> None:
+        raise ArithmeticError("this one fails")
+
     def interlude() -> None:
         total = torch.tensor(float(rank + 1))
         dist.all_reduce(total)
         played.append(total.item())
         if len(played) == 2:
-            raise ArithmeticError("the second one fails")
+            agreed(fail)
+        if len(played) == 4 and rank == 1:
+            fail()
+        if len(played) == 4:
+            dist.all_reduce(total)
 
     def produce_with(num_interludes: int) -> list[str]:
         for _ in range(num_interludes):
@@ -49,14 +58,18 @@ def run_rank(rank: int, port: int, results: Any) -> None:
         return [f"part {part}" for part in range(WORLD_SIZE)]
 
     assert rank != 0 or not exchange.play(interlude), "nobody listens"
-    for num_interludes in (1, 2, 1):
+    for num_interludes in (1, 1, 1):
         try:
             outcomes.append(exchange.scatter(lambda _, count=num_interludes: produce_with(count), interlude))
         except (ArithmeticError, EpisodeError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     outcomes.append(played)
     results.put((rank, outcomes))
-    dist.destroy_process_group()
+    results.close()
+    results.join_thread()
+    with pytest.raises(ArithmeticError if rank else RuntimeError):  # who fails alone leaves, and the others notice
+        exchange.scatter(lambda _: produce_with(1), interlude)
+    os._exit(0)
 
 
 def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
@@ -75,7 +88,7 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
         assert outcomes[rank][0] == f"step 0 part {rank} of 2"
         assert outcomes[rank][2] == f"step 2 part {rank} of 2"
         assert outcomes[rank][3] == outcomes[rank][5] == f"part {rank}"
-        assert "ArithmeticError: the second one fails" in outcomes[rank][4]
+        assert "ArithmeticError: this one fails" in outcomes[rank][4]
         assert outcomes[rank][6] == [3.0, 3.0, 3.0]
     assert outcomes[0][1] == "ZeroDivisionError: no rollouts today"
     assert "rank 0" in outcomes[1][1] and "ZeroDivisionError: no rollouts today" in outcomes[1][1]
