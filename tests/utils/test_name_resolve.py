@@ -1,4 +1,7 @@
-"""One contract for all backends, on real servers; AREALITE_REQUIRE_NAMES=1 adds Ray and lets nothing be skipped."""
+"""One contract for all backends, on real servers.
+
+AREALITE_REQUIRE_NAMES=1 (`make test-names`) adds Redis, etcd and Ray, which take a minute, and lets nothing be skipped.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,11 @@ START_S = 60.0
 SOON_S = 15.0
 """A second, on a machine that is busy with other tests."""
 IS_REQUIRED = os.environ.get("AREALITE_REQUIRE_NAMES") == "1"
-KINDS = ["nfs", "redis", "etcd3", *(["ray"] if IS_REQUIRED else [])]
-in_group = {kind: pytest.mark.xdist_group(f"names-{kind}") for kind in [*KINDS, "ray"]}
+ALL_KINDS = ["nfs", "redis", "etcd3", "ray"]
+in_group = {kind: pytest.mark.xdist_group(f"names-{kind}") for kind in ALL_KINDS}
 """Each has servers of its own, so that four workers test all at once."""
+needs_servers = pytest.mark.skipif(not IS_REQUIRED, reason="`make test-names` runs this with real servers")
+on = {kind: [in_group[kind], *([] if kind == "nfs" else [needs_servers])] for kind in ALL_KINDS}
 
 
 def eventually(check: Callable[[], bool], *, within_s: float, what: str) -> float:
@@ -167,7 +172,7 @@ def ray() -> Iterator[str]:
     ray.shutdown()
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=in_group[kind]) for kind in KINDS])
+@pytest.fixture(params=[pytest.param(kind, marks=on[kind]) for kind in ALL_KINDS])
 def backend(request: pytest.FixtureRequest, backends: Callable[[str], Backend]) -> Iterator[Backend]:
     made = backends(request.param)
     yield made
@@ -396,9 +401,7 @@ def test_a_watch_sees_servers_join_and_leave(backend: Backend, names: NameReposi
     assert 0.5 <= time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param(kind, marks=in_group[kind]) for kind in ("redis", "etcd3")], indirect=True
-)
+@pytest.mark.parametrize("backend", [pytest.param(kind, marks=on[kind]) for kind in ("redis", "etcd3")], indirect=True)
 def test_an_empty_restart_is_told_and_the_lease_comes_back(backend: Backend, names: NameRepository) -> None:
     assert backend.restart is not None
     lapses: list[str] = []
@@ -417,8 +420,8 @@ def test_an_empty_restart_is_told_and_the_lease_comes_back(backend: Backend, nam
 @pytest.mark.parametrize(
     ("kind", "key"),
     [
-        pytest.param("redis", "redis_addr", marks=in_group["redis"]),
-        pytest.param("etcd3", "etcd3_addr", marks=in_group["etcd3"]),
+        pytest.param("redis", "redis_addr", marks=on["redis"]),
+        pytest.param("etcd3", "etcd3_addr", marks=on["etcd3"]),
     ],
 )
 def test_a_backend_that_is_not_there_or_mute_is_named(kind: str, key: str) -> None:
@@ -438,6 +441,7 @@ def test_a_backend_that_is_not_there_or_mute_is_named(kind: str, key: str) -> No
 
 
 @in_group["etcd3"]
+@needs_servers
 def test_etcd_keeps_leases_over_a_restart(tmp_path: Path) -> None:
     server = Server("etcd", tmp_path / "etcd")
     try:
@@ -457,7 +461,7 @@ def test_etcd_keeps_leases_over_a_restart(tmp_path: Path) -> None:
 
 
 @in_group["ray"]
-@pytest.mark.skipif(not IS_REQUIRED, reason="Ray takes seconds and memory: AREALITE_REQUIRE_NAMES=1 runs it")
+@needs_servers
 def test_rays_actor_outlives_its_creator_and_ends_with_its_last_name(backends: Callable[[str], Backend]) -> None:
     backend = backends("ray")
     import ray
