@@ -169,9 +169,7 @@ launcher:
 OLD_KEYS = """
 actor.backend actor.ds_auto_tp actor.init_critic_from_actor actor.optimizer.hysteresis
 actor.optimizer.initial_loss_scale actor.optimizer.loss_scale_window actor.optimizer.min_loss_scale
-actor.optimizer.offload checkpointer cluster.cluster_name cluster.name_resolve
-launcher.inference_server_cpus_per_gpu launcher.inference_server_mem_per_gpu launcher.slurm
-launcher.trainer_cpus_per_gpu launcher.trainer_mem_per_gpu ref.backend
+actor.optimizer.offload checkpointer cluster.cluster_name ref.backend
 rollout.enable_rollout_tracing rollout.schedule_policy server_only stats_logger.swanlab.api_key
 total_train_n_seqs train_dataset.num_workers train_dataset.pin_memory valid_dataset.pin_memory
 valid_dataset.reward_fn

@@ -245,6 +245,10 @@ def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.
         time.sleep(0.2)
         assert not pending.done(), "nothing is sampled from weights that were not proved"
         rollout.resume()
+        time.sleep(0.2)
+        assert not pending.done(), "not even if the user lets episodes go on"
+        rollout.config.weight_check.canary_bound = None
+        publish_weights(actor, rollout, version=1)
         assert pending.result(10).output_versions == [1] * 4
 
 

@@ -123,7 +123,6 @@ def test_server_that_dies_mid_run_is_started_again(launch_script):
     assert "server-1 ended with exit status 9; starting it again (1 of 2)" in run.output
     assert "server-1 ended with exit status 9; starting it again (2 of 2)" in run.output
     assert run.output.count("launcher | server-0 is ready at") == 1
-    assert run.output.count("launcher | server-1 is ready at") >= 2, "the last one may have ended before it was seen"
     assert "server-1 ended with exit status 9; its last " in run.output
 
 
