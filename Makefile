@@ -11,7 +11,7 @@ SGLANG_VENV ?= $(VENV)-sglang
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-names test-hosts test-elastic test-ray test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-names test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -75,8 +75,11 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 
 test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four machines and lose two of them (3 minutes)
 	$(PIP) -e '.[ray]'
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/test_ray_place.py
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_ray
+
+test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job on Ray: nothing may be left (3 minutes)
+	$(PIP) -e '.[ray]'
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/test_ray_place.py $(ARGS)
 
 install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, Redis, etcd, iptables (Debian, root)
 	sh tests/cluster/install.sh
