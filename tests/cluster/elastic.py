@@ -164,11 +164,15 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="arealite-elastic-"))
     model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
     experiment = replace(Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1"), steps=STEPS, group_size=2)
-    with contextlib.ExitStack() as stack, ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES) as run:
+    with (
+        contextlib.ExitStack() as ended,  # what is left to do when all processes have ended
+        contextlib.ExitStack() as stack,
+        ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES) as run,
+    ):
         elastic = Elastic(run)
+        ended.callback(elastic.close)
         suffer(elastic, stack)
         verdict = run.finish(_STEP_S)
-    elastic.close()
     verdict.broken += elastic.complaints()
     told = {"nodes": 1, "processes": 5, "steps": last_step(experiment), "faults": run.outcome.faults}
     told |= {
