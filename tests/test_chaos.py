@@ -25,8 +25,8 @@ from chaos.promises import judge
 
 from arealite.api.io_struct import PromptId
 from arealite.cli.tiny_model import write_tiny_model
+from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.episode import SampleRecord
-from arealite.rollout.ledger import Ledger
 from arealite.rollout.staleness import StalenessAccount
 
 CURSOR = {"epoch": 0, "position": 4, "seed": 1, "dataset_size": 8, "batch_size": 2, "shuffle": False, "drop_last": True}

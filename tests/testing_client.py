@@ -10,7 +10,7 @@ import torch
 from testing_server import ScriptedServer, serve
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.inference.remote_engine import RemoteInferenceEngine
 
 
 @contextlib.contextmanager

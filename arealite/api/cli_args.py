@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import ConfigDict
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.config_loader import load_expr_config, to_yaml
-from arealite.api.config_schema import MISSING, config_help
-from arealite.api.config_types import (
+from arealite.api.config.loader import load_expr_config, to_yaml
+from arealite.api.config.schema import MISSING, config_help
+from arealite.api.config.types import (
     AboveOne,
     Addresses,
     Bool,

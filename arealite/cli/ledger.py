@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from arealite.rollout.audit import Audit, audit
-from arealite.rollout.bias import Bias
+from arealite.rollout.account.audit import Audit, audit
+from arealite.rollout.account.bias import Bias
 
 _MAX_NAMES = 10
 _STATES = ("trained", "rejected", "failed", "accepted", "running", "issued", "retried")

@@ -118,7 +118,7 @@ def _quickstart(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from arealite.cli.check import check
+    from arealite.cli.check.check import check
 
     return check(args.entry, args.arguments)
 
@@ -147,7 +147,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from arealite.trainer.report import write_report
+    from arealite.trainer.report.report import write_report
 
     print(write_report(args.run_folder))
     return 0

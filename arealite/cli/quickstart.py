@@ -20,7 +20,7 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.cli.tiny_model import write_tiny_model
 from arealite.launcher.local import launch
-from arealite.trainer.report import write_report
+from arealite.trainer.report.report import write_report
 from arealite.trainer.run_folder import run_folder, write_text
 
 SFT_STEPS = 1000

@@ -14,10 +14,10 @@ from pathlib import Path
 import yaml
 
 from arealite.api.errors import ConfigError
-from arealite.engine.weight_log import read_weights, threads_of
 from arealite.launcher.local import launch
 from arealite.trainer.checkpoint import checkpoints, find_damage
 from arealite.trainer.run_folder import config_of_step
+from arealite.weights.log import read_weights, threads_of
 
 _NEVER = 10**9
 """In steps."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan import Placement
-from arealite.launcher.roles import check_model, registry_flags, run_folder, server_job, visible_gpus
-from arealite.launcher.server_commands import check_installed, check_server_block, untied_model
+from arealite.launcher.plan.jobs import check_model, registry_flags, run_folder, server_job, visible_gpus
+from arealite.launcher.plan.plan import Placement
+from arealite.launcher.plan.server_commands import check_installed, check_server_block, untied_model
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.name_resolve import NameResolveError, make_repository
 from arealite.utils.network import LOOPBACK, address_toward, host_ip

@@ -30,7 +30,7 @@ from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, Weight
 from arealite.engine import fsdp_weights, hf_model
 from arealite.engine.optimizer import LRSchedule, make_adamw
 from arealite.engine.packed_attention import PACKED_SDPA
-from arealite.utils import beacon, distributed
+from arealite.utils import distributed, heartbeat
 from arealite.utils.micro_batch import (
     MicroBatch,
     count_micro_batches,
@@ -171,7 +171,7 @@ class FSDPEngine(TrainEngine):
 
     # Steps
 
-    @beacon.waiting("all ranks in an update", on="ranks")
+    @heartbeat.waiting("all ranks in an update", on="ranks")
     def train_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """Take one optimizer step and return `loss, grad_norm, lr, update_successful`, equal on all ranks.
 
@@ -203,7 +203,7 @@ class FSDPEngine(TrainEngine):
             "update_successful": float(is_sound),
         }
 
-    @beacon.waiting("all ranks in a loss", on="ranks")
+    @heartbeat.waiting("all ranks in a loss", on="ranks")
     @torch.no_grad()
     def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
         """Return the loss of `train_batch` without a gradient, equal on all ranks."""
@@ -212,7 +212,7 @@ class FSDPEngine(TrainEngine):
         self._fsdp_root.reshard()
         return self._mean_over_ranks(sum(losses), total_weight)
 
-    @beacon.waiting("all ranks in a forward pass", on="ranks")
+    @heartbeat.waiting("all ranks in a forward pass", on="ranks")
     @torch.no_grad()
     def forward(
         self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
@@ -277,7 +277,7 @@ class FSDPEngine(TrainEngine):
             use_cache=False,
             **self._attention_arguments(lengths),
         )
-        beacon.tick()
+        heartbeat.tick()
         return output.logits[0, :num_tokens], packed
 
     def _attention_arguments(self, lengths: list[int]) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class FSDPEngine(TrainEngine):
 
     # Weights
 
-    @beacon.waiting("all ranks in a checkpoint", on="ranks")
+    @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a Hugging Face checkpoint (collective): float32 with the optimizer, to resume exactly, else `dtype`."""
         fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
@@ -306,7 +306,7 @@ class FSDPEngine(TrainEngine):
             meta.tokenizer.save_pretrained(meta.path)
         dist.barrier(self._group)
 
-    @beacon.waiting("all ranks in a checkpoint", on="ranks")
+    @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a Hugging Face checkpoint (collective), and what `save` wrote `with_optim` on any number of ranks."""
         self._copy_whole_model(self.model, meta.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
-from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.inference.remote_engine import RemoteInferenceEngine
 
 
 class RemoteSGLangEngine(RemoteInferenceEngine):

@@ -29,8 +29,8 @@ from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import FinishReason, GenerationError, GenerationRequest, GenerationResult
 from arealite.generation.sampler import SamplingRows, sample
 from arealite.generation.scheduler import Scheduler, Sequence
-from arealite.generation.stop_strings import StopStrings
-from arealite.utils import beacon
+from arealite.utils import heartbeat
+from arealite.utils.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -221,7 +221,7 @@ class GenerationEngine:
                     if self._has_work():
                         started = time.monotonic()
                         self._step()
-                        beacon.tick()
+                        heartbeat.tick()
                         self._log_progress(time.monotonic() - started)
             self._end(None)
         except BaseException as error:

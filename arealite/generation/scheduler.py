@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from arealite.generation.request import FinishReason, GenerationRequest, GenerationResult, VersionSpan
-from arealite.generation.stop_strings import StopStrings
+from arealite.utils.stop_strings import StopStrings
 
 
 @dataclass(eq=False, slots=True)

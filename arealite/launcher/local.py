@@ -17,13 +17,13 @@ from pathlib import Path
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher import run
-from arealite.launcher.job import Place
-from arealite.launcher.job_run import LocalPlace
-from arealite.launcher.plan import Placement, Plan
-from arealite.launcher.roles import visible_gpus
-from arealite.launcher.server_commands import check_installed
-from arealite.launcher.supervisor import Supervisor
+from arealite.launcher.place.base import Place
+from arealite.launcher.place.local import LocalPlace
+from arealite.launcher.plan.jobs import visible_gpus
+from arealite.launcher.plan.plan import Placement, Plan
+from arealite.launcher.plan.server_commands import check_installed
+from arealite.launcher.supervise import run
+from arealite.launcher.supervise.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:

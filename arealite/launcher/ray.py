@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig
-from arealite.launcher import run
-from arealite.launcher.job import Place
-from arealite.launcher.plan import Placement, Plan
-from arealite.launcher.ray_place import RayPlace, connect
-from arealite.launcher.server_commands import check_installed
-from arealite.launcher.supervisor import Supervisor
+from arealite.launcher.place.base import Place
+from arealite.launcher.place.ray import RayPlace, connect
+from arealite.launcher.plan.plan import Placement, Plan
+from arealite.launcher.plan.server_commands import check_installed
+from arealite.launcher.supervise import run
+from arealite.launcher.supervise.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,12 +25,12 @@ from pathlib import Path
 
 from arealite.api.cli_args import GRPOConfig, LauncherConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher import run
-from arealite.launcher.plan import Plan, make_plan
-from arealite.launcher.plan_text import plan_lines
-from arealite.launcher.roles import check_model, run_folder
-from arealite.launcher.server_commands import check_server_block
-from arealite.launcher.supervisor import CONFIG_FAILED, NODE_LOST
+from arealite.launcher.plan.jobs import check_model, run_folder
+from arealite.launcher.plan.plan import Plan, make_plan
+from arealite.launcher.plan.server_commands import check_server_block
+from arealite.launcher.plan.text import plan_lines
+from arealite.launcher.supervise import run
+from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST
 
 _LOOK_S = 0.2
 """Between two looks at the job's output."""
@@ -99,7 +99,7 @@ def batch_script(config: run.Config, plan: Plan, *, entry: Path, argv: Sequence[
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     if launcher.slurm.sbatch_additional_args:
         lines.append(f"#SBATCH {launcher.slurm.sbatch_additional_args}")
-    command = [sys.executable, "-m", "arealite.launcher.slurm_job", str(entry), *argv]
+    command = [sys.executable, "-m", "arealite.launcher.place.slurm", str(entry), *argv]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
 
 

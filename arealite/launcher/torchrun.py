@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan import Placement, Plan
-from arealite.launcher.roles import run_folder, trainer_job
-from arealite.launcher.run import Config, checked_plan, entry_script, parse, read_config, untie
-from arealite.launcher.supervisor import CONFIG_FAILED
+from arealite.launcher.plan.jobs import run_folder, trainer_job
+from arealite.launcher.plan.plan import Placement, Plan
+from arealite.launcher.supervise.run import Config, checked_plan, entry_script, parse, read_config, untie
+from arealite.launcher.supervise.supervisor import CONFIG_FAILED
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import SECRET_FILE, ensure_secret
 

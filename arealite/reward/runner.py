@@ -23,7 +23,7 @@ from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
 from arealite.reward.worker import Reply, checked
 from arealite.reward.worker_process import WorkerProcess
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 
 logger = logging.getLogger("arealite.reward")
 
@@ -104,17 +104,19 @@ class RewardRunner:
             worker = self._take_spare()
             if worker is None:
                 return "crash", "the end of its runner"
-            with beacon.waiting(f"a worker of reward function {self.name} to start", "reward", pid=worker.process.pid):
+            with heartbeat.waiting(
+                f"a worker of reward function {self.name} to start", "reward", pid=worker.process.pid
+            ):
                 kind, value = worker.wait_ready()
-            beacon.tick()
+            heartbeat.tick()
             if kind != "ready":
                 self._discard(worker)
                 return kind, value
             self._of_thread.worker = worker
             self._keep_spare()
-        with beacon.waiting(f"reward function {self.name}", on="reward", pid=worker.process.pid):
+        with heartbeat.waiting(f"reward function {self.name}", on="reward", pid=worker.process.pid):
             kind, value = worker.call(call, self.timeout)
-        beacon.tick()
+        heartbeat.tick()
         if kind in ("timeout", "crash"):
             self._discard(worker)
         elif worker.is_too_big:

@@ -16,7 +16,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 from arealite.utils.processes import die_with_parent
 
 # What a worker answers: ("ok", number) or (kind of RewardError, explanation).
@@ -30,7 +30,7 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    beacon.answer_stack_requests("reward-worker")
+    heartbeat.answer_stack_requests("reward-worker")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with Connection(descriptor) as connection:
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any
 
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 from arealite.utils.source_lines import SourceLine, line_of
 
 SHOWN = 8
@@ -39,12 +39,12 @@ def running(name: str) -> Iterator[None]:
     assert task is not None, "an episode runs in a task"
     run = _Run(name, time.monotonic(), task)
     _runs[run] = None
-    beacon.tick()
+    heartbeat.tick()
     try:
         yield
     finally:
         del _runs[run]
-        beacon.tick()
+        heartbeat.tick()
 
 
 def oldest() -> list[dict[str, Any]]:

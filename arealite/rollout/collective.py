@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from arealite.api.errors import EpisodeError
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 from arealite.utils.distributed import is_agreed
 
 T = TypeVar("T")
@@ -77,9 +77,9 @@ class RankZeroExchange:
         failure: Exception | None = None
         while True:
             received: list[Any] = [None]
-            with beacon.waiting("what rank 0 collects", on="ranks"):
+            with heartbeat.waiting("what rank 0 collects", on="ranks"):
                 dist.scatter_object_list(received, None, src=0, group=self._group)
-            beacon.tick()
+            heartbeat.tick()
             message: _Message = received[0]
             if message.is_interlude:
                 assert interlude is not None, "rank 0 plays what every rank has"

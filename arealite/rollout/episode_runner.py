@@ -11,10 +11,10 @@ import logging
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError
+from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.attempt import OVERDUE, FinishedEpisode, Submission, run_attempt
 from arealite.rollout.episode import Episode
 from arealite.rollout.failures import Budgets, describe, kind_of
-from arealite.rollout.ledger import Ledger
 
 logger = logging.getLogger("arealite.rollout")
 

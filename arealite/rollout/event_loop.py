@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from arealite.rollout import awaits
 from arealite.rollout.loop_watch import LoopWatch
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")
@@ -58,8 +58,8 @@ class EventLoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self.loop = self._loop.result()
-        beacon.report(f"loop {name}", self.watch.describe)
-        beacon.report("episodes", awaits.oldest)
+        heartbeat.report(f"loop {name}", self.watch.describe)
+        heartbeat.report("episodes", awaits.oldest)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine and return at once."""
@@ -84,7 +84,7 @@ class EventLoopThread:
         future = self.submit(coroutine)
         try:
             name = cast("Any", coroutine).__qualname__
-            with beacon.waiting(f"the rollout loop to finish {name}", on="rollout"):
+            with heartbeat.waiting(f"the rollout loop to finish {name}", on="rollout"):
                 ends = cast("set[Future[Any]]", {future, self._ended, self.watch.given_up})
                 while errand is not None:
                     wait(ends | {errand.wanted}, return_when=FIRST_COMPLETED)
@@ -110,7 +110,7 @@ class EventLoopThread:
         with contextlib.suppress(RuntimeError):  # it has ended already
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
-        beacon.withdraw(f"loop {self._thread.name}")
+        heartbeat.withdraw(f"loop {self._thread.name}")
         if self._thread.is_alive():
             blocking = self.watch.blocking
             line = "a workflow" if blocking is None else blocking.line

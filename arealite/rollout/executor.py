@@ -28,18 +28,18 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId, RolloutStat
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.attempt import BY_FILTER, OVERDUE, FinishedEpisode, ShouldAccept, Submission
 from arealite.rollout.episode import Episode
 from arealite.rollout.episode_runner import EpisodeRunner
 from arealite.rollout.event_loop import Errand, EventLoopThread
 from arealite.rollout.failures import Budgets, kind_of
 from arealite.rollout.lane import Lane
-from arealite.rollout.ledger import Ledger
 from arealite.rollout.prompts import PromptSource, Row, named
 from arealite.rollout.staleness import StalenessAccount
-from arealite.rollout.store import RolloutStore
 from arealite.rollout.trajectory import assemble_batch
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 
 _GRACE_S = 30.0
 """Added to `episode_timeout` before a wait without any event gives up."""
@@ -105,7 +105,7 @@ class RolloutExecutor:
         self.loop = EventLoopThread(
             "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
         )
-        beacon.report("prompts by state", self._totals)
+        heartbeat.report("prompts by state", self._totals)
 
     # Called by the trainer's thread
 

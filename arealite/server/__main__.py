@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 from arealite.utils.hf import local_folder
 from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.weight_transfer import DTYPES
@@ -121,7 +121,7 @@ async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | N
     server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed, secret=secret_of_environment())
     web_runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await web_runner.setup()
-    beacon.tick()
+    heartbeat.tick()
     site = web.TCPSite(web_runner, args.host, args.port)
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
-from arealite.generation.stop_strings import trim_stop_string
 from arealite.server.protocol import (
     AbortBody,
     BadRequestError,
@@ -40,6 +39,7 @@ from arealite.server.protocol import (
 )
 from arealite.server.weight_receiver import WeightReceiver
 from arealite.utils.secret import is_authorized, refusal
+from arealite.utils.stop_strings import trim_stop_string
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from arealite.api.errors import CheckpointError
 from arealite.trainer import checkpoint
 from arealite.trainer.run_folder import read_rows
-from arealite.utils.beacon import waiting
 from arealite.utils.disk import explain
 from arealite.utils.distributed import agreed
+from arealite.utils.heartbeat import waiting
 
 FACTS = "state.json"
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, StatsLoggerConfig, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.progress import LiveProgress
-from arealite.trainer.report import write_report
+from arealite.trainer.report.report import write_report
 from arealite.trainer.run_folder import read_rows, run_folder, summarize, undo_from, write_config, write_text
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 from arealite.utils.disk import writing
 from arealite.utils.stats import Reduction, StatsTracker
 
@@ -61,8 +61,8 @@ class StatsLogger:
         """Measure a phase as `time/<name>_s` and show it as what the loop is doing."""
         with ExitStack() as stack:
             stack.enter_context(self._tracker.timer(name))
-            stack.callback(beacon.tick)
-            beacon.tick()
+            stack.callback(heartbeat.tick)
+            heartbeat.tick()
             if self._writer is not None and self._writer.progress is not None:
                 stack.enter_context(self._writer.progress.phase(name))
             yield

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 from arealite.utils.host_watch import say_goodbye, watch_hosts
 from arealite.utils.network import address_toward, interface_of
 
@@ -49,7 +49,7 @@ def join_default_group(timeout_s: float, node_timeout_s: float = 30.0) -> None:
     global _members, _is_ours
     with _lock:
         if not dist.is_initialized():
-            with beacon.waiting("all ranks to meet", on="ranks"):
+            with heartbeat.waiting("all ranks to meet", on="ranks"):
                 _create_default_group(timedelta(seconds=timeout_s), node_timeout_s)
             _is_ours = True
         _members += 1
@@ -165,9 +165,9 @@ def all_reduce(
 ) -> torch.Tensor:
     """Return the reduction of `values` over the group, on their own device; they are left as they are."""
     reduced = values.detach().cpu().clone()
-    with beacon.waiting("a sum over all ranks", on="ranks"):
+    with heartbeat.waiting("a sum over all ranks", on="ranks"):
         dist.all_reduce(reduced, op=op, group=group)
-    beacon.tick()
+    heartbeat.tick()
     return reduced.to(values.device)
 
 
@@ -192,9 +192,9 @@ def agreed(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise this rank's error, or RuntimeError with the first failed rank's text. Every rank calls this."""
     texts: list[str | None] = [None] * dist.get_world_size(group)
-    with beacon.waiting("the outcome on all ranks", on="ranks"):
+    with heartbeat.waiting("the outcome on all ranks", on="ranks"):
         dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
-    beacon.tick()
+    heartbeat.tick()
     foreign = (RuntimeError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
     failure = error or next(foreign, None)
     if failure is not None:

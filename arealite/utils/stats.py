@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from arealite.utils import beacon
+from arealite.utils import heartbeat
 
 Reduction = Literal["mean", "sum", "min", "max"]
 
@@ -95,7 +95,7 @@ def _merge_ranks(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return metrics, times_s
     ranks: list[tuple[dict[str, _Reduced], dict[str, float]]] = [({}, {})] * dist.get_world_size()
-    with beacon.waiting("the metrics of all ranks", on="ranks"):
+    with heartbeat.waiting("the metrics of all ranks", on="ranks"):
         dist.all_gather_object(ranks, (metrics, times_s))
     merged: dict[str, _Reduced] = {}
     for of_rank, _ in ranks:

@@ -17,14 +17,14 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import load_split
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.remote_client import RemoteInferenceEngine
-from arealite.engine.weight_sync import publish_weights
+from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.reward import gsm8k_reward_fn
 from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.hf import load_hf_tokenizer
+from arealite.weights.publish import publish_weights
 from arealite.workflow.rlvr import RLVRWorkflow
 
 

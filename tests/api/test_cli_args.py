@@ -22,7 +22,7 @@ from arealite.api.cli_args import (
     load_expr_config,
     to_yaml,
 )
-from arealite.api.config_schema import config_keys
+from arealite.api.config.schema import config_keys
 from arealite.api.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"

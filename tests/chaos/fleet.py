@@ -90,7 +90,7 @@ def fleet(folder: Path, model: Path, *, size: int, seed: int) -> Iterator[Fleet]
 def _guard(stack: contextlib.ExitStack, path: Path, module: str, *arguments: str) -> None:
     """Start a program that ends with us, and with the stack; it writes to `path`."""
     output = stack.enter_context(path.open("wb"))
-    command = [sys.executable, "-m", "arealite.launcher.guard", sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-m", "arealite.launcher.place.guard", sys.executable, "-m", module, *arguments]
     env = environment(also_tests=True)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, cwd=REPOSITORY)
     stack.callback(process.wait, 20)

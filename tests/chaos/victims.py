@@ -14,7 +14,12 @@ from chaos.experiment import ENTRY, MARKER
 
 Role = Literal["server", "trainer", "launcher", "guard", "reward", "foreign_server"]
 
-SUPERVISORS = ("arealite.launcher.guard", "arealite.launcher.serve", "torch.distributed.run", "arealite.launcher.rank")
+SUPERVISORS = (
+    "arealite.launcher.place.guard",
+    "arealite.launcher.serve",
+    "torch.distributed.run",
+    "arealite.launcher.place.rank",
+)
 
 
 def find(role: Role, launcher: int) -> list[int]:

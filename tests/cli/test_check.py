@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
-from arealite.cli.check_memory import plan_memory
-from arealite.cli.findings import Finding, Findings
+from arealite.cli.check.findings import Finding, Findings
+from arealite.cli.check.memory import plan_memory
 from arealite.cli.main import main
 from arealite.utils.memory_plan import ModelShape
 from arealite.utils.network import free_port

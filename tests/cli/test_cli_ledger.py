@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from arealite.api.io_struct import PromptId
-from arealite.rollout.ledger import Ledger, SampleRecord
+from arealite.rollout.account.ledger import Ledger, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
 ORDER = {"seed": 1, "dataset_size": 40, "batch_size": 40, "shuffle": False, "drop_last": True}

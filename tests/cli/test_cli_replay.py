@@ -11,8 +11,8 @@ import pytest
 
 from arealite.cli.main import main
 from arealite.cli.tiny_model import write_tiny_model
-from arealite.engine.weight_log import read_weights
 from arealite.trainer.run_folder import write_config
+from arealite.weights.log import read_weights
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"

@@ -15,7 +15,7 @@ import pytest
 from tiny_models import save_qwen3
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
-from arealite.api.config_loader import to_yaml
+from arealite.api.config.loader import to_yaml
 from arealite.cli.main import main
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.name_resolve import NameRepository, make_repository

@@ -76,7 +76,7 @@ def program(name: str, command: Sequence[str], *, folder: Path, env: Mapping[str
     """Start a command under a guard; it works in `folder` and writes to a file there."""
     output = folder / f"{name}.txt"
     with output.open("wb") as file:
-        guarded = [sys.executable, "-m", "arealite.launcher.guard", *command]
+        guarded = [sys.executable, "-m", "arealite.launcher.place.guard", *command]
         process = subprocess.Popen(guarded, stdin=subprocess.PIPE, stdout=file, stderr=file, env=env, cwd=folder)
     try:
         yield Program(name, process, output)

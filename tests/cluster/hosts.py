@@ -22,8 +22,8 @@ from chaos.promises import judge
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.cli.tiny_model import write_tiny_model
-from arealite.launcher.plan import make_plan
-from arealite.launcher.roles import server_job
+from arealite.launcher.plan.jobs import server_job
+from arealite.launcher.plan.plan import make_plan
 from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone
 from arealite.utils.secret import ensure_secret
 from cluster.common import Broken, Program, last_step, program, skip, wait_until

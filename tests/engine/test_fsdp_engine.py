@@ -13,11 +13,11 @@ from tensordict import TensorDict
 from training_cases import OPTIMIZER, token_batch, train_config, write_model
 from transformers import AutoModelForCausalLM
 
+from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs
+from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.logprobs import count_loss_tokens, packed_logprobs
-from arealite.engine.sft.loss import sft_loss_fn
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
 
 Make = Callable[..., FSDPEngine]

@@ -7,11 +7,11 @@ import torch
 from tensordict import TensorDict
 from training_cases import actor_config, token_batch, train_config, trajectory_batch
 
+from arealite.algorithms.logprobs import count_loss_tokens
+from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.logprobs import count_loss_tokens
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.sft.loss import sft_loss_fn
 
 BATCHES = [token_batch([9, 4, 12, 3, 7, 11], seed) for seed in range(3)]
 SHARES = {"unequal": [[0, 3], [1, 2, 4, 5]], "empty": [[], [0, 1, 2, 3, 4, 5]]}

@@ -226,7 +226,7 @@ def test_killed_launcher_and_guards_take_their_jobs_along(launch_script):
     run.wait_for("trainer-0", "trainer-1")
     run.process.send_signal(signal.SIGSTOP)
     tree = descendants(run.process.pid)
-    guards = [pid for pid in tree if b"arealite.launcher.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    guards = [pid for pid in tree if b"arealite.launcher.place.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(guards) == 5, "one of torchrun, and two of each server: ours, and that of the program that serves it"
     for pid in [*guards, run.process.pid]:
         os.kill(pid, signal.SIGKILL)

@@ -14,14 +14,14 @@ import pytest
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.launcher import slurm
-from arealite.launcher.plan import Placement, make_plan
-from arealite.launcher.slurm_job import step_command
+from arealite.launcher.place.slurm import step_command
+from arealite.launcher.plan.plan import Placement, make_plan
 from arealite.utils.processes import wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
 CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
-GOLDEN = Path(__file__).parent / "golden" / "slurm_16x8.txt"
+GOLDEN = Path(__file__).parent / "plan" / "golden" / "slurm_16x8.txt"
 DEADLINE_S = 60
 SERVER = Placement("server-3", "server", 1, (2, 3), 3)
 TRAINER = Placement("torchrun-0", "trainer", 0, (), 0, (0, 1))
@@ -79,7 +79,7 @@ def test_a_step_gets_its_gpus_by_number():
     )
     assert command == [
         *["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=n7", "--cpu-bind=none", "--quiet", "--mpi=none"],
-        *[sys.executable, "-m", "arealite.launcher.relay", "--toward", "n8", "--leash", "30", "--devices", "2,3"],
+        *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", "n8", "--leash", "30", "--devices", "2,3"],
     ]
 
 
@@ -99,7 +99,7 @@ def test_each_role_has_its_image():
 def relay_of(*flags: str, script: str, **env: str) -> subprocess.Popen[bytes]:
     """Start a relay and give it a job."""
     relay = subprocess.Popen(
-        [sys.executable, "-m", "arealite.launcher.relay", "--toward", "127.0.0.1", *flags],
+        [sys.executable, "-m", "arealite.launcher.place.relay", "--toward", "127.0.0.1", *flags],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | env,

@@ -15,13 +15,13 @@ SFT = ("allocation_mode=d1", "model.path=tiny")
 def test_a_run_that_goes_on_after_a_verdict(launch_script):
     run = launch_script(
         """
-        from arealite.utils import beacon
+        from arealite.utils import heartbeat
         note("trainer-0")
-        beacon.tick()
+        heartbeat.tick()
         for _ in range(2):
-            with beacon.waiting("the tide"):
+            with heartbeat.waiting("the tide"):
                 time.sleep(3)
-            beacon.tick()
+            heartbeat.tick()
         """,
         *SFT,
         "launcher.stall_timeout=1.5",
@@ -40,11 +40,11 @@ def test_progress_is_no_stall(launch_script):
     """Four times the timeout, with a tick now and then by one of two ranks only."""
     run = launch_script(
         """
-        from arealite.utils import beacon
-        beacon.tick()
+        from arealite.utils import heartbeat
+        heartbeat.tick()
         for _ in range(8):
             time.sleep(1)
-            if os.environ["RANK"] == "1": beacon.tick()
+            if os.environ["RANK"] == "1": heartbeat.tick()
         """,
         *("allocation_mode=d2", "model.path=tiny", "launcher.stall_timeout=2.5"),
     )

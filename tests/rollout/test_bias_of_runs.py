@@ -16,8 +16,8 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.loader import PromptLoader
-from arealite.rollout.audit import audit
-from arealite.rollout.bias import Bias
+from arealite.rollout.account.audit import audit
+from arealite.rollout.account.bias import Bias
 
 _FASTEST_S, _SPREAD = 0.005, 20
 _STEPS, _BATCH = 60, 16

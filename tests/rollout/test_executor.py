@@ -32,7 +32,7 @@ from arealite.api.errors import (
 )
 from arealite.api.io_struct import PromptId
 from arealite.rollout import executor as executor_module
-from arealite.rollout.audit import audit
+from arealite.rollout.account.audit import audit
 from arealite.rollout.episode import current_episode, sampling_seed
 
 Row = dict[str, Any]

@@ -22,7 +22,7 @@ from testing_workflows import IdleEngine
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.dataset.loader import PromptLoader
-from arealite.rollout.audit import audit
+from arealite.rollout.account.audit import audit
 
 _ROWS = 13
 

@@ -14,7 +14,7 @@ from testing_lite import LiteServer
 from testing_server import serve
 from tiny_models import build, config, tokenizer
 
-from arealite.engine.server_http import ServerHttp, StatusError
+from arealite.inference.http import ServerHttp, StatusError
 from arealite.server.__main__ import main
 from arealite.server.app import Server
 from arealite.utils.environment import SECRET_VARIABLE

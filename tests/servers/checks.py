@@ -23,11 +23,11 @@ from transformers import AutoTokenizer
 
 from arealite.api.errors import ContextOverflowError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
-from arealite.engine.canary import check_canary
-from arealite.engine.remote_client import RemoteInferenceEngine
+from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.fingerprint import fingerprints
 from arealite.utils.tiny_model import PAD, ROLES
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
+from arealite.weights.canary import check_canary
 from servers.models import Scored, end_ids
 from servers.programs import CONTEXT, REPOSITORY
 from servers.subject import Flight, Subject, prompt, requests

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arealite import __version__
-from arealite.engine.remote_client import RemoteInferenceEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import RemoteVLLMEngine
+from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from servers.wire import ask
 
@@ -104,7 +104,7 @@ def program(name: Name, python: str) -> Program:
         return Program(
             name,
             python,
-            "arealite.launcher.vllm_server",
+            "arealite.launcher.serve.vllm_server",
             "--model",
             {
                 "dtype": "float32",
@@ -131,7 +131,7 @@ def program(name: Name, python: str) -> Program:
     return Program(
         name,
         python,
-        "arealite.launcher.sglang_server",
+        "arealite.launcher.serve.sglang_server",
         "--model-path",
         flags,
         {"disable_radix_cache": True},
@@ -152,7 +152,7 @@ def served(program: Program, model: Path, log: Path) -> Iterator[str]:
         address = f"{LOOPBACK}:{port_of(holder)}"
         output = stack.enter_context(log.open("ab"))
         arguments = [program.model_flag, str(model), "--host", LOOPBACK, "--port", str(port_of(holder))]
-        guarded = [sys.executable, "-m", "arealite.launcher.guard", *program.command(*arguments)]
+        guarded = [sys.executable, "-m", "arealite.launcher.place.guard", *program.command(*arguments)]
         process = subprocess.Popen(
             guarded, env=program.environment, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/"
         )

@@ -17,10 +17,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from arealite.api.io_struct import ModelRequest
-from arealite.engine.dialect import Caller, Dialect, PauseMode
-from arealite.engine.server_http import ServerHttp
-from arealite.engine.sglang_dialect import SGLangDialect
-from arealite.engine.vllm_dialect import VLLMDialect
+from arealite.inference.backends.base import Caller, Dialect, PauseMode
+from arealite.inference.backends.sglang import SGLangDialect
+from arealite.inference.backends.vllm import VLLMDialect
+from arealite.inference.http import ServerHttp
 from servers.models import end_ids, write_model
 from servers.programs import CONTEXT, Program, served
 from servers.subject import prompt, requests

@@ -19,8 +19,8 @@ from arealite.api.cli_args import (
 )
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, SaveLoadMeta
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.remote_client import RemoteInferenceEngine
-from arealite.engine.weight_sync import publish_weights
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.weights.publish import publish_weights
 from servers.models import Reference, Scored, write_model
 from servers.programs import CONTEXT, Program
 

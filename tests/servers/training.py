@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.cli.tiny_model import write_tiny_model
-from arealite.engine.weight_log import read_weights
+from arealite.weights.log import read_weights
 from servers.programs import CONTEXT, REPOSITORY, Program
 
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
@@ -149,7 +149,7 @@ def _launch(run: Run, program: Program, model: Path, folder: Path) -> Outcome:
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
     env |= {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     started = time.monotonic()
-    guarded = [sys.executable, "-m", "arealite.launcher.guard", *command]
+    guarded = [sys.executable, "-m", "arealite.launcher.place.guard", *command]
     process = subprocess.Popen(
         guarded, env=env, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from arealite.algorithms.advantages import gae, shape_rewards, standardize, token_rewards
+from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
+from arealite.algorithms.ppo import k3_divergence, ppo_actor_loss_fn
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
-from arealite.engine.ppo.advantages import gae, shape_rewards, standardize, token_rewards
-from arealite.engine.ppo.losses import k3_divergence, ppo_actor_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}

@@ -10,11 +10,11 @@ import math
 
 from tensordict import TensorDict
 
+from arealite.algorithms.logprobs import count_loss_tokens, trained_tokens
+from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.logprobs import count_loss_tokens, trained_tokens
-from arealite.engine.sft.loss import sft_loss_fn
 from arealite.utils.distributed import all_reduce_numbers
 
 

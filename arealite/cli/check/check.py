@@ -1,0 +1,122 @@
+"""`arealite check`: what a run would trip over, found before it runs.
+
+Every check looks at the real thing: the config as the launcher reads it, the installed server's own parser, the
+headers of the model's files, the tokenizer's own ids. Nothing is started except servers' parsers, and nothing is
+downloaded except what describes a model (its configs and tokenizer) and data sets.
+
+Exit status: 0 no problem (warnings don't count), 1 problems (2, from the front door: the config can't be read).
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.cli.check.findings import Findings, counted
+from arealite.cli.check.memory import check_memory
+from arealite.cli.check.model import Config, check_model, check_weights
+from arealite.cli.check.text import check_data, check_template, check_tokenizer
+from arealite.inference.http import ServerHttp
+from arealite.launcher import local
+from arealite.launcher.plan.jobs import environment
+from arealite.launcher.plan.plan import Plan, foreign_servers
+from arealite.launcher.plan.server_commands import server_command
+from arealite.launcher.supervise.run import checked_plan, entry_script, read_config
+from arealite.utils.secret import secret_of_environment
+
+_PROGRAM_S = 300.0
+"""In which a server's parser must answer; importing SGLang or vLLM for the first time takes a minute."""
+_HEALTH_S = 10.0
+
+
+def check(entry: str, argv: Sequence[str]) -> int:
+    """Check the run that the launcher would start with these arguments, print the findings, return the exit status."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    script = entry_script(entry)
+    config, calls, found = read_config(script, argv), _calls(script), Findings()
+    plan = found.look("processes", _check_processes, config)
+    reloads_tied = found.look("server", _check_server, config, plan) if plan is not None else True
+    model = found.look("model", check_model, config, reloads_tied=reloads_tied is not False)
+    if model is not None:
+        found.look("weights", check_weights, config, model)
+        longest = 0
+        if (tokenizer := found.look("tokenizer", check_tokenizer, config, model)) is not None:
+            found.look("template", check_template, config, model, tokenizer, calls)
+            longest = found.look("data", check_data, config, model, tokenizer, calls) or 0
+        found.look("memory", check_memory, config, model, longest)
+    return 1 if found.summarize() else 0
+
+
+def _calls(entry: Path) -> set[str]:
+    """Return the last names of what a script calls."""
+    nodes = ast.walk(ast.parse(entry.read_bytes()))
+    return {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+
+
+def _check_processes(found: Findings, config: Config) -> Plan:
+    plan = checked_plan(config)
+    if plan.num_nodes == 1:
+        local.check(config, plan)
+    num_gpus = sum(len(one.devices) for one in plan.placements)
+    where = f"on {num_gpus} GPUs" if num_gpus else "on the CPU"
+    if plan.num_nodes > 1:
+        where += f" of {plan.num_nodes} machines, which were not looked at"
+    servers = f"{counted(len(plan.servers), 'server')} and " if plan.servers else ""
+    found.add("ok", f"{config.allocation_mode}: {servers}{counted(plan.num_ranks, 'trainer rank')} {where}")
+    return plan
+
+
+def _check_server(found: Findings, config: Config, plan: Plan) -> bool:
+    """Ask servers for their health, or the program that will run what it says of its flags.
+
+    Returns whether it can reload tied embeddings, as far as is known.
+    """
+    if isinstance(config, SFTConfig):
+        return True
+    if foreign := foreign_servers(config):
+        asyncio.run(_ask_health(found, foreign.split(",")))
+    elif plan.servers and config.rollout.backend != "lite":
+        return _ask_program(found, config, plan)
+    return True
+
+
+async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
+    http = ServerHttp(secret_of_environment())
+    try:
+        for address in addresses:
+            await http.get(address, "/health", timeout_s=_HEALTH_S)
+            found.add("ok", f"{address} is healthy; its flags were not checked")
+    finally:
+        await http.close()
+
+
+def _ask_program(found: Findings, config: GRPOConfig, plan: Plan) -> bool:
+    rollout = dataclasses.replace(config.rollout, untie_embeddings=False)  # a run makes the untied copy later
+    num_gpus = max(1, len(plan.servers[0].devices))
+    command = server_command(dataclasses.replace(config, rollout=rollout), index=0, num_gpus=num_gpus)
+    module = command.index("-m") + 2
+    command = [*command[:module], "--check", *command[module:]]
+    devices = local.devices(config, plan.servers[0]) if plan.num_nodes == 1 else {}
+    env = os.environ | environment(config.launcher.inference_server_env_vars, python=command[0], **devices)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=_PROGRAM_S, check=False, errors="replace"
+    )
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
+    if done.returncode != 0:
+        refusal = next((line.partition("ConfigError: ")[2] for line in lines if "ConfigError: " in line), "")
+        crash = f"exit status {done.returncode}: {lines[-1]}"
+        found.add("problem", refusal or crash, "" if refusal else f"Run it by hand: {' '.join(command)}")
+        return True
+    told = json.loads(lines[-1])
+    found.add("ok", f"{told['program']} {told['version']}, which understands its flags")
+    return bool(told["tied_reload"])

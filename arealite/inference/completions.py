@@ -1,0 +1,364 @@
+"""Completions from servers that may interrupt them, come and go, or get new weights at any moment.
+
+`generate` posts, and when a server aborts (new weights, or it leaves) or dies it posts again with the tokens so far and
+a smaller budget, so a completion is the concatenation of what servers really sampled. While no server has the newest
+weights requests wait, and the clocks of their episodes stand still. Invariant: token, logprob and version lists have
+equal lengths, tokens received are never lost or sampled twice, and the server's reply is the truth about versions.
+The only tokens given back are those at the end of an interrupted output that may have begun a stop string, because
+whoever continues it looks for stop strings in the new output only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError
+from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
+from arealite.inference.backends.base import Caller, Dialect, Segment
+from arealite.inference.health import Liveness
+from arealite.inference.http import ServerHttp, StatusError
+from arealite.inference.pace import Pace
+from arealite.inference.pool import Server, ServerFacts, ServerSet
+from arealite.rollout.episode import SampleRecord, current_episode, sampling_seed
+from arealite.utils import heartbeat
+from arealite.utils.hf import load_hf_tokenizer, vocab_size
+from arealite.utils.stop_strings import StopStrings
+
+logger = logging.getLogger("arealite.client")
+
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+_RESUME_GRACE_S = 60.0
+"""Added to the deadline of a publication before a request stops to wait for its end."""
+_PROBE = ModelRequest([2, 3], GenerationHyperparameters(max_new_tokens=64, greedy=True))
+"""What a server that was slow or sick must complete to prove itself; long enough to compare with what others do."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What one server sampled to prove its weights."""
+
+    address: str
+    dtype: str | None
+    """In which it computes; None when it does not tell."""
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] | None
+
+
+class Generator:
+    """Lets servers complete requests; must be created and used in one event loop."""
+
+    def __init__(self, config: InferenceEngineConfig, dialect: Dialect, servers: ServerSet, secret: str | None) -> None:
+        self.http = ServerHttp(secret)
+        self.may_generate = asyncio.Event()
+        """Cleared while a publication of weights pauses the servers."""
+        self.may_generate.set()
+        self.publication_s = config.weight_update_timeout
+        """Deadline of the last publication."""
+        self.num_tokens = 0
+        """Sampled so far."""
+        self.num_stale_kv_tokens = 0
+        self._config = config
+        self._dialect = dialect
+        self._servers = servers
+        self.liveness = Liveness(self.http, servers, self.may_generate)
+        self._pace = Pace(servers, self._probe)
+        self._changed = asyncio.Event()
+        """Set and replaced when the servers have changed."""
+        self._deserted_at: float | None = None
+        """Since when no server can take a request."""
+        self._num_loose_requests = 0
+        self._tokenizer: asyncio.Task[Any] | None = None
+        self._vocab_size: int | None = None
+        """Unknown without a tokenizer path."""
+
+    async def connect(self, addresses: list[str]) -> None:
+        """Wait until all servers are ready, see that they can do what we need, and add them to the set."""
+        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
+        facts = await asyncio.gather(*(self.meet(address, deadline) for address in addresses))
+        for address, one in zip(addresses, facts, strict=True):
+            self._servers.add(address, facts=one)
+
+    async def load_vocabulary(self) -> None:
+        """Learn which token ids the model has, if the tokenizer is known."""
+        if self._config.tokenizer_path:
+            self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
+
+    async def meet(self, address: str, deadline: float) -> ServerFacts:
+        """Learn about a server and wait until it is ready. The weights of one that a run before us left paused may be
+        anything; the first publication replaces them."""
+        loop = asyncio.get_running_loop()
+        caller = Caller(address, self.http, lambda: max(0.001, deadline - loop.time()))
+        if await self.liveness.answers_by(address, deadline):
+            facts = await self._dialect.meet(caller)
+            await self._dialect.take_over(caller)
+            if await self.liveness.is_healthy_by(address, deadline):
+                return facts
+        raise ServerError(
+            f"every inference server must answer GET /health within {self._config.setup_timeout:g} s: got no answer "
+            f"from {address}. Look at its log, or raise rollout.setup_timeout."
+        )
+
+    async def wait_for_reachable(self) -> bool:
+        """Wait until a server answers, whatever its weights, and tell whether one does by `rollout.setup_timeout`."""
+        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while not any(server.is_reachable for server in self._servers.servers):
+                    await self._changed.wait()
+                return True
+        return False
+
+    def note_change(self) -> None:
+        """Let requests that wait for a server look again, after the servers have changed."""
+        if self._servers.live:
+            self._deserted_at = None
+        elif self._deserted_at is None:
+            self._deserted_at = asyncio.get_running_loop().time()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def generate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion. Raises ValueError for token ids that the model does not have."""
+        self._check_ids(req.input_ids)
+        started = time.monotonic()
+        sample, seed = self._next_sample()
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        num_interrupts = num_fruitless = 0
+        progressed = started
+        while True:
+            server, segment = await self._sample(req, tokens, seed)
+            tokens += segment.tokens
+            logprobs += segment.logprobs
+            self.num_tokens += len(segment.tokens)
+            self.num_stale_kv_tokens += segment.stale_kv_tokens
+            versions += segment.versions or []
+            if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
+                break
+            num_interrupts += 1
+            if req.gconfig.stop:
+                num_settled = await self._num_settled(tokens, req.gconfig.stop)
+                del tokens[num_settled:], logprobs[num_settled:], versions[num_settled:]
+            num_fruitless = 0 if segment.tokens else num_fruitless + 1
+            if num_fruitless > 1:
+                # Someone else paused this server; our own pauses are waited for in `_sample`.
+                self._refuse_standstill(server, progressed, num_fruitless)
+                await asyncio.sleep(_backoff_s(num_fruitless))
+            else:
+                progressed = time.monotonic()
+        latency_s = time.monotonic() - started
+        episode = current_episode.get()
+        if episode is not None:
+            episode.samples.append(SampleRecord(sample, len(tokens), latency_s, num_interrupts, server.address))
+        return ModelResponse(
+            input_tokens=list(req.input_ids),
+            output_tokens=tokens,
+            output_logprobs=logprobs,
+            output_versions=versions,
+            stop_reason="stop" if segment.finish == "stop" else "length",
+            server=server.address,
+            num_interrupts=num_interrupts,
+            latency_s=latency_s,
+        )
+
+    async def sample_canaries(self, req: ModelRequest, servers: list[Server]) -> list[Canary | ServerError | None]:
+        """Let every server complete `req`, whatever pauses episodes; return its error if it failed, None if it is
+        gone."""
+        return await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
+
+    async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
+        """Get the next segment after `tokens` from some server, whatever happens to others."""
+        num_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
+        failed: list[Server] = []
+        while True:
+            server = await self._pick(req.rid, num_tokens, failed)
+            version = server.version
+            began, num_before = time.monotonic(), self.liveness.num_in_flight(server)
+            try:
+                segment = await self._ask(server, req, tokens, seed)
+            except ServerError as error:
+                failed.append(server)
+                if _may_retry(error):
+                    self._pace.note_error(server)
+                if len(failed) > self._config.request_retries or not _may_retry(error):
+                    raise
+                self.liveness.suspect(server)
+                await asyncio.sleep(_backoff_s(len(failed)))
+                continue
+            finally:
+                self._servers.release(server, num_tokens)
+            self._pace.note_answer(
+                server,
+                num_tokens=len(segment.tokens),
+                seconds=time.monotonic() - began,
+                num_in_flight=(num_before + self.liveness.num_in_flight(server)) / 2 + 1,
+            )
+            if segment.versions is None and not server.tells_versions:
+                if server.version != version:
+                    continue  # which weights sampled which token can't be known: ask again
+                segment = replace(segment, versions=[version] * len(segment.tokens))
+            elif segment.versions is None or min(segment.versions, default=version) < version:
+                self._servers.note_loss(server, version)
+                logger.warning(
+                    "server %s has lost weights %d and idles until the next: it sampled from %s. It must have started "
+                    "anew.",
+                    *(server.address, version, "no version" if segment.versions is None else min(segment.versions)),
+                )
+                continue
+            elif segment.versions:
+                server.tells_versions = True
+            episode = current_episode.get()
+            if episode is not None:
+                episode.servers.add(server.address)
+            return server, segment
+
+    async def _ask(self, server: Server, req: ModelRequest, tokens: list[int], seed: int) -> Segment:
+        """Let one server continue a request."""
+        endpoint, payload = self._dialect.generate_call(server.address, req, tokens, seed)
+        try:
+            reply = await self.liveness.post(server, endpoint, payload, timeout_s=self._config.request_timeout)
+        except StatusError as error:
+            if self._dialect.is_overflow(error):
+                if tokens:
+                    return Segment([], [], [], "length")  # an interruption fell on its last tokens
+                raise ContextOverflowError(
+                    f"a request must fit into the context of {server.address}: got {len(req.input_ids)} tokens that "
+                    f"may become {len(req.input_ids) + req.gconfig.max_new_tokens}. Drop long prompts, lower "
+                    f"max_new_tokens or serve with a larger context. The server: {error}"
+                ) from error
+            raise
+        heartbeat.tick()
+        return self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
+
+    async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
+        """Choose a server, and wait for one while there is none."""
+        await self._wait_for_publication()
+        server = self._servers.pick(rid, num_tokens, avoid=set(failed))
+        if server is not None:
+            return server
+        episode = current_episode.get()
+        with contextlib.nullcontext() if episode is None else episode.standstill():
+            while True:
+                changed = self._changed
+                await self._wait_for_publication()
+                server = self._servers.pick(rid, num_tokens, avoid=set(failed))
+                if server is not None:
+                    return server
+                now = asyncio.get_running_loop().time()
+                self._deserted_at = self._deserted_at or now
+                try:
+                    async with asyncio.timeout_at(self._deserted_at + self._config.setup_timeout):
+                        await changed.wait()
+                except TimeoutError:
+                    raise self._no_server() from None
+
+    def _no_server(self) -> ServerError:
+        return ServerError(
+            f"an inference server with weights of version {self._servers.version} must be there within "
+            f"{self._config.setup_timeout:g} s: got {self._servers.describe()}. Look at the servers' logs, start "
+            "others, or raise rollout.setup_timeout."
+        )
+
+    async def _wait_for_publication(self) -> None:
+        """Wait while a publication of weights pauses the servers."""
+        if self.may_generate.is_set():
+            return
+        limit_s = 3 * self.publication_s + _RESUME_GRACE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.may_generate.wait()
+        except TimeoutError:
+            raise ServerError(
+                f"servers must go on within {limit_s:g} s after a publication of weights began: they did not. "
+                "Look for the failed update in the log of the trainer."
+            ) from None
+
+    async def _num_settled(self, tokens: list[int], stops: list[str]) -> int:
+        """Return how many tokens of an interrupted output can't be the beginning of a stop string."""
+        if self._tokenizer is None:
+            path = self._config.tokenizer_path
+            self._tokenizer = asyncio.create_task(asyncio.to_thread(load_hf_tokenizer, path))
+        return StopStrings(await asyncio.shield(self._tokenizer), stops).num_settled(tokens)
+
+    def _refuse_standstill(self, server: Server, progressed: float, num_aborts: int) -> None:
+        """Raise when a server does nothing but abort for longer than any answer may take."""
+        if time.monotonic() - progressed > self._config.request_timeout:
+            raise ServerError(
+                f"http://{server.address} must sample a token within {self._config.request_timeout:g} s: got "
+                f"{num_aborts} empty aborts in a row. Someone has paused it; let it continue."
+            )
+
+    def _check_ids(self, input_ids: list[int]) -> None:
+        """Refuse what would kill an SGLang server."""
+        smallest, largest = min(input_ids), max(input_ids)
+        if smallest < 0 or (self._vocab_size is not None and largest >= self._vocab_size):
+            raise ValueError(
+                f"input_ids must be tokens of the model, from 0 to {(self._vocab_size or largest + 1) - 1}: got "
+                f"{smallest if smallest < 0 else largest}. Use the model's own tokenizer."
+            )
+
+    def _next_sample(self) -> tuple[int, int]:
+        """Return number and sampling seed of the next completion."""
+        episode = current_episode.get()
+        if episode is not None:
+            sample = episode.next_sample()
+            return sample, episode.sampling_seed(sample)
+        self._num_loose_requests += 1
+        return 0, sampling_seed(self._config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
+
+    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | ServerError | None:
+        """Return what the server sampled, or what went wrong; None if it is gone, which is no fault of its weights."""
+        loop, num_failures = asyncio.get_running_loop(), 0
+        deadline = loop.time() + self._config.weight_update_timeout
+        while True:
+            try:
+                return await self._ask_canary(server, req, deadline)
+            except ServerError as error:
+                num_failures += 1
+                backoff_s = _backoff_s(num_failures)
+                is_left = num_failures <= self._config.request_retries and loop.time() + backoff_s < deadline
+                if is_left and _may_retry(error):
+                    await asyncio.sleep(backoff_s)
+                    continue
+                if isinstance(error, UnreachableError):
+                    self.liveness.suspect(server)
+                elif not await self.liveness.dead_among([server]):
+                    return error
+                return None
+
+    async def _probe(self, server: Server) -> float:
+        """Return the seconds per token of a small completion."""
+        await self._wait_for_publication()
+        began = time.monotonic()
+        deadline = asyncio.get_running_loop().time() + self._config.weight_update_timeout
+        answer = await self._ask_canary(server, _PROBE, deadline)
+        return (time.monotonic() - began) / len(answer.tokens)
+
+    async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
+        caller = Caller(server.address, self.http, lambda: max(0.001, deadline - asyncio.get_running_loop().time()))
+        seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
+        endpoint, payload = self._dialect.generate_call(server.address, req, [], seed, ignore_eos=True)
+        reply = await caller.post(endpoint, payload)
+        segment = self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens)
+        if not segment.tokens:
+            raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
+        server.tells_versions |= segment.versions is not None
+        return Canary(server.address, server.facts.dtype, segment.tokens, segment.logprobs, segment.versions)
+
+
+def _may_retry(error: ServerError) -> bool:
+    is_refusal = isinstance(error, StatusError) and error.status < 500
+    return not (is_refusal or isinstance(error, ContextOverflowError))
+
+
+def _backoff_s(num_failures: int) -> float:
+    return min(_FIRST_BACKOFF_S * 2.0 ** (num_failures - 1), _MAX_BACKOFF_S)

@@ -1,0 +1,231 @@
+"""Keeps a server set as the registry of the run has it: servers that register join, those that leave are left alone.
+
+A server that is ready is met, in the background, and becomes a member whose weights are unknown, so that it gets
+requests only after a publication. One that says it is leaving goes at once, as does one that has started anew, whose
+successor is a newcomer. One whose entry vanished without a word goes when it does not answer either, because a registry
+may forget what is alive. A meeting that fails takes place again after a growing pause, unless the server refuses or
+does not fit: a fault of the moment turns nobody away. Invariant: a registry that does not answer changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ConfigError, ServerError
+from arealite.inference.health import Liveness
+from arealite.inference.http import StatusError
+from arealite.inference.pool import ServerFacts, ServerSet
+from arealite.utils.name_resolve import NameResolveError, make_repository
+from arealite.utils.server_record import ServerRecord, servers_root
+
+logger = logging.getLogger("arealite.client")
+
+PERIOD_S = 1.0
+_TELL_S = 10.0
+"""How often a wait for servers says whom it waits for."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
+"""Between two tries to meet a server."""
+
+Meet = Callable[[str, float], Awaitable[ServerFacts]]
+"""Sees by a deadline that the server at an address can do what we need."""
+
+
+class Membership:
+    """Watches the registry; lives in one event loop."""
+
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        servers: ServerSet,
+        liveness: Liveness,
+        meet: Meet,
+        secret: str | None,
+    ) -> None:
+        """Entries must be signed with the secret, if there is one."""
+        self.num_joined = self.num_left = 0
+        """Members that came after the first ones were there, and members that are no more."""
+        self._config = config
+        self._servers = servers
+        self._liveness = liveness
+        self._meet = meet
+        self._secret = secret
+        self._names = make_repository(**dataclasses.asdict(config.name_resolve))
+        self._root = servers_root(config.experiment_name, config.trial_name)
+        self._records: dict[str, ServerRecord] = {}
+        """By entry, as last seen."""
+        self._taken: dict[str, ServerRecord] = {}
+        """By address: those that are members, are being met, or were turned away."""
+        self._failures: dict[str, Exception] = {}
+        """By address: what went wrong the last time they were met."""
+        self._unreadable: dict[str, str] = {}
+        """Entries that were complained about."""
+        self._looked_after: set[str] = set()
+        self._outage: NameResolveError | None = None
+        self._is_started = False
+        self._moved = asyncio.Event()
+        """Set and replaced after every look and every meeting."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(_tell_if_failed)
+
+    async def wait_for(self, count: int) -> None:
+        """Wait until so many servers are members; raise at once if one does not fit the run."""
+        loop = asyncio.get_running_loop()
+        deadline, told = loop.time() + self._config.setup_timeout, loop.time()
+        while len(self._servers.servers) < count:
+            for error in self._failures.values():
+                if isinstance(error, ConfigError):
+                    raise error
+            if loop.time() > deadline:
+                raise ServerError(
+                    f"{count} inference servers must be ready within {self._config.setup_timeout:g} s: "
+                    f"{self._describe(count)}. Look at their logs, or raise rollout.setup_timeout."
+                )
+            if loop.time() - told >= _TELL_S:
+                told = loop.time()
+                logger.warning("waiting for inference servers: %s", self._describe(count))
+            moved = asyncio.create_task(self._moved.wait())
+            await asyncio.wait({moved, self._watching}, timeout=PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
+            moved.cancel()
+            if self._watching.done():
+                self._watching.result()
+        self._is_started = True
+
+    def _describe(self, count: int) -> str:
+        """Say which servers are there and what the others do."""
+        where = f"in {self._names.where}"
+        if self._outage is not None:
+            return f"{where} nobody can look: {self._outage}"
+        words = [f"got {len(self._servers.servers)} of {count}"]
+        for key, record in self._records.items():
+            seconds = time.time() - record.since
+            words.append(f"{key.rpartition('/')[2]} at {record.address} is {record.state} ({seconds:.0f} s)")
+            if record.state == "loading" and record.detail:
+                words[-1] += f": {record.detail}"
+            if record.address in self._failures:
+                words[-1] += f", but: {self._failures[record.address]}"
+        missing = count - len(self._records)
+        return "; ".join(words + [f"{missing} did not register as {self._root}/... {where}"] * (missing > 0))
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                entries = await asyncio.to_thread(self._names.items, self._root)
+            except NameResolveError as error:
+                if self._outage is None:
+                    logger.warning("servers that come and go are not noticed for the time being: %s", error)
+                self._outage = error
+            else:
+                if self._outage is not None:
+                    logger.warning("%s answers again", self._names.where)
+                self._outage = None
+                self._compare(entries)
+            self._move()
+            await asyncio.sleep(PERIOD_S)
+
+    def _compare(self, entries: dict[str, str]) -> None:
+        """Let go whom the registry has not as we took it, and meet whom it has anew."""
+        self._records = {key: record for key, text in entries.items() if (record := self._read(key, text)) is not None}
+        by_age = sorted(self._records.values(), key=lambda record: record.since)  # an old entry may outlive its server
+        ready = {record.address: record for record in by_age if record.state == "ready"}
+        heard_of = {record.address for record in self._records.values()}
+        for address, record in list(self._taken.items()):
+            if address in ready and _is_same(ready[address], record):
+                continue
+            if address in heard_of:
+                self._let_go(address, "has started anew" if address in ready else "leaves")
+            elif any(one.address == address and one.is_reachable for one in self._servers.servers):
+                if address not in self._looked_after:
+                    self._start(self._look_after(address))
+            else:
+                self._let_go(address, "is gone")
+        for address, record in ready.items():
+            if address not in self._taken:
+                self._taken[address] = record
+                self._start(self._take(record))
+
+    def _read(self, key: str, text: str) -> ServerRecord | None:
+        """Read an entry; who has written one that can't be read or is not signed is told once."""
+        try:
+            return ServerRecord.read(key, text, self._secret)
+        except ValueError as error:
+            if self._unreadable.get(key) != text:
+                logger.warning("a registered server is ignored: %s", error)
+            self._unreadable[key] = text
+            return None
+
+    async def _take(self, record: ServerRecord) -> None:
+        """Meet a server, again if need be, and make it a member, unless it has left meanwhile."""
+        address, pause_s = record.address, _FIRST_PAUSE_S
+        while True:
+            outcome = await self._try_to_meet(record)
+            if self._taken.get(address) is not record:
+                return
+            if isinstance(outcome, ServerFacts):
+                break
+            self._failures[address] = outcome
+            self._move()
+            is_final = isinstance(outcome, ConfigError) or (isinstance(outcome, StatusError) and outcome.status < 500)
+            if self._is_started:  # else who waits for it tells
+                what = "is turned away" if is_final else f"could not be met, once more in {pause_s:g} s"
+                logger.warning("server %s %s: %s", address, what, outcome)
+            if is_final:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        self._failures.pop(address, None)
+        self._servers.add(address, facts=outcome)
+        if self._is_started:
+            self.num_joined += 1
+            logger.warning("server %s has joined and gets requests once it has the current weights", address)
+        self._move()
+
+    async def _try_to_meet(self, record: ServerRecord) -> ServerFacts | ServerError | ConfigError:
+        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
+        try:
+            if record.backend != self._config.backend:
+                raise ConfigError(
+                    f"servers of this run must be {self._config.backend}: got {record.backend} at {record.address}. "
+                    "Start that one with the run's config."
+                )
+            return await self._meet(record.address, deadline)
+        except (ServerError, ConfigError) as error:
+            return error
+
+    async def _look_after(self, address: str) -> None:
+        """Ask a member without an entry for a sign of life; without one the next comparison lets it go."""
+        self._looked_after.add(address)
+        await self._liveness.dead_among([one for one in self._servers.servers if one.address == address])
+        self._looked_after.discard(address)
+
+    def _let_go(self, address: str, why: str) -> None:
+        del self._taken[address]
+        self._failures.pop(address, None)
+        if self._servers.remove(address):
+            self.num_left += 1
+            left = len(self._servers.live)
+            logger.warning("server %s %s: %d with the current weights are left", address, why, left)
+
+    def _move(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    def _start(self, coroutine: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _tell_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("servers that come and go are not noticed any more", exc_info=error)
+
+
+def _is_same(one: ServerRecord, other: ServerRecord) -> bool:
+    """Tell whether two ready records are of the same start of the same server."""
+    return (one.node, one.pid, one.since) == (other.node, other.pid, other.since)

@@ -1,0 +1,163 @@
+"""Which servers answer: suspects get no requests while others can take them, and requests are not left with the dead.
+
+A server that has requests in flight and gives no sign of life for a while is asked for /health. One that doesn't answer
+that either becomes a suspect, and its requests are given up so that another server can take them; if there is none,
+they go on waiting for it, as long as it is a member. A suspect is readmitted when it answers /health. Invariant: while
+another server could take a request, it waits for a dead one no longer than about `quiet_s + 2 * health_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from arealite.api.errors import ServerError, UnreachableError
+from arealite.inference.http import Json, ServerHttp, StatusError
+from arealite.inference.pool import Server, ServerSet
+
+logger = logging.getLogger("arealite.client")
+
+_FIRST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 1.0
+
+
+class Liveness:
+    """Posts requests and watches the servers that have some; lives in one event loop."""
+
+    def __init__(
+        self,
+        http: ServerHttp,
+        servers: ServerSet,
+        may_generate: asyncio.Event,
+        *,
+        quiet_s: float = 4.0,
+        health_s: float = 8.0,
+    ) -> None:
+        self.http = http
+        self._servers = servers
+        self.may_generate = may_generate
+        """Nobody is judged while it is cleared: a paused server may have nothing to say."""
+        self._quiet_s = quiet_s
+        self._health_s = health_s
+        self._leashes: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)
+        """One per request in flight."""
+        self._heard_at: defaultdict[Server, float] = defaultdict(float)
+        """When a server gave its last sign of life."""
+        self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}
+        self._start(("watch", None), self._watch())
+
+    async def post(self, server: Server, endpoint: str, payload: Json, *, timeout_s: float) -> Json:
+        """Post, and raise UnreachableError if the server turns out to be dead while another is alive."""
+        leashes = self._leashes[server]
+        leash = asyncio.timeout(None)
+        try:
+            async with leash:
+                leashes.add(leash)
+                reply = await self.http.post(server.address, endpoint, payload, timeout_s=timeout_s)
+        except TimeoutError:
+            raise UnreachableError(
+                f"POST http://{server.address}{endpoint} must reach a live server: got no answer to /health within "
+                f"{self._health_s:g} s. Look at its log; the request goes to another server."
+            ) from None
+        finally:
+            leashes.discard(leash)
+        self._heard_at[server] = asyncio.get_running_loop().time()
+        return reply
+
+    def suspect(self, server: Server) -> None:
+        """Prefer other servers until this one answers /health."""
+        if server.is_reachable:
+            self._servers.note_reachable(server, False)
+            what = "others take over" if self._servers.live else "and no other can take over"
+            logger.warning("server %s does not answer, %s", server.address, what)
+            self._start(("readmit", server), self._readmit(server))
+
+    async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
+        """Return the servers that don't answer /health, which are suspects from now on."""
+        asked = list(servers)
+        answers = await asyncio.gather(*(self._is_healthy(server.address, self._health_s) for server in asked))
+        dead = [server for server, is_healthy in zip(asked, answers, strict=True) if not is_healthy]
+        for server in dead:
+            self.suspect(server)
+        return dead
+
+    def num_in_flight(self, server: Server) -> int:
+        """Return how many requests a server has."""
+        return len(self._leashes[server])
+
+    async def answers_by(self, address: str, deadline: float) -> bool:
+        """Ask for anything with growing pauses until there is an answer or the deadline passes."""
+        return await _becomes_true_by(deadline, lambda left_s: self._answers(address, min(left_s, self._health_s)))
+
+    async def is_healthy_by(self, address: str, deadline: float) -> bool:
+        """Ask for /health with growing pauses until it answers or the deadline passes."""
+        return await _becomes_true_by(deadline, lambda left_s: self._is_healthy(address, min(left_s, self._health_s)))
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._quiet_s / 4)
+            for server in list(self._leashes):
+                is_quiet = loop.time() - self._heard_at[server] > self._quiet_s
+                if self._leashes[server] and is_quiet and self.may_generate.is_set():
+                    self._start(("examine", server), self._examine(server))
+
+    async def _examine(self, server: Server) -> None:
+        """Ask a quiet server for /health, and give its requests up if it says nothing and another one is alive."""
+        asked_at = asyncio.get_running_loop().time()
+        if await self._is_healthy(server.address, self._health_s):
+            self._heard_at[server] = asked_at
+        if self._heard_at[server] >= asked_at or not self.may_generate.is_set():
+            return
+        self.suspect(server)
+        if self._servers.live or server not in self._servers.servers:
+            for leash in self._leashes[server]:
+                leash.reschedule(asked_at)
+
+    async def _readmit(self, server: Server) -> None:
+        async def is_back_or_gone(left_s: float) -> bool:
+            return server not in self._servers.servers or await self._is_healthy(server.address, self._health_s)
+
+        await _becomes_true_by(float("inf"), is_back_or_gone)
+        if server in self._servers.servers:
+            self._servers.note_reachable(server, True)
+            logger.warning("server %s answers again", server.address)
+
+    async def _answers(self, address: str, timeout_s: float) -> bool:
+        try:
+            await self.http.get(address, "/", timeout_s=timeout_s)
+        except StatusError as error:
+            return error.status < 500  # there need not be such a page; above is a proxy without its server
+        except ServerError:
+            return False
+        return True
+
+    async def _is_healthy(self, address: str, timeout_s: float) -> bool:
+        try:
+            await self.http.get(address, "/health", timeout_s=timeout_s)
+        except ServerError:
+            return False
+        return True
+
+    def _start(self, key: tuple[str, Server | None], coroutine: Coroutine[Any, Any, None]) -> None:
+        """Start a task unless the same one runs already."""
+        if key in self._tasks:
+            coroutine.close()
+            return
+        task = self._tasks[key] = asyncio.create_task(coroutine)
+        task.add_done_callback(lambda _: self._tasks.pop(key))
+
+
+async def _becomes_true_by(deadline: float, ask: Callable[[float], Coroutine[Any, Any, bool]]) -> bool:
+    """Ask with growing pauses, telling how many seconds are left, until the answer is yes or the deadline passes."""
+    loop = asyncio.get_running_loop()
+    pause_s = _FIRST_PAUSE_S
+    while (left_s := deadline - loop.time()) > 0:
+        if await ask(left_s):
+            return True
+        await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+    return False

@@ -1,0 +1,426 @@
+"""The client that every kind of server shares: servers, episodes, weights and versions as one `InferenceEngine`.
+
+It puts together `generator` (completions that survive interruptions), `membership` (servers that come and go),
+`weight_receiver` (publications) and the rollout runtime; only the dialect is a server's own. On ranks other than 0 the
+engine is a receiver: batches come through collectives, everything else belongs to rank 0.
+
+A server that joins while the trainer waits for a batch gets the current weights then and there: rank 0 breaks the wait
+off for as long as all ranks publish them to it. At any other time the next publication brings them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.inference.backends.base import Dialect
+from arealite.inference.backends.sglang import SGLangDialect
+from arealite.inference.backends.vllm import VLLMDialect
+from arealite.inference.completions import Canary, Generator
+from arealite.inference.discovery import Membership
+from arealite.inference.pool import ServerSet, parse_addresses
+from arealite.inference.weight_update import WeightReceiver
+from arealite.rollout.collective import RankZeroExchange
+from arealite.rollout.event_loop import Errand
+from arealite.rollout.executor import RolloutExecutor
+from arealite.rollout.trajectory import split_batch
+from arealite.utils import heartbeat
+from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+from arealite.utils.garbage import QuietCollector
+from arealite.utils.secret import ensure_secret, secret_of_environment
+from arealite.weights.replay import Player
+
+T = TypeVar("T")
+NextStep = Literal["again", "enough", "no"]
+"""After a publication that failed: try it once more, go on without it, or raise."""
+
+
+class RemoteInferenceEngine(InferenceEngine):
+    """Samples from servers of the kind that `rollout.backend` names, over HTTP, and runs episodes on top of that."""
+
+    def __init__(self, config: InferenceEngineConfig) -> None:
+        self.config = config
+        self.servers = ServerSet()
+        self._dialect = _dialect(config)
+        self._receiver = WeightReceiver(self._dialect, self.servers, config.weight_check)
+        self._version = 0
+        self._executor: RolloutExecutor | None = None
+        self._generator: Generator
+        """There as long as the executor is."""
+        self._membership: Membership | None = None
+        """None if the servers are someone else's, who never come and go."""
+        self.on_stale: Callable[[], None] | None = None
+        """Publishes the current weights to servers that lack them (collective); who publishes first leaves it here."""
+        self._errand = Errand(self._catch_up)
+        self._rate_from = (time.monotonic(), 0)
+        """When `metrics` was last called, and how many tokens had been sampled."""
+        self._player: Player | None = None
+        """Takes the executor's place in a replay."""
+        self._exchange = RankZeroExchange()
+        self.canary_gap: float | None = None
+        """Largest difference per token between a server's logprobs and the trainer's at the last publication."""
+
+    # Life cycle
+
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
+        """Wait until the servers are ready and start the runtime.
+
+        Servers are those of `addr`, of the config or of the environment; without any, those that register for the run.
+        """
+        if _rank() != 0:
+            return
+        if self.config.replay_from:
+            self._player = Player(self.config.replay_from)
+            return
+        addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(SERVER_ADDRS_VARIABLE, ""))
+        if not addresses and not self.config.num_servers:
+            raise ConfigError(
+                f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers, or "
+                "rollout.num_servers say how many register: got none of them. Start through a launcher, or set "
+                "rollout.server_addrs=[host:port]."
+            )
+        self._collector = QuietCollector()
+        self._executor = RolloutExecutor(self.config, self)
+        self._executor.errand = self._errand
+        try:
+            self._executor.loop.run(self._connect(addresses))
+        except BaseException:
+            self.destroy()
+            raise
+
+    def destroy(self) -> None:
+        """Stop the runtime; servers are left running."""
+        if self._executor is None:
+            return
+        self.servers.on_change = None
+        try:
+            self._executor.close()
+        finally:
+            self._executor = None
+
+    def _secret(self) -> str | None:
+        """Return the secret of the run, which is ours to make if no launcher did."""
+        if not self.config.fileroot:
+            return secret_of_environment()
+        folder = Path(self.config.fileroot) / self.config.experiment_name / self.config.trial_name
+        folder.mkdir(parents=True, exist_ok=True)
+        return ensure_secret(folder)
+
+    async def _connect(self, addresses: list[str]) -> None:
+        loop = self._require_executor().loop
+        secret = secret_of_environment() if addresses else self._secret()
+        generator = self._generator = Generator(self.config, self._dialect, self.servers, secret)
+        loop.closers.append(generator.http.close)
+        self.servers.on_change = lambda: loop.call_soon(self._note_change)
+        if addresses:
+            await generator.connect(addresses)
+        else:
+            self._membership = Membership(self.config, self.servers, generator.liveness, generator.meet, secret)
+            await self._membership.wait_for(self.config.num_servers)
+        await generator.load_vocabulary()
+        heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])
+        self.servers.note_publication(self.servers.servers, self._version)
+
+    def _note_change(self) -> None:
+        """Let everything follow that depends on the servers (in the loop)."""
+        if self._executor is None:
+            return
+        self._generator.note_change()
+        if self._membership is not None:
+            self._executor.set_capacity(len(self.servers.live) / self.config.num_servers)
+        if self.servers.stale:
+            self._errand.want()
+
+    def _catch_up(self) -> None:
+        """Bring stale servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""
+        if self.on_stale is not None and self.servers.stale:
+            self._exchange.play(self.on_stale)
+
+    # Generation
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion, continuing token-exactly when a server interrupts it."""
+        if req.gconfig.n_samples != 1:
+            raise ValueError(
+                f"gconfig.n_samples must be 1 in a request: got {req.gconfig.n_samples}. "
+                "Send one request per sample with gconfig.new(n_samples=1)."
+            )
+        if not req.input_ids:
+            raise ValueError("input_ids must have at least one token: got none. Send a prompt.")
+        if req.gconfig.stop and not self.config.tokenizer_path:
+            raise ValueError(
+                f"rollout.tokenizer_path must be set for stop strings: got none for {req.gconfig.stop}. "
+                "Set it to the model's path."
+            )
+        executor = self._require_executor()
+        if asyncio.get_running_loop() is not executor.loop.loop:
+            return await asyncio.wrap_future(executor.loop.submit(self._generator.generate(req)))
+        return await self._generator.generate(req)
+
+    # Weights and versions
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        """Start the receiving half of a publication; `meta` is complete for the sender on return.
+
+        The same `meta` may be used every time. Raises WeightUpdateError if the servers can't even be told.
+        """
+        loop = self._require_executor().loop
+        if not meta.only_stale:
+            self.on_stale = None  # it would bring older weights
+        if meta.version in (None, meta.last_version):
+            meta.version = self.get_version() + 1
+        meta.last_version = meta.version
+        meta.uploaded = Future()
+        self._generator.publication_s = meta.timeout_s
+        return loop.submit(loop.run(self._meet_sender(meta)))
+
+    async def _meet_sender(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
+        """Fill in what the sender must know, and return the coroutine that brings the weights to every live server."""
+        return self._receiver.receive(await self._receiver.begin(self._generator.liveness, meta))
+
+    def after_failed_update(self, *, only_stale: bool, may_repeat: bool) -> NextStep:
+        """Tell every rank whether a publication that failed may be tried again, perhaps when a server is there
+        (collective). When only stale servers were to catch up it is `enough` if none is left, or others are live."""
+        decide = self._after_failed_catch_up if only_stale else self._after_failed_publication
+        return self._exchange.scatter(
+            lambda world_size: [self._require_executor().loop.run(decide(may_repeat))] * world_size
+        )
+
+    async def _after_failed_publication(self, may_repeat: bool) -> NextStep:
+        self._receiver.give_up()
+        if not (may_repeat and (self._receiver.may_try_again or self._receiver.has_lost_one)):
+            return "no"
+        self._generator.may_generate.set()  # requests wait for a server, which has a deadline of its own
+        return "again" if await self._generator.wait_for_reachable() else "no"
+
+    async def _after_failed_catch_up(self, may_repeat: bool) -> NextStep:
+        self._receiver.give_up()
+        may_help = self._receiver.may_try_again or self._receiver.has_lost_one
+        if may_repeat and may_help and self.servers.stale:
+            return "again"
+        if self.servers.live:
+            self._receiver.bench("it could not catch up")
+            return "enough"
+        return "enough" if may_help and not self.servers.stale else "no"
+
+    def sample_canaries(self, req: ModelRequest) -> list[Canary]:
+        """Let every server that the last publication reached complete `req`, whatever pauses episodes (rank 0).
+
+        Those that are gone are left out.
+        """
+        return self._require_executor().loop.run(self._sample_canaries(req))
+
+    async def _sample_canaries(self, req: ModelRequest) -> list[Canary]:
+        members = self._receiver.members
+        outcomes = dict(zip(members, await self._generator.sample_canaries(req, members), strict=True))
+        failures = {server: str(one) for server, one in outcomes.items() if isinstance(one, ServerError)}
+        self._receiver.leave_out([server for server, one in outcomes.items() if one is None])
+        canaries = [one for one in outcomes.values() if isinstance(one, Canary)]
+        rest = self._receiver.turn_away(failures) if failures else {}
+        if rest or not canaries:
+            why = "; ".join((rest or failures).values())
+            raise WeightUpdateError(
+                "servers must sample from their new weights: got "
+                f"{why or f'no answer from {[server.address for server in members]}'}. Look at their logs."
+            )
+        return canaries
+
+    def turn_away(self, failures: dict[str, str]) -> dict[str, str]:
+        """Do without those of the servers at these addresses that others can do without; return the rest (rank 0)."""
+
+        async def turn_away() -> dict[str, str]:
+            by_server = {
+                server: failures[server.address] for server in self._receiver.members if server.address in failures
+            }
+            return {server.address: why for server, why in self._receiver.turn_away(by_server).items()}
+
+        return self._require_executor().loop.run(turn_away())
+
+    def admit(self) -> None:
+        """Let the servers that the last publication reached get requests; `resume` does it too."""
+        if self._executor is not None:
+            self._executor.loop.run(self._admit())
+
+    async def _admit(self) -> None:
+        self._receiver.admit()
+
+    def set_version(self, version: int) -> None:
+        """Set the version that capacity and staleness are computed from."""
+        self._version = version
+        if self._executor is not None:
+            self._executor.set_version(version)
+            self._collector.collect()
+
+    def get_version(self) -> int:
+        """Return the version."""
+        return self._version
+
+    # Episodes
+
+    def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+        """Queue one episode and return at once (rank 0)."""
+        if self._player is None:
+            self._require_executor().submit(data, workflow)
+
+    def wait(
+        self, count: int, timeout: float | None = None, should_accept: Callable[[TensorDict], bool] | None = None
+    ) -> TensorDict:
+        """Return `count` accepted trajectories, oldest first (rank 0). Raises TimeoutError, and then loses nothing."""
+        if self._player is not None:
+            return self._player.play(self._version)
+        return self._require_executor().wait(count, timeout, should_accept)
+
+    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
+        """Run one episode per item of rank 0's `data` now and return this rank's share of what was accepted."""
+        return self._share_out(lambda: self._require_executor().run_all(data, workflow))
+
+    def prepare_batch(
+        self,
+        dataloader: Iterable[list[dict[str, Any]]],
+        workflow: RolloutWorkflow,
+        should_accept: Callable[[TensorDict], bool] | None = None,
+    ) -> TensorDict:
+        """Keep episodes in flight and return this rank's share of the next batch of bounded staleness."""
+        return self._share_out(lambda: self._require_executor().prepare_batch(dataloader, workflow, should_accept))
+
+    def _share_out(self, collect: Callable[[], TensorDict]) -> TensorDict:
+        """Collect a batch on rank 0, or play one, and return this rank's share."""
+
+        def shares(world_size: int) -> list[TensorDict]:
+            batch = collect() if self._player is None else self._player.play(self._version)
+            return split_batch(batch, world_size)
+
+        return self._scatter(shares)
+
+    def _scatter(self, produce: Callable[[int], list[T]]) -> T:
+        """Give every rank its part of what rank 0 waits for, and let servers catch up meanwhile."""
+        if self.servers.stale:
+            self._errand.want()
+        return self._exchange.scatter(produce, self.on_stale)
+
+    def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
+        """Run one episode per item of rank 0's `data` now and return means over all samples.
+
+        `num_failed` counts the items that are in no mean, because their episode failed or was rejected.
+        """
+
+        def evaluate(world_size: int) -> list[dict[str, float]]:
+            if self._player is None:
+                batch = self._require_executor().run_all(data, workflow, is_evaluation=True)
+            else:
+                batch = self._player.play(self._version, is_evaluation=True)
+            num_failed = len(data) - batch["group_index"].unique().numel()
+            return [_means(batch) | {"num_failed": float(num_failed)}] * world_size
+
+        return self._scatter(evaluate)
+
+    def pause(self) -> None:
+        """Start no new episodes; generation goes on."""
+        if self._executor is not None:
+            self._executor.pause()
+
+    def resume(self) -> None:
+        """Start episodes again, and let requests go on that a publication holds."""
+        if self._executor is not None:
+            self._executor.loop.run(self._let_generate())
+            self._executor.resume()
+
+    async def _let_generate(self) -> None:
+        self._receiver.admit()
+        self._generator.may_generate.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Make what became of all prompts durable, and return what `load_state_dict` needs; empty except on rank 0."""
+        if self._executor is None:
+            return {}
+        generator = self._generator
+        counts = {"generated_tokens": generator.num_tokens, "stale_kv_tokens": generator.num_stale_kv_tokens}
+        return self._executor.state_dict() | counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, before the first episode: what came after it is undone, and what was open then is
+        issued again at the next `prepare_batch`."""
+        if self._executor is not None:
+            self._executor.load_state_dict(state)
+            self._generator.num_tokens = state["generated_tokens"]
+            self._rate_from = (time.monotonic(), self._generator.num_tokens)
+            self._generator.num_stale_kv_tokens = state["stale_kv_tokens"]
+
+    def note_checkpoint(self, step: int, position: int) -> None:
+        """Note that a published checkpoint holds the updates up to a step and the ledger up to a position."""
+        if self._executor is not None:
+            self._executor.note_checkpoint(step, position)
+
+    @property
+    def stats(self) -> RolloutStat:
+        """Counts of episodes since the run began (rank 0)."""
+        return self._require_executor().stats
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts of episodes and sampled tokens by metric name; empty on ranks other than 0."""
+        if self._executor is None:
+            return {}
+        metrics = self._executor.metrics() | self._server_metrics()
+        metrics |= {
+            "rollout/generated_tokens": float(self._generator.num_tokens),
+            "rollout/stale_kv_tokens": float(self._generator.num_stale_kv_tokens),
+            "weights/mismatched_tensors": float(self._receiver.num_mismatched),
+        }
+        return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
+
+    def _server_metrics(self) -> dict[str, float]:
+        """Return the counts of servers, and the rate of generation since the last call."""
+        (began, num_before), now = self._rate_from, (time.monotonic(), self._generator.num_tokens)
+        self._rate_from = now
+        servers, membership = self.servers.servers, self._membership
+        return {
+            "servers/live": float(len(self.servers.live)),
+            "servers/drained": float(sum(server.is_drained for server in servers)),
+            "servers/joined": float(membership.num_joined if membership else 0),
+            "servers/left": float(membership.num_left if membership else 0),
+            "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),
+        }
+
+    def _require_executor(self) -> RolloutExecutor:
+        if self._executor is None:
+            raise RuntimeError(
+                f"the inference engine must be initialized, and used on rank 0: got rank {_rank()}. "
+                "Call initialize first; on other ranks only the collective methods work."
+            )
+        return self._executor
+
+
+def _dialect(config: InferenceEngineConfig) -> Dialect:
+    if config.backend == "vllm":
+        return VLLMDialect(pause_mode=config.pause_mode)
+    return SGLangDialect(is_lite=config.backend == "lite", pause_mode=config.pause_mode)
+
+
+def _means(batch: TensorDict) -> dict[str, float]:
+    """Return the means over samples that an evaluation reports."""
+    means = {
+        "reward": batch["rewards"].double().mean().item(),
+        "tokens": batch["loss_mask"].bool().sum(1).double().mean().item(),
+        "num_samples": float(batch.batch_size[0]),
+    }
+    if "no_eos" in set(batch.keys()):
+        means["no_eos"] = batch["no_eos"].double().mean().item()
+    return means
+
+
+def _rank() -> int:
+    """Return the global rank, also before torch.distributed is initialised."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

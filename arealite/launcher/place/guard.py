@@ -1,0 +1,83 @@
+"""Owns one command and everything it starts: none of it outlives the command or the guard's owner.
+
+The owner holds the other end of the guard's stdin and never writes to it. When that end closes - because the owner
+stops the command or was killed itself - or when the command ends, all descendants get SIGKILL. The guard adopts
+orphans, so sessions and daemons do not escape. SIGTERM goes to the command alone, which may then end in its own time.
+Files of shared memory that they had mapped are removed with them, because whoever would do that was killed as well.
+The guard's exit status is the command's, 128 + n if signal n ended it. If the guard itself is killed, the kernel kills
+the command with it, and the owner sees the guard end.
+
+    python -m arealite.launcher.place.guard COMMAND...
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from arealite.utils.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    exit_status,
+    send_signal,
+    shared_memory,
+)
+
+
+def main(command: list[str]) -> int:
+    """Run the command to its end or to the owner's."""
+    adopt_orphans()
+    guard = os.getpid()
+    try:
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(guard))
+    except OSError as error:
+        print(f"can't start {command[0]}: {error}", file=sys.stderr)
+        return 127
+    shared: set[str] = set()
+
+    def terminate(number: int, frame: object) -> None:
+        shared.update(shared_memory(descendants(guard)))
+        send_signal(job.pid, number)
+
+    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _wait_for_end(job, owner=sys.stdin.fileno())
+    status = exit_status(_kill_all(job, shared))
+    for path in shared:
+        Path(path).unlink(missing_ok=True)
+    return status
+
+
+def _wait_for_end(job: subprocess.Popen[bytes], *, owner: int) -> None:
+    """Return when the command has ended or the owner has closed its end."""
+    poll = select.poll()
+    poll.register(os.pidfd_open(job.pid), select.POLLIN)
+    poll.register(owner, select.POLLIN)
+    poll.poll()
+
+
+def _kill_all(job: subprocess.Popen[bytes], shared: set[str]) -> int:
+    """Kill and reap all descendants, note the files of shared memory they had, and return how the command ended.
+
+    Every orphan becomes our child, so there is nothing left when there is no child left.
+    """
+    returncode = 0
+    while True:
+        shared |= shared_memory(descendants(os.getpid()))
+        for pid in descendants(os.getpid()):
+            send_signal(pid, signal.SIGKILL)
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:
+            return returncode
+        if pid == job.pid:
+            returncode = os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,248 @@
+"""Seats on a Ray cluster: a bundle of resources for each machine of the plan, and in it an actor for each job.
+
+Ray decides which machine a bundle is on, and finds another one when that machine dies. An actor keeps the CPUs, GPUs
+and memory of its job, owns the job's relay, and carries bytes between the relay and the launcher; what they mean is the
+relay's affair. Invariant: an actor that was not asked for output for `node_timeout` ends its relay and so the job,
+because the launcher is gone or takes this machine for lost. Ray's own transport is trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from arealite.api.cli_args import LauncherConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher.place.base import NodeLostError, Seat
+from arealite.launcher.place.relay import RelaySeat
+from arealite.launcher.plan.plan import Placement, Plan
+
+with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `connect` tells of its absence
+    import ray
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+_READ_BYTES = 1 << 16
+_CONNECT_S = 10.0
+_PROGRESS_S = 10.0
+_RETRY_S = 1.0
+_CLOSE_S = 10.0
+"""What the end of a job's processes and of its relay may take, once both were told."""
+_FORWARDED = re.compile(
+    r"(AREAL|HF_|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|SWANLAB|TRACKIO|NCCL|GLOO|TORCH|PYTORCH|TRITON|SGL|VLLM|PYTHON)"
+    r"[A-Z0-9_]*|(?i:(http|https|no)_proxy)"
+)
+"""Variables of the launcher that jobs get; others are those of the machine."""
+
+
+def connect() -> None:
+    """Connect this process to the cluster of RAY_ADDRESS, or else to the one this machine belongs to."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray must be installed here: it is not. Run `pip install 'arealite[ray]'` on every machine.")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        if address != "auto":  # Ray itself would try for a quarter of an hour
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"a Ray cluster must be running: got {_last_line(error)} for RAY_ADDRESS={address}. "
+            "Run `ray start` on its machines, and set RAY_ADDRESS to host:port of its head unless this is one of them; "
+            "set RAY_AUTH_MODE=token if the cluster asks for a token."
+        ) from error
+
+
+class Attendant:
+    """The actor: owns one relay on its machine."""
+
+    async def start(self, env: dict[str, str], folder: str, toward: str, leash_s: float) -> str:
+        """Start the relay as from the launcher's folder, and return the machine's name."""
+        self._relay = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", toward, "--leash", str(leash_s)],
+            env=os.environ | env,
+            cwd=folder,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        node_id = ray.get_runtime_context().get_node_id()
+        return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
+
+    async def read(self) -> bytes:
+        """Return what the relay writes next, nothing at its end."""
+        assert self._relay.stdout is not None
+        return await self._relay.stdout.read(_READ_BYTES)
+
+    async def write(self, data: bytes) -> None:
+        """Write to the relay."""
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(data)
+
+    async def close_input(self) -> None:
+        """End the relay and its job."""
+        assert self._relay.stdin is not None
+        self._relay.stdin.close()
+
+
+class RaySeat(RelaySeat):
+    """A seat that an actor keeps. It reads from the moment it exists, so that the loss of a machine is noticed."""
+
+    def __init__(self, node: str, actor: Any, *, timeout_s: float) -> None:
+        super().__init__(node, self._chunks(), self._send_to_actor, self._close_actor_input, timeout_s=timeout_s)
+        self._actor = actor
+        self._read: asyncio.Queue[bytes | NodeLostError] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._keep_reading())
+
+    async def close(self) -> None:
+        """Wait until the relay has ended the job and itself, and give its resources back."""
+        await super().close()
+        await asyncio.wait([self._reading], timeout=_CLOSE_S)
+        self._reading.cancel()
+        await asyncio.to_thread(ray.kill, self._actor)
+
+    async def _keep_reading(self) -> None:
+        try:
+            while chunk := await self._actor.read.remote():
+                self._read.put_nowait(chunk)
+            self._read.put_nowait(b"")
+        except RayError as error:
+            why = "its actor can't be reached" if isinstance(error, ActorUnavailableError) else _last_line(error)
+            self._read.put_nowait(NodeLostError(f"{self.node} is lost: {why}"))
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        while chunk := await self._read.get():
+            if isinstance(chunk, NodeLostError):
+                raise chunk
+            yield chunk
+
+    def _send_to_actor(self, data: bytes) -> None:
+        self._actor.write.remote(data)
+
+    def _close_actor_input(self) -> None:
+        self._actor.close_input.remote()
+
+
+class RayPlace:
+    """The part of a Ray cluster that a run has; this process is connected to the cluster."""
+
+    def __init__(
+        self, plan: Plan, config: LauncherConfig, *, setup_timeout_s: float, say: Callable[[str], None]
+    ) -> None:
+        """Ask for the plan's machines, without waiting; `say` tells the user of waits."""
+        self._config = config
+        self._setup_timeout_s = setup_timeout_s
+        self._say = say
+        self._actor_class = ray.remote(Attendant)
+        self._nodes = sorted({placement.node for placement in plan.placements})
+        bundles = [_sum(self._needs(one) for one in plan.placements if one.node == node) for node in self._nodes]
+        self._group = placement_group(bundles, strategy="SPREAD")
+
+    async def seats(self, placements: Sequence[Placement]) -> list[Seat]:
+        """Get a seat for each placement; TimeoutError if the cluster has no room for `setup_timeout_s`."""
+        taking = [asyncio.create_task(self._seat(placement)) for placement in placements]
+        telling = asyncio.create_task(self._tell(placements, taking))
+        try:
+            async with asyncio.timeout(self._setup_timeout_s):
+                return list(await asyncio.gather(*taking))
+        except BaseException as error:
+            for task in taking:
+                task.cancel()
+            outcomes = await asyncio.gather(*taking, return_exceptions=True)
+            await asyncio.gather(*[outcome.close() for outcome in outcomes if isinstance(outcome, RaySeat)])
+            if not isinstance(error, TimeoutError):
+                raise
+            missing = [one for one, got in zip(placements, outcomes, strict=True) if not isinstance(got, RaySeat)]
+            raise TimeoutError(
+                f"Ray must start all jobs within {self._setup_timeout_s:g} s: got no place for "
+                f"{await asyncio.to_thread(self._describe, missing)}. Add machines, wait for others to finish, or "
+                "lower allocation_mode or launcher.*_cpus_per_gpu and *_mem_per_gpu."
+            ) from None
+        finally:
+            telling.cancel()
+
+    async def close(self) -> None:
+        """Give everything back, which ends actors that still are."""
+        await asyncio.to_thread(remove_placement_group, self._group)
+
+    async def _seat(self, placement: Placement) -> RaySeat:
+        """Wait for an actor that could start its relay; when its machine dies meanwhile, for another one."""
+        needs = self._needs(placement)
+        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "memory": needs.get("memory")}
+        bundle = PlacementGroupSchedulingStrategy(self._group, self._nodes.index(placement.node))
+        while True:
+            actor = self._actor_class.options(**options, scheduling_strategy=bundle).remote()
+            try:
+                where = os.getcwd(), ray.util.get_node_ip_address()
+                node = await actor.start.remote(_environment(), *where, self._config.node_timeout)
+                seat = RaySeat(node, actor, timeout_s=self._config.node_timeout)
+                await seat.meet(self._setup_timeout_s)
+                return seat
+            except BaseException as error:
+                await asyncio.to_thread(ray.kill, actor)
+                if isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False):
+                    raise ConfigError(
+                        f"every machine must be like this one: got {_last_line(error)} when {placement.name} was to "
+                        f"start. It must have Python, arealite and {os.getcwd()} at the same paths."
+                    ) from error
+                if not isinstance(error, RayActorError):
+                    raise
+                self._say(f"{placement.name} is placed again, because its machine failed: {_last_line(error)}")
+            await asyncio.sleep(_RETRY_S)
+
+    def _needs(self, placement: Placement) -> dict[str, float]:
+        """Return what a job reserves; without GPUs, each rank or server counts as one."""
+        config, is_server = self._config, placement.role == "server"
+        number = len(placement.devices) or len(placement.ranks) or 1
+        cpus = config.inference_server_cpus_per_gpu if is_server else config.trainer_cpus_per_gpu
+        mebibytes = config.inference_server_mem_per_gpu if is_server else config.trainer_mem_per_gpu
+        needs = {"CPU": number * cpus, "GPU": len(placement.devices), "memory": number * mebibytes << 20}
+        return {name: float(amount) for name, amount in needs.items() if amount}
+
+    async def _tell(self, placements: Sequence[Placement], taking: Sequence[asyncio.Task[RaySeat]]) -> None:
+        """Say from time to time what is waited for."""
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            missing = [one for one, task in zip(placements, taking, strict=True) if not task.done()]
+            text = await asyncio.to_thread(self._describe, missing)
+            waited_s = time.monotonic() - started
+            self._say(f"waiting for Ray to place {text} ({waited_s:.0f} s of {self._setup_timeout_s:g} s)")
+
+    def _describe(self, missing: Sequence[Placement]) -> str:
+        """Say what is not placed, what it needs and what the cluster has."""
+        names = ", ".join(one.name for one in missing)
+        needed = _sum(self._needs(one) for one in missing)
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        free = ray.available_resources()
+        has = [f"{free.get(name, 0):g} of {_sum(alive).get(name, 0):g} {name} free" for name in needed]
+        return f"{names} with {_spell(needed)}; the cluster has {len(alive)} machines with {', '.join(has)}"
+
+
+def _environment() -> dict[str, str]:
+    """Return what jobs get of the launcher's environment, and the cluster it is connected to."""
+    ours = {name: value for name, value in os.environ.items() if _FORWARDED.fullmatch(name)}
+    return ours | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
+def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    return dict(sum((Counter(part) for part in parts), Counter()))
+
+
+def _spell(needs: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().rpartition("\n")[2].strip()

@@ -1,0 +1,148 @@
+"""The jobs of a run: one per inference server, and torchrun on each machine of the trainer. Pure descriptions.
+
+Every launcher starts the same jobs; a job's environment holds only what it has besides that of its machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import arealite
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher.place.base import Job
+from arealite.launcher.plan.plan import Placement, Plan, foreign_servers
+from arealite.launcher.plan.server_commands import server_command
+from arealite.utils.environment import RESTART_VARIABLE, SECRET_VARIABLE
+from arealite.utils.network import LOOPBACK
+
+
+def check_model(config: GRPOConfig | SFTConfig) -> None:
+    """Refuse a folder that is not there."""
+    key, path = (
+        ("actor.path", config.actor.path) if isinstance(config, GRPOConfig) else ("model.path", config.model.path)
+    )
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"{key} must be a folder or a hub id: got {path}, which does not exist. Correct {key}.")
+
+
+def run_folder(config: GRPOConfig | SFTConfig) -> Path:
+    """Return the folder of the run's files."""
+    return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+
+
+def server_job(config: GRPOConfig, placement: Placement, host: str, devices: Mapping[str, str], secret: str) -> Job:
+    """Describe a server, which listens at `host`, picks its own port and registers for the run."""
+    command = server_command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
+    serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", config.rollout.backend]
+    serve += ["--name", placement.name, "--host", host, *registry_flags(config)]
+    serve += ["--setup-timeout", str(config.rollout.setup_timeout)]
+    env = environment(
+        config.launcher.inference_server_env_vars,
+        python=command[0],
+        **devices,
+        **({"OMP_NUM_THREADS": str(config.lite.threads)} if config.rollout.backend == "lite" else {}),
+        **{SECRET_VARIABLE: secret},
+    )
+    return Job(placement.name, [*serve, "--", *command], env)
+
+
+def registry_flags(config: GRPOConfig) -> list[str]:
+    """Return where servers of this run register."""
+    names = config.cluster.name_resolve
+    flags = ["--join", f"{config.experiment_name}/{config.trial_name}", "--name-resolve", names.type]
+    address = {"nfs": names.nfs_record_root, "redis": names.redis_addr, "etcd3": names.etcd3_addr}
+    return [*flags, "--registry", address.get(names.type, names.ray_actor_name)]
+
+
+def trainer_job(
+    config: GRPOConfig | SFTConfig,
+    plan: Plan,
+    placement: Placement,
+    devices: Mapping[str, str],
+    secret: str,
+    *,
+    master: tuple[str, int | str],
+    entry: Path,
+    argv: Sequence[str],
+    scratch: Path,
+    is_restart: bool,
+) -> Job:
+    """Describe torchrun on one machine of the trainer; `master` is where its first machine is met.
+
+    torchrun leaves its own files in `scratch`, and for ever in the system's folder if it had none.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(plan.trainers)), "--node-rank", str(placement.index)]
+    torchrun += ["--nproc-per-node", str(len(placement.ranks))]
+    torchrun += ["--master-addr", master[0], "--master-port", str(master[1])]
+    torchrun += ["--log-dir", str(scratch), "--no-python"]
+    rank = [sys.executable, "-m", "arealite.launcher.place.rank"]
+    env = environment(
+        config.launcher.trainer_env_vars,
+        **devices,
+        OMP_NUM_THREADS=str(_trainer_threads(config, plan, placement)),
+        **{RESTART_VARIABLE: str(int(is_restart)), SECRET_VARIABLE: secret},
+    )
+    return Job(placement.name, [sys.executable, *torchrun, *rank, str(entry), *argv], env, list(placement.ranks))
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return []
+    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
+
+
+def _trainer_threads(config: GRPOConfig | SFTConfig, plan: Plan, placement: Placement) -> int:
+    """Return what was asked for, or share out the cores that the servers of the machine leave; threads that fight for a
+    core are many times slower."""
+    if config.launcher.trainer_threads is not None:
+        return config.launcher.trainer_threads
+    if plan.num_nodes > 1:
+        return config.launcher.trainer_cpus_per_gpu
+    foreign = [one for one in foreign_servers(config).split(",") if one.startswith((LOOPBACK, "localhost"))]
+    cores = len(os.sched_getaffinity(0)) - (len(plan.servers) + len(foreign)) * config.lite.threads
+    return max(1, cores // len(placement.ranks))
+
+
+def environment(user_variables: str, *, python: str = sys.executable, **ours: str) -> dict[str, str]:
+    """Return what jobs have besides the environment of their machine: `ours`, then the user's `A=1,B=2`, so that
+    `python` finds this package.
+
+    Another interpreter than ours must not find what else is installed beside it, but its own programs first.
+    """
+    env = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"), "PYTHONUNBUFFERED": "1"} | ours
+    env |= dict(pair.split("=", 1) for pair in user_variables.split(",") if pair)
+    is_foreign = python != sys.executable
+    package_root = Path(arealite.__file__).parents[1]
+    is_installed = str(package_root) in [*site.getsitepackages(), site.getusersitepackages()]
+    if is_foreign:
+        env["PATH"] = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
+    if is_foreign or not is_installed:
+        folder = _folder_of_package() if is_installed else package_root
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    return env
+
+
+def _folder_of_package() -> Path:
+    """Return a folder with nothing but this package in it: a link in the user's cache."""
+    package = Path(arealite.__file__).parent
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "arealite" / f"package-{hashlib.blake2b(str(package).encode(), digest_size=6).hexdigest()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / package.name).symlink_to(package, target_is_directory=True)
+    return folder

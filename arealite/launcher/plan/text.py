@@ -1,0 +1,78 @@
+"""A plan as text, for `--dry-run`: which process runs on which machine with which devices, and how each kind starts."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.launcher.place.base import Job
+from arealite.launcher.plan.jobs import run_folder, server_job, trainer_job
+from arealite.launcher.plan.plan import Placement, Plan, foreign_servers
+
+_SHOWN_VARIABLES = ("OMP_NUM_THREADS",)
+
+
+def plan_lines(
+    config: GRPOConfig | SFTConfig, plan: Plan, *, by: str, entry: str | Path, argv: Sequence[str]
+) -> Iterator[str]:
+    """Tell all of a plan."""
+    devices = f"{plan.gpus_per_node} GPUs each" if plan.gpus_per_node else "CPUs only"
+    machines = "1 machine" if plan.num_nodes == 1 else f"{plan.num_nodes} machines"
+    yield f"{config.experiment_name}/{config.trial_name}: {config.allocation_mode} on {machines}, {devices} ({by})"
+    yield f"run folder: {run_folder(config)}"
+    for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
+        yield f"machine {node}"
+        for one in placements:
+            ranks = f"trainer rank {_spans(one.ranks)}" if one.ranks else ""
+            gpus = f"GPU {_spans(one.devices)}" if one.devices else ""
+            log = f"log trainer-{{{_spans(one.ranks)}}}.log" if one.ranks else f"log {one.name}.log"
+            yield "  " + "  ".join(filter(None, [f"{one.name:<11}", f"{gpus:<8}" if gpus else "", ranks, log]))
+    idle = plan.num_nodes * plan.gpus_per_node - sum(len(one.devices) for one in plan.placements)
+    if idle > 0:
+        yield f"{idle} of {plan.num_nodes * plan.gpus_per_node} GPUs stay idle"
+    if foreign := foreign_servers(config):
+        yield f"servers of someone else: {foreign}"
+    for jobs in (_servers(config, plan.servers[:1]), _trainers(config, plan, entry=entry, argv=argv)):
+        for job in jobs:
+            variables = [f"{name}={job.env[name]}" for name in _SHOWN_VARIABLES if name in job.env]
+            yield f"{job.name} runs"
+            yield "  " + " ".join([*variables, _spelled(job.command)])
+
+
+def _servers(config: GRPOConfig | SFTConfig, placements: Sequence[Placement]) -> Iterator[Job]:
+    for one in placements:
+        assert isinstance(config, GRPOConfig), type(config)
+        yield server_job(config, one, f"<machine {one.node}>", {}, "")
+
+
+def _trainers(config: GRPOConfig | SFTConfig, plan: Plan, *, entry: str | Path, argv: Sequence[str]) -> Iterator[Job]:
+    for one in plan.trainers[:1]:
+        yield trainer_job(
+            *(config, plan, one, {}, ""),
+            master=(f"<machine {one.node}>", "<a free port>"),
+            entry=Path(entry),
+            argv=argv,
+            scratch=run_folder(config) / ".torchrun",
+            is_restart=False,
+        )
+
+
+def _spelled(command: Iterable[str]) -> str:
+    """Spell a command so that it can be read; our own interpreter is `python`."""
+    words = ["python" if word == sys.executable else word for word in command]
+    return " ".join(word if word.startswith("<") else shlex.quote(word) for word in words)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Spell ascending numbers as `0-3,5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

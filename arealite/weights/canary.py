@@ -1,0 +1,120 @@
+"""A canary: after a publication every server samples a few tokens, whose logprobs the trainer must agree with.
+
+It proves the whole way at once, from the trainer's parameters through names, dtypes and caches to the server's kernels,
+and needs nothing of a server but generation. What it can't tell is why they differ: fingerprints name tensors.
+"""
+
+# B servers, T padded tokens
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from arealite.api.cli_args import GenerationHyperparameters, WeightCheckConfig
+from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import ModelRequest
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.completions import Canary
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.utils.distributed import agreed
+from arealite.utils.tensors import concat_padded_tensors
+
+logger = logging.getLogger("arealite.engine")
+
+_PROMPT_TOKENS = 8
+_FLOAT32_BOUND, _SHORTER_BOUND = 1e-3, 0.1
+
+
+def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
+    """Compare every server's logprobs with the actor's, between a transfer and the advance of versions (collective).
+
+    A difference raises WeightUpdateError, or is only logged, as `rollout.weight_check` says. The largest one becomes
+    the metric `policy/canary_gap`.
+    """
+    check = rollout.config.weight_check
+    if check.canary_tokens == 0:
+        return
+    request = _request(actor, check)
+    canaries = agreed(lambda: rollout.sample_canaries(request) if dist.get_rank() == 0 else [])
+    logprobs_BT = actor.compute_logprobs(_batch(request, canaries))
+    agreed(
+        lambda: _judge(rollout, version, canaries, logprobs_BT, _bound(check, actor, canaries), _cause(actor, rollout))
+    )
+
+
+def _request(actor: FSDPPPOActor, check: WeightCheckConfig) -> ModelRequest:
+    """Return a prompt of token ids that any model has, at the temperature of the actor's logprobs."""
+    vocab_size = actor.model.config.get_text_config().vocab_size
+    prompt = [(7 * index + 3) % vocab_size for index in range(_PROMPT_TOKENS)]
+    return ModelRequest(
+        prompt,
+        GenerationHyperparameters(max_new_tokens=check.canary_tokens, temperature=actor.actor.config.temperature),
+    )
+
+
+def _batch(request: ModelRequest, canaries: Sequence[Canary]) -> TensorDict:
+    """Return one row per server; ranks other than 0 have none."""
+    if not canaries:
+        empty = torch.zeros(0, 1, dtype=torch.long)
+        return TensorDict({"input_ids": empty, "attention_mask": empty.bool()}, [0])
+    rows = [torch.tensor([[*request.input_ids, *one.tokens]]) for one in canaries]
+    return concat_padded_tensors(
+        [TensorDict({"input_ids": row, "attention_mask": torch.ones_like(row, dtype=torch.bool)}, [1]) for row in rows]
+    )
+
+
+def _bound(check: WeightCheckConfig, actor: FSDPPPOActor, canaries: Sequence[Canary]) -> float:
+    if check.canary_bound is not None:
+        return check.canary_bound
+    dtypes = {actor.config.dtype, *(one.dtype for one in canaries)}
+    return _FLOAT32_BOUND if dtypes == {"float32"} else _SHORTER_BOUND
+
+
+def _cause(actor: FSDPPPOActor, rollout: RemoteInferenceEngine) -> str:
+    """Return what explains wrong logprobs, where it is known."""
+    is_tied = actor.model.config.get_text_config().tie_word_embeddings
+    if rollout.config.backend != "vllm" or rollout.config.untie_embeddings or not is_tied:
+        return "Look at that server's log"
+    return (
+        "The model's embeddings are tied, and vLLM on a CPU serves wrong logits after it has reloaded such a model: "
+        "there set rollout.untie_embeddings=true. Else look at that server's log"
+    )
+
+
+def _judge(
+    rollout: RemoteInferenceEngine,
+    version: int,
+    canaries: Sequence[Canary],
+    logprobs_BT: torch.Tensor,
+    bound: float,
+    cause: str,
+) -> None:
+    """Note the largest gap, and complain about the servers that are beyond the bound or say another version."""
+    complaints: dict[str, str] = {}
+    gaps = []
+    for one, logprobs_T in zip(canaries, logprobs_BT.double().cpu(), strict=True):
+        expected = logprobs_T[_PROMPT_TOKENS : _PROMPT_TOKENS + len(one.tokens)]
+        gap = (torch.tensor(one.logprobs, dtype=torch.float64) - expected).abs().mean().item()
+        gaps.append(gap)
+        if not gap <= bound:
+            complaints[one.address] = f"{one.address} differs by {gap:.3g} per token over {len(one.tokens)} tokens"
+        elif one.versions is not None and set(one.versions) != {version}:
+            complaints[one.address] = f"{one.address} says version {', '.join(map(str, sorted(set(one.versions))))}"
+    rollout.canary_gap = max(gaps, default=None)
+    is_final = rollout.config.weight_check.on_mismatch == "stop"
+    if is_final and complaints:
+        complaints = rollout.turn_away(complaints)
+    if not complaints:
+        return
+    text = (
+        f"every server must sample from weights of version {version}, with logprobs within {bound:g} of the trainer's: "
+        f"{'; '.join(complaints.values())}. {cause}; rollout.weight_check.canary_bound is the bound."
+    )
+    if is_final:
+        raise WeightUpdateError(text)
+    logger.warning("%s", text)

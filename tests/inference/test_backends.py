@@ -1,0 +1,221 @@
+"""What clients find out about servers when they meet them, and refuse before a request is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from testing_client import connected
+from testing_server import ScriptedServer
+from testing_vllm import ScriptedVLLM, vllm_config
+from tiny_models import VOCAB_SIZE, save_qwen3
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.vllm_remote import RemoteVLLMEngine
+from arealite.inference.backends.vllm import VLLMDialect
+from arealite.inference.remote_engine import RemoteInferenceEngine
+
+
+def meet(server: Any, **config: Any) -> None:
+    with connected(server, **config):
+        pass
+
+
+def generate(engine: RemoteInferenceEngine, input_ids: list[int], **gconfig: Any) -> ModelResponse:
+    return asyncio.run(engine.agenerate(ModelRequest(input_ids, GenerationHyperparameters(**gconfig))))
+
+
+class Pages(ScriptedServer):
+    """A server of which only what it says about itself matters."""
+
+    def __init__(self, pages: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self.pages = pages
+
+    def app(self) -> web.Application:
+        self._resumed = asyncio.Event()
+        app = web.Application()
+        for path, page in ({"/health": {}} | self.pages).items():
+
+            async def answer(_: web.Request, page: dict[str, Any] = page) -> web.Response:
+                return web.json_response(page)
+
+            app.router.add_get(path, answer)
+        app.router.add_post("/resume", self._continue)
+        return app
+
+
+def vllm(*paths: str, prefix_caching: bool = True, logprobs_mode: str = "processed_logprobs") -> Pages:
+    config = vllm_config(prefix_caching=prefix_caching, logprobs_mode=logprobs_mode, backend=None)
+    pages = {"/openapi.json": {"paths": {path: {} for path in ("/v1/completions", "/pause", *paths)}}}
+    return Pages(pages | {"/server_info": {"vllm_config": config}})
+
+
+def test_a_server_of_another_kind_is_refused() -> None:
+    with pytest.raises(ServerError, match=r"must be a server of SGLang.*404.*backend"):
+        meet(vllm())
+    with pytest.raises(ServerError, match=r"must be a vLLM server.*404"):
+        meet(ScriptedServer(), backend="vllm")
+    no_dev_mode = Pages({"/openapi.json": {"paths": {"/v1/completions": {}}}})
+    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1: it has no '/pause'"):
+        meet(no_dev_mode, backend="vllm")
+
+
+def test_a_prefix_cache_of_old_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--disable-radix-cache"):
+        meet(ScriptedServer(), pause_mode="in_place")
+    meet(ScriptedServer(info={"disable_radix_cache": True}), pause_mode="in_place")
+    generating = "/inference/v1/generate"
+    with pytest.raises(ConfigError, match="--no-enable-prefix-caching"):
+        meet(vllm(generating), backend="vllm", pause_mode="in_place")
+    meet(vllm(generating, prefix_caching=False), backend="vllm", pause_mode="in_place")
+
+
+@pytest.mark.parametrize("pause_mode", ["in_place", "retract"])
+def test_requests_may_not_stay_at_a_server_that_tells_no_versions(pause_mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"got {pause_mode} .*--enable-scale-out"):
+        meet(vllm(prefix_caching=False), backend="vllm", pause_mode=pause_mode)
+
+
+def test_a_vllm_with_logprobs_of_another_distribution_is_refused() -> None:
+    """They are those at temperature 1, whatever is sampled from, unless it is started otherwise."""
+    with pytest.raises(ConfigError, match=r"got raw_logprobs at .*--logprobs-mode processed_logprobs"):
+        meet(vllm(logprobs_mode="raw_logprobs"), backend="vllm")
+
+
+def test_a_continuation_by_vllm_does_not_draw_the_same_random_numbers_again() -> None:
+    """vLLM seeds a generator when a request begins; SGLang and lite hash the seed with the position."""
+    request = ModelRequest([5, 6], GenerationHyperparameters(max_new_tokens=8))
+    seeds = [
+        VLLMDialect(pause_mode="abort").generate_call("h:1", request, [7] * done, 2**63 - 1)[1]["seed"]
+        for done in range(3)
+    ]
+    assert seeds == [2**63 - 1, 0, 1]
+
+
+def test_named_engines_take_only_their_own_servers() -> None:
+    with pytest.raises(ConfigError, match="sglang or lite for RemoteSGLangEngine: got vllm"):
+        RemoteSGLangEngine(InferenceEngineConfig(backend="vllm"))
+    with pytest.raises(ConfigError, match="vllm for RemoteVLLMEngine: got sglang"):
+        RemoteVLLMEngine(InferenceEngineConfig(backend="sglang"))
+
+
+def test_token_limits_fit_into_the_context() -> None:
+    """SGLang refuses a request whose prompt and token limit exceed its context together, though the prompt fits."""
+    server = ScriptedServer(info={"max_req_input_len": 10}, context=16)
+    with connected(server) as engine:
+        assert generate(engine, [5] * 9, max_new_tokens=100).output_len == 7
+        assert generate(engine, [5] * 9, max_new_tokens=3).output_len == 3
+    assert [one["sampling_params"]["max_new_tokens"] for one in server.requests] == [7, 3]
+
+
+def test_a_completion_that_is_interrupted_where_the_context_ends_is_kept() -> None:
+    """SGLang takes no prompt as long as what it had already sampled."""
+    server = ScriptedServer(info={"max_req_input_len": 10}, context=16, token_delay_s=0.02)
+
+    def interrupt() -> None:
+        while not server.requests:
+            time.sleep(0.005)
+        time.sleep(0.06)
+        server.context = 10
+        server.abort_all()
+
+    with connected(server) as engine, ThreadPoolExecutor(1) as pool:
+        interruption = pool.submit(interrupt)
+        response = generate(engine, [5] * 9, max_new_tokens=100)
+        interruption.result()
+    assert response.stop_reason == "length" and response.num_interrupts == 1
+    assert 1 <= response.output_len == len(response.output_logprobs) == len(response.output_versions) < 7
+    assert len(server.requests) == 2
+
+
+def test_tokens_that_the_model_does_not_have_are_not_sent(tmp_path: Path) -> None:
+    """They would kill an SGLang server."""
+    server = ScriptedServer()
+    with connected(server, tokenizer_path=save_qwen3(tmp_path / "model", seed=1)) as engine:
+        for bad in (-1, VOCAB_SIZE):
+            with pytest.raises(ValueError, match=rf"from 0 to {VOCAB_SIZE - 1}: got {bad}\."):
+                generate(engine, [5, bad], max_new_tokens=2)
+        assert generate(engine, [0, VOCAB_SIZE - 1], max_new_tokens=2).output_len == 2
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("server", "backend", "dtype"),
+    [
+        (ScriptedServer(info={"dtype": "bfloat16"}), "sglang", "bfloat16"),
+        (ScriptedServer(info={"dtype": "auto"}), "sglang", None),
+        (ScriptedServer(info={"dtype": "float32"}), "lite", "float32"),
+        (vllm(), "vllm", "float32"),
+    ],
+)
+def test_servers_tell_the_dtype_that_bounds_their_canaries(server: Any, backend: str, dtype: str | None) -> None:
+    with connected(server, backend=backend) as engine:
+        assert [one.facts.dtype for one in engine.servers.servers] == [dtype]
+
+
+def test_a_proxy_whose_server_still_starts_is_waited_for() -> None:
+    class Proxied(ScriptedServer):
+        @web.middleware
+        async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
+            self.num_calls = getattr(self, "num_calls", 0) + 1
+            if self.num_calls < 3:
+                return web.Response(status=502)
+            return await super()._refuse(request, handler)
+
+    meet(Proxied(), setup_timeout=5)
+
+
+def test_a_server_that_was_left_paused_is_let_go_on() -> None:
+    """SGLang does not even answer /health while it is paused."""
+
+    class Paused(ScriptedServer):
+        async def _health(self, request: web.Request) -> web.Response:
+            await self._resumed.wait()
+            return await super()._health(request)
+
+        def app(self) -> web.Application:
+            app = super().app()
+            self._resumed.clear()
+            return app
+
+    with connected(Paused(), setup_timeout=5) as engine:
+        assert generate(engine, [5, 6], max_new_tokens=3).output_len == 3
+
+
+def test_the_size_of_a_server_is_its_own_word() -> None:
+    with connected(ScriptedServer(info={"tp_size": 4})) as engine:
+        assert [one.facts.num_gpus for one in engine.servers.servers] == [4]
+
+
+def test_a_stock_vllm_takes_no_broadcast_and_says_so_at_once() -> None:
+    with connected(ScriptedVLLM(backend=None), backend="vllm") as engine:
+        meta = WeightUpdateMeta("nccl", nccl_param_specs=[[ParamSpec("a", (2,), "float32")]], version=1)
+        with pytest.raises(WeightUpdateError, match="every server must take weights by broadcast"):
+            engine.update_weights(meta)
+        assert generate(engine, [5, 6], max_new_tokens=3).output_len == 3, "it goes on with its weights"
+
+
+def test_taking_over_a_vllm_ends_the_update_that_a_run_before_has_left() -> None:
+    server = ScriptedVLLM()
+    with connected(server, backend="vllm"):
+        assert server.calls == ["abandon_weight_update", "/resume"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_deterministic", "sends"), [("sglang", True, True), ("sglang", False, False), ("lite", False, True)]
+)
+def test_seeds_are_sent_to_servers_that_sample_by_them(backend: str, is_deterministic: bool, sends: bool) -> None:
+    """Others ignore a seed without a word, and those before SGLang 0.5 refuse it."""
+    server = ScriptedServer(info={"enable_deterministic_inference": is_deterministic})
+    with connected(server, backend=backend) as engine:
+        generate(engine, [5, 6], max_new_tokens=3)
+    assert ("sampling_seed" in server.requests[0]["sampling_params"]) == sends

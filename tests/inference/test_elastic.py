@@ -1,0 +1,448 @@
+"""A trainer and real embedded servers that join, leave, die and start anew while episodes run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from aiohttp import web
+from testing_lite import LiteServer
+from testing_registry import RUN, Registry
+from testing_server import serve
+from testing_workflows import SamplingWorkflow
+
+from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig, WeightCheckConfig
+from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.pool import ServerFacts
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.utils.network import free_port
+from arealite.utils.secret import ensure_secret
+from arealite.weights.publish import publish_weights
+
+PROMPT = [5, 9, 13, 4]
+LIMIT_S = 60.0
+
+
+class WatchedServer(LiteServer):
+    """Notes each call, may die at one, and keeps the versions of the tokens that it sampled."""
+
+    def __init__(self, *, seed: int = 3, dies_at: str = "", **options: Any) -> None:
+        super().__init__(tiny_models.build(tiny_models.config(), seed=seed), **options)
+        self.dies_at = dies_at
+        self.sick_at = ""
+        self.calls: list[str] = []
+        self.connections: list[tuple[asyncio.AbstractEventLoop, asyncio.Transport]] = []
+        self.is_dead = False
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.middlewares.insert(0, self._watch)
+        return app
+
+    @web.middleware
+    async def _watch(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        assert request.transport is not None
+        self.calls.append(request.path)
+        self.connections.append((asyncio.get_running_loop(), request.transport))
+        self.is_dead |= request.path == self.dies_at
+        if self.is_dead:
+            request.transport.abort()
+            return web.Response()
+        if request.path == self.sick_at:
+            return web.json_response({"error": {"message": "CUDA error"}}, status=500)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    def kill(self) -> None:
+        """Cut all connections, and answer nobody any more."""
+        self.is_dead = True
+        for loop, transport in self.connections:
+            loop.call_soon_threadsafe(transport.abort)
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as exit_stack:
+        yield exit_stack
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_models.save_qwen3(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    one = Registry(tmp_path)
+    yield one
+    one.names.reset()
+
+
+def serving(stack: contextlib.ExitStack, **options: Any) -> WatchedServer:
+    return stack.enter_context(serve(WatchedServer(**options)))
+
+
+def start(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, num_servers: int, **config: Any
+) -> tuple[FSDPPPOActor, RemoteInferenceEngine]:
+    actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.01)))
+    actor.initialize(None, FinetuneSpec(1, 10, 1))
+    stack.callback(actor.destroy)
+    settings = {"setup_timeout": LIMIT_S, "weight_update_timeout": 20.0, "consumer_batch_size": 4, **config}
+    rollout = RemoteInferenceEngine(
+        InferenceEngineConfig(
+            backend="lite", num_servers=num_servers, name_resolve=registry.config, episode_retries=0, **RUN, **settings
+        )
+    )
+    rollout.initialize(None, None)
+    stack.callback(rollout.destroy)
+    return actor, rollout
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [*PROMPT, 3 + index]} for index in range(count)]
+
+
+class Background:
+    """Runs a call of the trainer's in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.outcome: Any = None
+
+        def run() -> None:
+            try:
+                self.outcome = call()
+            except Exception as error:
+                self.outcome = error
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def result(self) -> Any:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def test_a_server_that_joins_gets_the_weights_before_its_first_token(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    """While the trainer waits for a batch; the others go on."""
+    first, second = serving(stack), serving(stack, seed=8)
+    registry.put("server-0", first.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    publish_weights(actor, rollout, version=4)
+    first.calls.clear()
+    registry.put("server-1", second.address)
+    workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+    while "/generate" not in second.calls[:-10]:
+        assert len(first.calls) < 400
+        batch = rollout.rollout_batch(rows(16), workflow)
+        assert set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {4}
+    assert "/end_weight_update" in second.calls[: second.calls.index("/generate")]
+    assert "/pause_generation" not in first.calls, "the others go on"
+    assert second.engine.version == "4"
+    assert rollout.metrics()["servers/live"] == 2 and rollout.metrics()["servers/joined"] == 1
+    assert rollout.stats.failed == 0
+
+
+def test_nothing_fails_while_the_only_server_starts_anew(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    """Its requests wait, though longer than an episode may take, and go on from their last tokens."""
+    registry.put("server-0", (first := serving(stack)).address)
+    actor, rollout = start(stack, registry, model_path, 1, episode_timeout=10.0, request_retries=0)
+    publish_weights(actor, rollout, version=2)
+    pending = Background(
+        lambda: rollout.rollout_batch(rows(40), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
+    )
+    until(lambda: first.engine.stats().generated_tokens > 60)
+    registry.put("server-0", first.address, state="leaving")
+    until(lambda: not rollout.servers.servers)
+    first.engine.pause("abort").result(10)
+    until(lambda: first.engine.stats().running == 0)
+    time.sleep(10.5)
+    second = serving(stack, seed=8)
+    registry.put("server-0", second.address, pid=2)
+    batch = pending.result()
+    assert batch.batch_size[0] == 40 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
+    sampled = first.engine.stats().generated_tokens + second.engine.stats().generated_tokens
+    assert 0 < second.engine.stats().generated_tokens < 40 * 150 + 16
+    assert 0 <= sampled - 40 * 150 <= 2 * 16, "no token was sampled twice; two canaries"
+    assert rollout.metrics().get("rollout/failed_timeout", 0) == 0 and rollout.stats.failed == 0
+
+
+def test_a_server_that_dies_loses_only_what_it_had(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    dies, stays = serving(stack), serving(stack)
+    registry.put("server-0", dies.address)
+    registry.put("server-1", stays.address)
+    actor, rollout = start(stack, registry, model_path, 2, max_concurrent_rollouts=8, consumer_batch_size=8)
+    publish_weights(actor, rollout, version=1)
+    for server in (dies, stays):
+        server.calls.clear()
+    pending = Background(
+        lambda: rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
+    )
+    until(lambda: dies.engine.stats().running == 4 and stays.engine.stats().running == 4)
+    dies.kill()
+    assert pending.result().batch_size[0] == 8
+    assert dies.calls.count("/generate") == 4 and stays.calls.count("/generate") == 8
+    assert rollout.stats.failed == 0 and rollout.metrics()["servers/live"] == 1
+
+
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+@pytest.mark.parametrize(
+    "moment",
+    ["/pause_generation", "/init_weights_update_group", "/update_weights_from", "/end_weight_update", "/generate"],
+)
+def test_a_publication_is_done_again_without_who_dies_in_it(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, way: str, moment: str, tmp_path: Path
+) -> None:
+    if moment == "/update_weights_from":
+        moment += "_disk" if way == "disk" else "_distributed"
+    elif way == "disk" and moment in ("/init_weights_update_group", "/end_weight_update"):
+        pytest.skip("not part of that way")
+    stays, dies = serving(stack), serving(stack, dies_at=moment)
+    (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
+    registry.secret = ensure_secret(tmp_path / "runs" / "exp" / "t")
+    registry.put("server-0", stays.address)
+    registry.put("server-1", dies.address)
+    actor, rollout = start(stack, registry, model_path, 2, weight_update=way, fileroot=str(tmp_path / "runs"))
+    rollout.config.weight_update_timeout = 8.0  # the group of a server that only plays dead stays connected
+    began = time.monotonic()
+    publish_weights(actor, rollout, version=1)
+    assert time.monotonic() - began < 20
+    assert dies.is_dead and stays.engine.version == "1"
+    batch = rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=8))
+    assert set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {1}
+    assert rollout.metrics()["servers/live"] == 1 and rollout.stats.failed == 0
+
+
+def test_a_publication_waits_for_a_server_when_its_last_one_dies(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    dies, comes = serving(stack, dies_at="/begin_weight_update"), serving(stack)
+    registry.put("server-0", dies.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    pending = Background(lambda: publish_weights(actor, rollout, version=1))
+    until(lambda: dies.is_dead)
+    registry.put("server-1", comes.address)
+    pending.result()
+    assert comes.engine.version == "1" and rollout.get_version() == 1
+
+
+def test_a_newcomer_that_does_not_fit_is_turned_away(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It serves a model of other shapes."""
+    good = serving(stack)
+    registry.put("server-0", good.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    publish_weights(actor, rollout, version=1)
+    other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
+    stack.enter_context(serve(other))
+    registry.put("server-1", other.address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    batch = rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=100, min_new_tokens=100))
+    assert batch.batch_size[0] == 8
+    publish_weights(actor, rollout, version=2)
+    assert [one.address for one in rollout.servers.servers] == [good.address]
+    assert f"server {other.address} is turned away" in caplog.text
+    good.dies_at = "/begin_weight_update"
+    rollout.config.setup_timeout = 1.0
+    with pytest.raises(WeightUpdateError):
+        publish_weights(actor, rollout, version=3)
+
+
+def test_servers_that_take_no_broadcast_read_a_checkpoint(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, tmp_path: Path
+) -> None:
+    first, second = serving(stack), serving(stack)
+    (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
+    registry.secret = ensure_secret(tmp_path / "runs" / "exp" / "t")
+    registry.put("server-0", first.address)
+    registry.put("server-1", second.address)
+    actor, rollout = start(stack, registry, model_path, 2, fileroot=str(tmp_path / "runs"))
+    for server in rollout.servers.servers:
+        server.facts = ServerFacts(takes_broadcasts=server.address == first.address)
+    publish_weights(actor, rollout, version=1)
+    assert first.engine.version == second.engine.version == "1"
+    assert "/update_weights_from_distributed" in first.calls and "/update_weights_from_disk" not in first.calls
+    assert "/update_weights_from_disk" in second.calls and "/update_weights_from_distributed" not in second.calls
+    assert not list((tmp_path / "runs" / "exp" / "t").glob("weight_update*"))
+    for server in rollout.servers.servers:
+        server.facts = ServerFacts(takes_broadcasts=False)
+    publish_weights(actor, rollout, version=2)
+    assert first.engine.version == second.engine.version == "2"
+
+
+@pytest.mark.parametrize("moment", ["/begin_weight_update", "/generate"])
+def test_who_can_not_catch_up_is_left_alone_and_the_run_goes_on(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, sick = serving(stack), serving(stack)
+    registry.put("server-0", good.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    publish_weights(actor, rollout, version=1)
+    sick.sick_at = moment
+    registry.put("server-1", sick.address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+    for _ in range(2):
+        assert rollout.rollout_batch(rows(8), workflow).batch_size[0] == 8
+    assert sum("gets no weights for 10 s" in line for line in caplog.messages) == 1, "no hot loop"
+    assert rollout.stats.failed == 0 and [one.address for one in rollout.servers.live] == [good.address]
+    publish_weights(actor, rollout, version=2)
+    assert [one.address for one in rollout.servers.servers] == [good.address], "it may not end the run either"
+
+
+def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    """A newcomer of another shape tears the update of servers that do not keep their old weights."""
+    good = serving(stack)
+    registry.put("server-0", good.address)
+    actor, rollout = start(stack, registry, model_path, 1)
+    rollout._dialect.keeps_old_weights = False
+    publish_weights(actor, rollout, version=1)
+    other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
+    stack.enter_context(serve(other))
+    registry.put("server-1", other.address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    publish_weights(actor, rollout, version=2)
+    assert [(one.address, one.version) for one in rollout.servers.servers] == [(good.address, 2)]
+
+
+def test_a_sender_that_fails_is_not_asked_again(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
+    registry.secret = ensure_secret(tmp_path / "runs" / "exp" / "t")
+    registry.put("server-0", serving(stack).address)
+    actor, rollout = start(stack, registry, model_path, 1, weight_update="disk", fileroot=str(tmp_path / "runs"))
+    attempts = []
+
+    def fail(*_: object) -> None:
+        attempts.append(1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("arealite.engine.fsdp_weights._show", fail)
+    with pytest.raises(WeightUpdateError, match="No space left"):
+        publish_weights(actor, rollout, version=1)
+    assert len(attempts) == 1
+
+
+def test_nobody_catches_up_with_weights_that_were_trained_since(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    registry.put("server-0", serving(stack).address)
+    actor, rollout = start(stack, registry, model_path, 1, weight_check=WeightCheckConfig(fingerprint=False))
+    publish_weights(actor, rollout, version=1)
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            parameter.mul_(1.5)
+    registry.put("server-1", (new := serving(stack)).address)
+    until(lambda: len(rollout.servers.servers) == 2)
+    rollout.evaluate_batch(rows(8), SamplingWorkflow(max_new_tokens=60, min_new_tokens=60))
+    assert new.engine.version != "1" and len(rollout.servers.stale) == 1
+
+
+def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
+    stack: contextlib.ExitStack, registry: Registry, model_path: str
+) -> None:
+    registry.put("server-0", (first := serving(stack)).address)
+    actor, rollout = start(stack, registry, model_path, 1, max_concurrent_rollouts=8)
+    publish_weights(actor, rollout, version=1)
+    registry.put("server-0", first.address, state="leaving")
+    until(lambda: not rollout.servers.servers)
+    workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+    pending = Background(lambda: rollout.rollout_batch(rows(16), workflow))
+    second = serving(stack)
+    registry.put("server-0", second.address, pid=2)
+    until(lambda: second.engine.stats().running > 4)
+    assert pending.result().batch_size[0] == 16
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from testing_registry import RUN, Registry
+from testing_workflows import SamplingWorkflow
+from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.weights.publish import publish_weights
+torch.set_num_threads(1)
+_, model_path, folder = sys.argv
+actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.05)))
+actor.initialize(None, FinetuneSpec(1, 10, 1))
+rollout = RemoteInferenceEngine(InferenceEngineConfig(
+    backend="lite", num_servers=1, name_resolve=Registry(folder).config, consumer_batch_size=4, setup_timeout=100, **RUN
+))
+rollout.initialize(None, None)
+publish_weights(actor, rollout, version=3)
+print("published", flush=True)
+workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+data = [{"input_ids": [5, 9, 13, index]} for index in range(3, 7)]
+for _ in range(2):
+    batch = rollout.rollout_batch(data, workflow)
+    versions = sorted(set(batch["versions"][batch["loss_mask"].bool()].tolist()))
+    print(batch.batch_size[0], versions, flush=True)
+rollout.destroy()
+actor.destroy()
+"""
+
+
+def test_all_ranks_help_a_server_to_catch_up(registry: Registry, model_path: str, tmp_path: Path) -> None:
+    """The only server dies in the middle of a batch; the next one gets the weights of both ranks' shards."""
+    torch.set_num_threads(1)
+    ranks: list[subprocess.Popen[str]] = []
+    port = str(free_port("127.0.0.1"))
+    with serve(WatchedServer()) as first, serve(WatchedServer(seed=8)) as second:
+        registry.put("server-0", first.address)
+        try:
+            for index in ("0", "1"):
+                torchrun = {"RANK": index, "WORLD_SIZE": "2", "LOCAL_RANK": index, "MASTER_PORT": port}
+                env = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+                env["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parents[1])))
+                command = [sys.executable, "-c", RANK, model_path, str(tmp_path)]
+                ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["published\n"] * 2
+            until(lambda: first.engine.stats().generated_tokens > 60)
+            first.kill()
+            registry.put("server-1", second.address)
+            outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+            assert [rank.returncode for rank in ranks] == [0, 0]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    assert outputs == ["2 [3]\n2 [3]\n"] * 2
+    assert "/end_weight_update" in second.calls[: second.calls.index("/generate")]

@@ -1,0 +1,133 @@
+"""Servers that hang: real processes, stopped by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from arealite.api.errors import ServerError, UnreachableError
+from arealite.inference.health import Liveness
+from arealite.inference.http import ServerHttp
+from arealite.inference.pool import Server, ServerSet
+
+QUIET_S, HEALTH_S = 0.3, 0.5
+
+SERVER = """
+import asyncio, sys
+from aiohttp import web
+
+async def generate(request):
+    await asyncio.sleep((await request.json())["seconds"])
+    return web.json_response({"done": True})
+
+async def health(request):
+    await asyncio.sleep(float(sys.argv[1]))
+    return web.json_response({})
+
+async def main():
+    app = web.Application()
+    app.add_routes([web.post("/generate", generate), web.get("/health", health)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.sleep(120)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, *, health_delay_s: float = 0.0) -> Iterator[tuple[str, int]]:
+    """Run a server process; yield its address and pid."""
+    (tmp_path / "server.py").write_text(SERVER)
+    command = [sys.executable, str(tmp_path / "server.py"), str(health_delay_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"127.0.0.1:{process.stdout.readline().strip()}", process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def watching(*addresses: str) -> AsyncIterator[tuple[Liveness, list[Server], asyncio.Event]]:
+    http, servers, may_generate = ServerHttp(), ServerSet(addresses), asyncio.Event()
+    may_generate.set()
+    try:
+        yield Liveness(http, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S), servers.servers, may_generate
+    finally:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await http.close()
+
+
+async def test_requests_of_a_stopped_server_are_given_up_and_it_is_readmitted(tmp_path: Path) -> None:
+    with started(tmp_path) as (address, pid), started(tmp_path) as (other, _):
+        async with watching(address, other) as (liveness, (server, second), _):
+            os.kill(pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(UnreachableError, match=rf"{address}/generate must reach a live server"):
+                await liveness.post(server, "/generate", {"seconds": 60}, timeout_s=60)
+            assert time.monotonic() - began < QUIET_S + HEALTH_S + 2
+            assert not server.is_reachable and second.is_reachable
+            os.kill(pid, signal.SIGCONT)
+            async with asyncio.timeout(10):
+                while not server.is_reachable:
+                    await asyncio.sleep(0.02)
+
+
+async def test_requests_wait_for_a_stopped_server_if_there_is_no_other(tmp_path: Path) -> None:
+    with started(tmp_path) as (address, pid):
+        async with watching(address) as (liveness, (server,), _):
+            os.kill(pid, signal.SIGSTOP)
+            request = asyncio.create_task(liveness.post(server, "/generate", {"seconds": 0}, timeout_s=60))
+            async with asyncio.timeout(10):
+                while server.is_reachable:
+                    await asyncio.sleep(0.02)
+            await asyncio.sleep(1)
+            assert not request.done()
+            os.kill(pid, signal.SIGCONT)
+            async with asyncio.timeout(10):
+                assert await request == {"done": True}
+
+
+async def test_a_long_request_on_a_healthy_server_is_left_alone(tmp_path: Path) -> None:
+    with started(tmp_path) as (address, _), started(tmp_path) as (other, _):
+        async with watching(address, other) as (liveness, (server, _), _):
+            assert await liveness.post(server, "/generate", {"seconds": 2.5}, timeout_s=60) == {"done": True}
+            assert server.is_reachable
+
+
+async def test_answers_are_signs_of_life_even_if_health_is_slow(tmp_path: Path) -> None:
+    with started(tmp_path, health_delay_s=5) as (address, _), started(tmp_path) as (other, _):
+        async with watching(address, other) as (liveness, (server, _), _):
+            long = asyncio.create_task(liveness.post(server, "/generate", {"seconds": 2.5}, timeout_s=60))
+            while not long.done():
+                await liveness.post(server, "/generate", {"seconds": 0.1}, timeout_s=60)
+            assert await long == {"done": True} and server.is_reachable
+
+
+async def test_nobody_is_judged_during_a_publication(tmp_path: Path) -> None:
+    with started(tmp_path, health_delay_s=5) as (address, _), started(tmp_path) as (other, _):
+        async with watching(address, other) as (liveness, (server, _), may_generate):
+            may_generate.clear()
+            assert await liveness.post(server, "/generate", {"seconds": 2}, timeout_s=60) == {"done": True}
+            assert server.is_reachable
+
+
+async def test_a_request_has_its_own_deadline(tmp_path: Path) -> None:
+    with started(tmp_path) as (address, _):
+        async with watching(address) as (liveness, (server,), _):
+            with pytest.raises(ServerError, match=r"must answer within 0\.2 s"):
+                await liveness.post(server, "/generate", {"seconds": 9}, timeout_s=0.2)

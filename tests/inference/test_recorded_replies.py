@@ -1,0 +1,227 @@
+"""Our dialects against what real servers answered (`python -m servers record`), without the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from servers.models import Reference, write_model
+from servers.programs import CONTEXT
+from servers.recording import FLIGHT, SEED, new_dialect
+from servers.subject import prompt, requests
+from testing_server import serve
+
+from arealite.api.errors import ServerError
+from arealite.api.io_struct import ModelResponse
+from arealite.inference.backends.base import Caller, Dialect, Segment
+from arealite.inference.http import ServerHttp, StatusError
+
+FILES = sorted((Path(__file__).parent / "replies").glob("*.json"))
+
+
+class Recorded:
+    """A server that answers a path with what the real one answered in a case, in the order of the recording."""
+
+    def __init__(self, path: Path) -> None:
+        recorded = json.loads(path.read_text())
+        self.program: str = recorded["program"]
+        self.end_ids: list[int] = recorded["end_ids"]
+        self.exchanges: list[dict[str, Any]] = recorded["exchanges"]
+        self.address = ""
+        self.case = ""
+        self.asked: list[tuple[str, Any]] = []
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        return app
+
+    async def close(self, _: web.Application) -> None:
+        """Nothing is held."""
+
+    def of(self, case: str) -> list[dict[str, Any]]:
+        return [one for one in self.exchanges if one["case"] == case]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        payload = await request.json() if request.can_read_body else None
+        self.asked.append((str(request.rel_url), payload))
+        for one in self.of(self.case):
+            if (one["method"], one["endpoint"]) == (request.method, str(request.rel_url)):
+                return web.json_response(one["body"], status=one["status"])
+        return web.json_response({"detail": "not recorded"}, status=501)
+
+    def run(self, case: str, call: Any) -> Any:
+        """Let `call(caller)` ask this server, which answers as in a case."""
+        self.case, self.asked = case, []
+
+        async def ask() -> Any:
+            http = ServerHttp()
+            try:
+                return await call(Caller(self.address, http, lambda: 10.0))
+            finally:
+                await http.close()
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
+def recorded(request: pytest.FixtureRequest) -> Iterator[Recorded]:
+    server = Recorded(request.param)
+    with serve(server):
+        yield server
+
+
+@pytest.fixture
+def dialect(recorded: Recorded) -> Dialect:
+    """Return a dialect that has met the server."""
+    dialect = new_dialect(recorded.program)
+    facts = recorded.run("meet", dialect.meet)
+    assert (facts.dtype, facts.num_gpus, facts.takes_broadcasts) == ("float32", 1, True)
+    return dialect
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
+    """Return the models of versions 0 and 1."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    return [Reference(write_model(folder / str(seed), seed=seed, max_position=CONTEXT)) for seed in (SEED, SEED + 1)]
+
+
+def tokens_asked(exchange: dict[str, Any]) -> list[int]:
+    payload = exchange["payload"]
+    return next(payload[name] for name in ("input_ids", "token_ids", "prompt") if name in payload)
+
+
+def parse(recorded: Recorded, dialect: Dialect, case: str, max_tokens: int = FLIGHT) -> Segment:
+    (exchange,) = recorded.of(case)
+    assert exchange["status"] == 200
+    return dialect.parse_segment(recorded.address, exchange["body"], max_tokens)
+
+
+def gaps(recorded: Recorded, case: str, segment: Segment, reference: Reference) -> torch.Tensor:
+    """Return by how much each logprob differs from the reference's."""
+    (exchange,) = recorded.of(case)
+    asked = tokens_asked(exchange)
+    response = ModelResponse(asked, segment.tokens, segment.logprobs, [0] * len(segment.tokens), "length", "")
+    scored = reference.score(response)
+    return (scored.of_tokens(scored.logprobs_TV()) - torch.tensor(segment.logprobs, dtype=torch.float64)).abs()
+
+
+@pytest.mark.parametrize("case", ["greedy", "sampled"])
+def test_completions_have_the_reference_s_logprobs(
+    recorded: Recorded, dialect: Dialect, references: list[Reference], case: str
+) -> None:
+    segment = parse(recorded, dialect, case)
+    assert len(segment.tokens) == len(segment.logprobs) == 16 and segment.finish == "length"
+    assert gaps(recorded, case, segment, references[0]).max() < 1e-3
+
+
+def test_our_requests_are_those_that_were_recorded(recorded: Recorded, dialect: Dialect) -> None:
+    request = requests(1, 16, greedy=True)[0]
+    request.input_ids = prompt(3, 12)
+    (exchange,) = recorded.of("greedy")
+    assert dialect.generate_call(recorded.address, request, [], 7) == (exchange["endpoint"], exchange["payload"])
+
+
+def test_completions_end_at_stop_tokens(recorded: Recorded, dialect: Dialect) -> None:
+    whole = parse(recorded, dialect, "greedy")
+    stopped = parse(recorded, dialect, "stop id")
+    stop = whole.tokens[5]
+    assert stopped.finish == "stop" and stopped.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    by_string = parse(recorded, dialect, "stop string")
+    assert by_string.finish == "stop" and by_string.tokens == whole.tokens[: len(by_string.tokens)]
+    assert 1 < len(by_string.tokens) < 16
+    kept = parse(recorded, dialect, "min tokens")
+    assert kept.finish == "length" and len(kept.tokens) == 8 and stop not in kept.tokens
+    ended = parse(recorded, dialect, "end token")
+    assert ended.finish == "stop" and ended.tokens[-1] in recorded.end_ids
+    assert not set(ended.tokens[:-1]) & set(recorded.end_ids)
+
+
+def test_logprobs_after_top_k_are_of_the_rest_on_vllm_and_of_everything_on_sglang(
+    recorded: Recorded, dialect: Dialect
+) -> None:
+    whole, only = parse(recorded, dialect, "greedy"), parse(recorded, dialect, "top_k")
+    assert only.tokens == whole.tokens
+    expected = [0.0] * 16 if recorded.program == "vllm" else whole.logprobs
+    assert only.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_aborted_completion_keeps_what_was_sampled(
+    recorded: Recorded, dialect: Dialect, references: list[Reference]
+) -> None:
+    segment = parse(recorded, dialect, "aborted")
+    assert segment.finish == "abort" and 0 < len(segment.tokens) == len(segment.logprobs) < FLIGHT
+    assert gaps(recorded, "aborted", segment, references[0]).max() < 1e-3
+
+
+def test_versions_split_where_the_weights_changed(
+    recorded: Recorded, dialect: Dialect, references: list[Reference]
+) -> None:
+    segment = parse(recorded, dialect, "split")
+    assert segment.versions is not None and segment.finish == "length" and len(segment.tokens) == FLIGHT
+    assert segment.versions == sorted(segment.versions) and set(segment.versions) == {1, 2}
+    assert gaps(recorded, "split", segment, references[1]).max() < 1e-3, "both versions are the same weights"
+    assert set(parse(recorded, dialect, "greedy after the update").versions or []) == {1}
+
+
+def test_an_update_through_the_disk_is_what_the_server_accepted(recorded: Recorded, dialect: Dialect) -> None:
+    calls = recorded.of("update from disk")
+    folder = json.dumps([one["payload"] for one in calls]).partition("/models/")[2].partition('"')[0]
+
+    async def update(caller: Caller) -> None:
+        await dialect.pause(caller)
+        assert await dialect.load(caller, f"/models/{folder}", 1, None) == []
+        await dialect.resume(caller)
+
+    recorded.run("update from disk", update)
+    assert recorded.asked == [(one["endpoint"], one["payload"]) for one in calls]
+
+
+def error_of(recorded: Recorded, case: str) -> StatusError:
+    """Let our HTTP client meet the recorded error."""
+    (exchange,) = recorded.of(case)
+    with pytest.raises(StatusError) as caught:
+        recorded.run(case, lambda caller: caller.post(exchange["endpoint"], exchange["payload"]))
+    text = str(caught.value)
+    assert f"http://{recorded.address}{exchange['endpoint']}" in text and f"status {exchange['status']}" in text
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "is_overflow", "says"),
+    [
+        ("overflow", 400, True, "512"),
+        ("temperature below 0", 400, False, "temperature"),
+        ("unknown endpoint", 404, False, "Not Found"),
+        ("update without begin", None, False, "begin"),
+    ],
+)
+def test_errors(
+    recorded: Recorded, dialect: Dialect, case: str, status: int | None, is_overflow: bool, says: str
+) -> None:
+    error = error_of(recorded, case)
+    assert error.status == status or (status is None and error.status in (400, 500))
+    assert dialect.is_overflow(error) is is_overflow
+    assert says in str(error) or (case == "update without begin" and "start" in str(error))
+
+
+def test_a_server_of_another_kind_is_refused(recorded: Recorded) -> None:
+    other = new_dialect("sglang" if recorded.program == "vllm" else "vllm")
+    with pytest.raises(ServerError):
+        recorded.run("unknown endpoint", other.meet)
+
+
+def test_openai_completions_of_vllm_are_understood(recorded: Recorded, references: list[Reference]) -> None:
+    if recorded.program != "vllm":
+        pytest.skip("only vLLM has two endpoints for completions")
+    segment = parse(recorded, new_dialect("vllm"), "completions: greedy")
+    assert segment.versions is None and len(segment.tokens) == 16
+    assert gaps(recorded, "completions: greedy", segment, references[1]).max() < 1e-3

@@ -1,0 +1,55 @@
+"""What a guard leaves of a command that can't clean up itself: nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOLDER = """
+import multiprocessing, os, sys, time
+from multiprocessing import resource_tracker, shared_memory
+
+def hold(name, semaphore):
+    memory = shared_memory.SharedMemory(name)
+    print("held", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    context = multiprocessing.get_context("spawn")
+    semaphore = context.Semaphore()
+    print(memory.name, "sem." + semaphore._semlock.name.removeprefix("/"), flush=True)
+    context.Process(target=hold, args=(memory.name, semaphore)).start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ending", ["terminate", "close", "kill the command"])
+def test_shared_memory_goes_with_its_processes(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "holder.py").write_text(HOLDER)
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "arealite.launcher.place.guard", sys.executable, str(tmp_path / "holder.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert guard.stdout is not None and guard.stdin is not None
+    shared = [Path("/dev/shm") / name for name in guard.stdout.readline().split()]
+    assert guard.stdout.readline() == "held\n" and all(path.exists() for path in shared)
+    if ending == "terminate":
+        guard.terminate()
+    elif ending == "close":
+        guard.stdin.close()
+    else:
+        command = next(
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if path.read_bytes().split(b"\0")[1:2] == [str(tmp_path / "holder.py").encode()]
+        )
+        subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(command)], check=True)
+    guard.wait(20)
+    assert not any(path.exists() for path in shared)

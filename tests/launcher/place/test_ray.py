@@ -1,0 +1,232 @@
+"""Seats on a real Ray cluster: jobs get what they were promised, and none outlives anything that keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arealite.api.cli_args import LauncherConfig
+from arealite.launcher.place.base import Job, NodeLostError, Seat
+from arealite.launcher.plan.plan import Placement, Plan
+from arealite.utils.processes import exit_status, kill_tree, spawn, wait_gone
+
+pytest.importorskip("ray")
+import ray
+from cluster.ray_cluster import GPUS, RayCluster, ray_cluster
+
+from arealite.launcher.place.ray import RayPlace, connect
+
+pytestmark = pytest.mark.slow
+
+SERVER = Placement("server-0", "server", 0, (0,), 0)
+TRAINER = Placement("torchrun-0", "trainer", 1, (0, 1), 0, (0, 1))
+PLAN = Plan(2, 4, (SERVER, TRAINER))
+NODE_TIMEOUT_S = 6.0
+END_S = 15.0
+
+NOTE_PIDS = """
+import json, os, subprocess, sys, time
+daemon = "import os, sys, time; print(os.getpid(), flush=True); os.setsid(); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", daemon], stdout=subprocess.PIPE)
+print(json.dumps([os.getpid(), int(child.stdout.readline())]), flush=True)
+time.sleep(600)
+"""
+LAUNCHER = """
+import asyncio, os, sys, time
+from test_ray import NOTE_PIDS, PLAN, SERVER, Heard, config
+from arealite.launcher.place.base import Job
+from arealite.launcher.place.ray import RayPlace, connect
+async def main():
+    connect()
+    (seat,) = await RayPlace(PLAN, config(), setup_timeout_s=60, say=print).seats([SERVER])
+    heard = Heard()
+    running = asyncio.create_task(seat.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
+    while not heard.text:
+        await asyncio.sleep(0.1)
+    print(heard.text, end="", flush=True)
+    await running
+asyncio.run(main())
+"""
+
+
+class Heard:
+    """Listens to a job."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.statuses: dict[int, int] = {}
+
+    def output(self, name: str, data: bytes) -> None:
+        self.text += data.decode()
+
+    def rank_ended(self, rank: int, status: int) -> None:
+        self.statuses[rank] = status
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster("one", "two") as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("SOMETHING_ELSE", "1")
+        connect()
+        yield cluster
+        ray.shutdown()
+
+
+def config(**changes: object) -> LauncherConfig:
+    return LauncherConfig(node_timeout=NODE_TIMEOUT_S, **changes)
+
+
+@contextlib.asynccontextmanager
+async def place(plan: Plan = PLAN, *, setup_timeout_s: float = 60) -> AsyncIterator[RayPlace]:
+    opened = RayPlace(plan, config(), setup_timeout_s=setup_timeout_s, say=print)
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+async def running(seat: Seat) -> tuple[asyncio.Task[int], list[int]]:
+    """Run a job that has left a daemon behind, and return the pids of both."""
+    heard = Heard()
+    task = asyncio.create_task(seat.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
+    async with asyncio.timeout(60):
+        while not heard.text:
+            await asyncio.sleep(0.05)
+    return task, json.loads(heard.text)
+
+
+def worker_of(pids: list[int]) -> psutil.Process:
+    """Return the actor's process: job, guard, relay, actor."""
+    return psutil.Process(pids[0]).parents()[2]
+
+
+async def noted_pids(path: Path) -> list[int]:
+    async with asyncio.timeout(60):
+        while not (lines := path.read_text().splitlines()) or not lines[-1].startswith("["):
+            await asyncio.sleep(0.1)
+    return json.loads(lines[-1])
+
+
+async def gone(pids: list[int]) -> bool:
+    return not await asyncio.to_thread(wait_gone, pids, END_S)
+
+
+async def test_a_job_gets_its_gpus_and_the_launchers_variables(cluster: RayCluster) -> None:
+    names = ["CUDA_VISIBLE_DEVICES", "WANDB_MODE", "SOMETHING_ELSE", "MINE", "PWD"]
+    code = f"import json, os; print(json.dumps([os.environ.get(name) for name in {names}] + [os.getcwd()]))"
+    async with place() as opened:
+        seats = await opened.seats([TRAINER, SERVER])
+        assert {seat.node for seat in seats} == {"one", "two"}
+        assert {seat.address for seat in seats} == {ray.util.get_node_ip_address()}
+        told = []
+        for seat in seats:
+            heard = Heard()
+            assert await seat.run(Job("job", [sys.executable, "-c", code], {"MINE": "2"}), heard) == 0
+            gpus, *others, folder = json.loads(heard.text)
+            told.append(len(gpus.split(",")))
+            assert (others[:3], folder) == (["offline", None, "2"], os.getcwd())
+            await seat.close()
+        assert told == [2, 1]
+
+
+async def test_a_job_ends_by_sigterm_and_its_seat_is_free_again(cluster: RayCluster) -> None:
+    async with place() as opened:
+        for _ in range(2):
+            (seat,) = await opened.seats([SERVER])
+            task, pids = await running(seat)
+            seat.terminate()
+            assert await task == exit_status(-signal.SIGTERM)
+            await seat.close()
+            assert await gone(pids)
+
+
+@pytest.mark.parametrize("victim", ["actor", "relay", "guard"])
+async def test_the_end_of_a_keeper_ends_the_job(cluster: RayCluster, victim: str) -> None:
+    async with place() as opened:
+        (seat,) = await opened.seats([SERVER])
+        task, pids = await running(seat)
+        keepers = psutil.Process(pids[0]).parents()
+        started = time.monotonic()
+        keepers[["guard", "relay", "actor"].index(victim)].kill()
+        if victim == "guard":
+            assert await task == exit_status(-signal.SIGKILL)
+        else:
+            with pytest.raises(NodeLostError, match=seat.node):
+                await task
+        assert time.monotonic() - started < NODE_TIMEOUT_S
+        await seat.close()
+        assert await gone(pids)
+
+
+async def test_a_job_on_a_lost_machine_ends_and_gets_another_machine(cluster: RayCluster) -> None:
+    """Only Ray's process is killed: what it had started must go as well."""
+    async with place() as opened:
+        (seat,) = await opened.seats([TRAINER])
+        task, pids = await running(seat)
+        started = time.monotonic()
+        cluster.raylet(seat.node).kill()
+        with pytest.raises(NodeLostError, match=seat.node):
+            await task
+        assert time.monotonic() - started < NODE_TIMEOUT_S
+        await seat.close()
+        assert await gone(pids)
+        (other,) = await opened.seats([TRAINER])
+        assert other.node != seat.node
+        await other.close()
+    cluster.kill(seat.node)
+    cluster.add(seat.node)
+
+
+async def test_a_silent_machine_is_lost_and_ends_its_job_by_itself(cluster: RayCluster) -> None:
+    async with place() as opened:
+        (seat,) = await opened.seats([SERVER])
+        task, pids = await running(seat)
+        actor = worker_of(pids)
+        actor.suspend()
+        with pytest.raises(NodeLostError, match=f"job on {seat.node}.*sign of life every {NODE_TIMEOUT_S:g} s"):
+            await task
+        actor.resume()
+        await seat.close()
+        assert await gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_no_job_outlives_its_launcher(cluster: RayCluster, number: int, tmp_path: Path) -> None:
+    """A launcher that hangs, or is cut off, counts as dead for the machines after `node_timeout`."""
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{here.parents[2]}:{here.parents[1]}:{here.parent}:{here}"}
+    with (tmp_path / "output").open("wb") as output:
+        launcher = spawn([sys.executable, "-c", LAUNCHER], env=env, stdout=output, stderr=output)
+    try:
+        pids = await noted_pids(tmp_path / "output")
+        os.kill(launcher.pid, number)
+        assert await gone(pids)
+    finally:
+        kill_tree(launcher.pid)
+        launcher.wait(10)
+
+
+async def test_what_does_not_fit_is_waited_for(cluster: RayCluster) -> None:
+    big = Placement("server-0", "server", 0, tuple(range(2 * GPUS)), 0)
+    async with place(Plan(1, 2 * GPUS, (big,)), setup_timeout_s=3) as opened:
+        with pytest.raises(TimeoutError, match=r"within 3 s.*server-0 with 32 CPU, 8 GPU; the cluster has .* of 8 GPU"):
+            await opened.seats([big])
+    async with place(Plan(1, 2 * GPUS, (big,))) as opened:
+        taking = asyncio.create_task(opened.seats([big]))
+        await asyncio.sleep(0)
+        cluster.add("big", gpus=2 * GPUS)
+        (seat,) = await taking
+        assert seat.node == "big"
+        await seat.close()

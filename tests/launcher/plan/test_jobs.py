@@ -1,0 +1,284 @@
+"""Which processes a config asks for, with which flags and devices, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import arealite
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher import local
+from arealite.launcher.place.base import Job
+from arealite.launcher.plan.jobs import server_job, trainer_job, visible_gpus
+from arealite.launcher.plan.plan import Plan
+from arealite.launcher.supervise.run import checked_plan, read_config
+
+COMMON = """
+experiment_name: e
+trial_name: t
+train_dataset: {path: story, batch_size: 4}
+cluster: {n_gpus_per_node: 0}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_servers_or_gpus(monkeypatch):
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Return a function that reads a config as the launcher does."""
+
+    def read(*overrides: str, entry: str = "") -> GRPOConfig | SFTConfig:
+        (tmp_path / "entry.py").write_text(entry)
+        is_rl = any(override.startswith("actor") for override in overrides)
+        (tmp_path / "config.yaml").write_text(COMMON + ("gconfig: {max_new_tokens: 64}\n" if is_rl else ""))
+        return read_config(tmp_path / "entry.py", ["--config", str(tmp_path / "config.yaml"), *overrides])
+
+    return read
+
+
+@pytest.fixture
+def server_python(tmp_path):
+    """An interpreter other than ours, in whose environment the packages sglang and vllm are."""
+    site_packages = tmp_path / "environment" / "packages"
+    for name in ("sglang", "vllm"):
+        (site_packages / name).mkdir(parents=True)
+        (site_packages / name / "__init__.py").touch()
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir()
+    base = sys._base_executable
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site_packages}:$PYTHONPATH exec {base} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Put an nvidia-smi for 8 GPUs on the path."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+
+
+def plan_of(config: GRPOConfig | SFTConfig) -> Plan:
+    """Check as the local launcher does."""
+    plan = checked_plan(config)
+    local.check(config, plan)
+    return plan
+
+
+def server_jobs(config: GRPOConfig | SFTConfig) -> list[Job]:
+    return [server_job(config, one, "127.0.0.1", local.devices(config, one), "s") for one in plan_of(config).servers]
+
+
+def program(job: Job) -> list[str]:
+    """Return the command of the real server, without that of the program that serves it."""
+    return job.command[job.command.index("--") + 1 :]
+
+
+def flags_of(command: list[str]) -> dict[str, str]:
+    pairs = zip(command, [*command[1:], "--"])
+    return {flag: "" if value.startswith("--") else value for flag, value in pairs if flag.startswith("--")}
+
+
+def test_lite_servers(load):
+    config = load(
+        "allocation_mode=lite.d2+d2", "actor.path=tiny", "lite.deterministic=true", "lite.threads=2", "seed=5"
+    )
+    jobs = server_jobs(config)
+    assert program(jobs[1])[:3] == [sys.executable, "-m", "arealite.server"]
+    assert flags_of(program(jobs[1])) == {
+        "--model-path": "tiny",
+        "--threads": "2",
+        "--slots": "64",
+        "--context": "2048",
+        "--dtype": "float32",
+        "--deterministic": "",
+        "--weight-version": "0",
+        "--seed": "6",
+    }
+    serve = jobs[1].command[: jobs[1].command.index("--")]
+    assert serve[:3] == [sys.executable, "-m", "arealite.launcher.serve"]
+    assert flags_of(serve) == {
+        "--backend": "lite",
+        "--name": "server-1",
+        "--host": "127.0.0.1",
+        "--join": "e/t",
+        "--name-resolve": "nfs",
+        "--registry": str(Path("runs").absolute()),
+        "--setup-timeout": "600.0",
+    }
+    assert jobs[0].env["AREALITE_SECRET"] == "s" and "s" not in jobs[0].command
+    assert jobs[0].env["OMP_NUM_THREADS"] == "2" and jobs[0].env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
+    config = load(
+        *("allocation_mode=sglang.d2t2+d3", "actor.path=tiny", "cluster.n_gpus_per_node=8"),
+        *(f"launcher.server_python={server_python}", "sglang.model_path=tiny"),
+        "sglang={random_seed: 10, enable_metrics: true, log_requests: false, torchao_config: null}",
+        "sglang.cuda_graph_bs=[1, 2]",
+    )
+    jobs = server_jobs(config)
+    flags = flags_of(program(jobs[1]))
+    assert program(jobs[1])[:3] == [server_python, "-m", "arealite.launcher.serve.sglang_server"]
+    assert (
+        flags["--model-path"] == "tiny"
+        and flags["--tp-size"] == "2"
+        and flags["--random-seed"] == "11"
+        and flags["--enable-metrics"] == ""
+    )
+    assert "--log-requests" not in flags and "--torchao-config" not in flags
+    assert jobs[1].command[jobs[1].command.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
+    assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
+    plan = plan_of(config)
+    trainer = trainer_job(
+        *(config, plan, plan.trainers[0], local.devices(config, plan.trainers[0]), "s"),
+        master=("h", 9),
+        entry=Path("e.py"),
+        argv=["a=b"],
+        scratch=Path("s"),
+        is_restart=True,
+    )
+    assert trainer.env["AREAL_RECOVER_RUN"] == "1" and flags_of(trainer.command)["--log-dir"] == "s"
+    assert trainer.env["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+    assert trainer.ranks == [0, 1, 2]
+    assert trainer.command[-2:] == ["e.py", "a=b"]
+    assert flags_of(trainer.command)["--nproc-per-node"] == "3" and flags_of(trainer.command)["--master-addr"] == "h"
+
+
+def test_vllm_servers(load, server_python, nvidia_smi):
+    config = load(
+        *("allocation_mode=vllm.d2t2+d3", "actor.path=tiny", "cluster.n_gpus_per_node=8", "seed=5"),
+        *(f"launcher.server_python={server_python}", "rollout.pause_mode=in_place"),
+        "vllm={max_model_len: 512, enforce_eager: true, enable_chunked_prefill: false, compilation_config: {mode: 3}}",
+    )
+    jobs = server_jobs(config)
+    assert program(jobs[1])[:3] == [server_python, "-m", "arealite.launcher.serve.vllm_server"]
+    assert flags_of(program(jobs[1])) == {
+        "--model": "tiny",
+        "--dtype": "bfloat16",
+        "--tensor-parallel-size": "2",
+        "--seed": "6",
+        "--max-model-len": "512",
+        "--enforce-eager": "",
+        "--compilation-config": '{"mode": 3}',
+        "--no-enable-prefix-caching": "",
+        "--no-enable-chunked-prefill": "",
+    }
+    assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
+
+
+def test_only_sequences_that_keep_their_cache_turn_its_sharing_off(load, server_python):
+    common = ("allocation_mode=vllm.d1+d1", "actor.path=tiny", f"launcher.server_python={server_python}")
+    for mode, expected in {"abort": False, "retract": False, "in_place": True}.items():
+        config = load(*common, f"rollout.pause_mode={mode}")
+        command = server_jobs(config)[0].command
+        assert ("--no-enable-prefix-caching" in command) == expected, mode
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_an_interpreter_of_servers_finds_this_package_only(load, server_python, tmp_path, monkeypatch, is_installed):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    root = str(Path(arealite.__file__).parents[1])
+    if is_installed:
+        monkeypatch.setattr("site.getsitepackages", lambda: [root])
+    config = load("allocation_mode=vllm.d1+d1", "actor.path=tiny", f"launcher.server_python={server_python}")
+    for _ in range(2):
+        (job,) = server_jobs(config)
+    code = "import arealite, vllm, arealite.launcher.serve.vllm_server; print(arealite.__file__, vllm.__file__)"
+    said = subprocess.run(
+        [program(job)[0], "-c", code], env=os.environ | job.env, capture_output=True, text=True, check=True
+    ).stdout
+    ours, theirs = said.split()
+    assert Path(ours).resolve() == Path(arealite.__file__).resolve() and theirs.startswith(str(tmp_path))
+    folder = Path(job.env["PYTHONPATH"])
+    assert (list(folder.iterdir()) == [folder / "arealite"]) if is_installed else (str(folder) == root)
+    assert job.env["PATH"].split(":")[0] == str(Path(server_python).parent)
+
+
+def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
+    assert visible_gpus() == [str(index) for index in range(8)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
+    config = load("allocation_mode=lite.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8")
+    devices = [local.devices(config, one)["CUDA_VISIBLE_DEVICES"] for one in plan_of(config).placements]
+    assert devices == ["6", "3"]
+
+
+def test_servers_of_others(load, monkeypatch):
+    config = load("allocation_mode=sglang.d2+d1", "actor.path=tiny", "rollout.server_addrs=[h:1,h:2]")
+    assert [one.name for one in plan_of(config).placements] == ["torchrun-0"]
+
+
+@pytest.mark.parametrize("mode, servers, ranks", [("d3", 0, 3), ("lite.d2", 2, 0), ("lite.d2+eval", 2, 1)])
+def test_one_sided_allocations(load, mode, servers, ranks):
+    plan = plan_of(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
+    assert (len(plan.servers), plan.num_ranks) == (servers, ranks)
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (["actor.path=tiny"], "allocation_mode must be given"),
+        (["actor.path=tiny", "allocation_mode=lite.d1+d2p2"], "trainer's p in allocation_mode must be 1"),
+        (["actor.path=tiny", "allocation_mode=lite.d1+d2t2"], "trainer's t in allocation_mode must be 1"),
+        (["actor.path=tiny", "allocation_mode=vllm.d1+d1"], "must be installed: got vllm.d1p1t1+d1p1t1"),
+        (
+            ["actor.path=tiny", "allocation_mode=vllm.d1+d1", "launcher.server_python=/no/python"],
+            "server_python must be a Python interpreter: got /no/python",
+        ),
+        (["actor.path=tiny", "allocation_mode=vllm.d1p2+d1", "rollout.weight_update=disk"], "vllm must have p1 "),
+        (
+            ["actor.path=tiny", "allocation_mode=vllm.d1+d1", "vllm.tensor-parallel-size=2"],
+            "got tensor-parallel-size. ",
+        ),
+        (["actor.path=tiny", "allocation_mode=vllm.d1+d1", "vllm.model=other"], "got model. Remove"),
+        (["actor.path=tiny", "allocation_mode=lite.d1t2+d1"], "servers of lite must have p1t1"),
+        (["actor.path=tiny", "allocation_mode=sglang.d1p2+d1", "rollout.weight_update=disk"], "sglang must have p1 "),
+        (["actor.path=tiny", "allocation_mode=sglang.d1+d1"], "must be installed: got sglang.d1p1t1+d1p1t1"),
+        (
+            ["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.port=1"],
+            "leave base_gpu_id, host, model_path, port",
+        ),
+        (
+            ["actor.path=/no/model", "allocation_mode=lite.d1+d1"],
+            "actor.path must be a folder or a hub id: got /no/model",
+        ),
+        (["model.path=./no", "allocation_mode=d1"], "model.path must be a folder or a hub id: got ./no"),
+        (["model.path=tiny", "allocation_mode=lite.d1+d1"], "Write allocation_mode=d1p1t1"),
+        (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
+        (
+            ["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"],
+            "needs 9, and 8 GPUs on this machine",
+        ),
+    ],
+)
+def test_refusals(load, nvidia_smi, overrides, told):
+    with pytest.raises(ConfigError) as error:
+        plan_of(load(*overrides))
+    assert told in str(error.value)
+
+
+def test_the_entry_script_names_the_config_class(load):
+    strict = "from arealite.api import cli_args\nconfig, _ = cli_args.load_expr_config(argv, cli_args.SFTConfig)"
+    assert isinstance(load("model.path=tiny", entry=strict), SFTConfig)
+    with pytest.raises(ConfigError, match="speling"):
+        load("model.path=tiny", "speling=1", entry=strict)
+
+
+def test_an_unknown_config_class_is_read_in_part(load):
+    own = "load_expr_config(argv, MyConfig)"
+    config = load("actor.path=tiny", "my_block.x=1", "actor.my_knob=2", entry=own)
+    assert isinstance(config, GRPOConfig) and config.actor.path == "tiny"
+    assert isinstance(load("model.path=tiny", "my_block.x=1", entry=own), SFTConfig)

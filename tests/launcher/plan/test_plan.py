@@ -1,0 +1,144 @@
+"""Where the processes of a run are placed, worked out by hand and held to invariants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from arealite.api.errors import ConfigError
+from arealite.launcher.local import main as local_main
+from arealite.launcher.plan.plan import Plan, make_plan
+from arealite.launcher.ray import main as ray_main
+
+REPOSITORY = Path(__file__).parents[3]
+GRPO = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
+SFT = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_sft.yaml"
+
+CONFIG = load_expr_config(["--config", str(GRPO), "cluster.n_gpus_per_node=0"], GRPOConfig)[0]
+
+
+@pytest.fixture(autouse=True)
+def no_servers_of_others(monkeypatch):
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+
+
+def plan_of(mode: str, nodes: int, gpus: int, *overrides: str) -> Plan:
+    cluster = [f"allocation_mode={mode}", f"cluster.n_nodes={nodes}", f"cluster.n_gpus_per_node={gpus}"]
+    return make_plan(load_expr_config(["--config", str(GRPO), *cluster, *overrides], GRPOConfig)[0])
+
+
+def where(plan: Plan) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
+    return [(one.name, one.node, one.devices, one.ranks) for one in plan.placements]
+
+
+def test_servers_stay_whole_and_trainers_follow():
+    assert where(plan_of("sglang.d3t3+d4", 3, 8)) == [
+        ("server-0", 0, (0, 1, 2), ()),
+        ("server-1", 0, (3, 4, 5), ()),
+        ("server-2", 1, (0, 1, 2), ()),  # two GPUs of machine 0 stay idle
+        ("torchrun-0", 1, (3, 4, 5, 6), (0, 1, 2, 3)),
+    ]
+
+
+def test_trainers_of_several_machines_have_a_torchrun_each():
+    assert where(plan_of("vllm.d1t2+d6", 2, 4)) == [
+        ("server-0", 0, (0, 1), ()),
+        ("torchrun-0", 0, (2, 3), (0, 1)),
+        ("torchrun-1", 1, (0, 1, 2, 3), (2, 3, 4, 5)),
+    ]
+
+
+def test_a_cpu_cluster_shares_processes_out():
+    assert where(plan_of("lite.d3p1t1+d1p1t1", 4, 0)) == [
+        ("server-0", 0, (), ()),
+        ("server-1", 1, (), ()),
+        ("server-2", 2, (), ()),
+        ("torchrun-0", 3, (), (0,)),
+    ]
+
+
+def test_an_evaluation_client_needs_no_gpu():
+    assert where(plan_of("sglang.d2+eval", 1, 2)) == [
+        ("server-0", 0, (0,), ()),
+        ("server-1", 0, (1,), ()),
+        ("torchrun-0", 0, (), (0,)),
+    ]
+
+
+def test_fine_tuning_has_no_servers():
+    overrides = ["allocation_mode=d4", "cluster.n_nodes=2", "cluster.n_gpus_per_node=2"]
+    plan = make_plan(load_expr_config(["--config", str(SFT), *overrides], SFTConfig)[0])
+    assert where(plan) == [("torchrun-0", 0, (0, 1), (0, 1)), ("torchrun-1", 1, (0, 1), (2, 3))]
+
+
+def test_servers_of_others_take_no_place():
+    assert where(plan_of("sglang.d8+d2", 1, 2, "rollout.server_addrs=[a:1]")) == [("torchrun-0", 0, (0, 1), (0, 1))]
+
+
+@pytest.mark.parametrize(
+    "mode, nodes, gpus, told",
+    [
+        ("sglang.d64p1t1+d32p2m1", 16, 8, "only data parallelism is supported yet"),
+        ("sglang.d1t16+d8", 4, 8, "a server must fit into one machine: got d1p1t16"),
+        ("sglang.d3t3+d3", 2, 6, None),
+        ("sglang.d4t3+d2", 4, 4, "needs 5 machines with 4 GPUs as no server is spread over two"),
+        ("sglang.d2t2p2+d1", 4, 4, "servers of sglang must have p1"),
+        ("lite.d2t2+d1", 1, 8, "servers of lite must have p1t1"),
+        ("d4", 1, 4, "must name servers for reinforcement learning"),
+    ],
+)
+def test_refusals(mode, nodes, gpus, told):
+    if told is None:
+        plan_of(mode, nodes, gpus)
+        return
+    with pytest.raises(ConfigError, match=told):
+        plan_of(mode, nodes, gpus, "rollout.weight_update=disk")
+
+
+@given(
+    servers=st.integers(1, 12),
+    size=st.integers(1, 8),
+    ranks=st.integers(1, 20),
+    nodes=st.integers(1, 40),
+    gpus=st.integers(1, 8),
+)
+def test_no_device_is_given_twice(servers, size, ranks, nodes, gpus):
+    try:
+        cluster = replace(CONFIG.cluster, n_nodes=nodes, n_gpus_per_node=gpus)
+        plan = make_plan(replace(CONFIG, allocation_mode=f"sglang.d{servers}t{size}+d{ranks}", cluster=cluster))
+    except ConfigError:
+        full = servers * size + ranks > nodes * gpus
+        assert full or size > gpus or gpus % size != 0, "only fragments may keep a plan from fitting"
+        return
+    taken = [(one.node, device) for one in plan.placements for device in one.devices]
+    assert len(taken) == len(set(taken)) == servers * size + ranks
+    assert all(node < nodes and device < gpus for node, device in taken)
+    assert all(len(one.devices) == size for one in plan.servers)
+    assert [rank for one in plan.trainers for rank in one.ranks] == list(range(ranks))
+    assert len({one.node for one in plan.trainers}) == len(plan.trainers)
+
+
+def test_dry_run_of_this_machine(capsys, tmp_path):
+    entry = tmp_path / "entry.py"
+    entry.write_text("")
+    argv = [str(entry), "--config", str(GRPO), "--dry-run", "allocation_mode=lite.d2+d2", "cluster.n_gpus_per_node=0"]
+    assert local_main([*argv, f"cluster.fileroot={tmp_path}"]) == 0
+    told = capsys.readouterr().out
+    assert "machine 0\n  server-0     log server-0.log\n" in told
+    assert "torchrun-0   trainer rank 0-1  log trainer-{0-1}.log" in told
+    assert list(tmp_path.iterdir()) == [entry], "nothing may be written"
+
+
+def test_dry_run_of_the_documented_ray_command(monkeypatch, capsys):
+    """12 + 4 GPUs on 4 x 4; the file is the whole answer."""
+    monkeypatch.chdir(REPOSITORY)
+    argv = ["examples/arealite/gsm8k_grpo.py", "--config", "examples/arealite/configs/gsm8k_grpo.yaml"]
+    argv += ["experiment_name=my_experiment", "trial_name=my_trial", "allocation_mode=sglang.d12p1t1+d4p1t1"]
+    argv += ["cluster.n_nodes=4", "cluster.n_gpus_per_node=4", "cluster.fileroot=/runs"]
+    assert ray_main([*argv, "--dry-run"]) == 0
+    assert capsys.readouterr().out == (Path(__file__).parent / "golden" / "ray_4x4.txt").read_text()

@@ -1,0 +1,302 @@
+"""The program that runs one server: real processes, real HTTP, a registry in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import build, config, tokenizer
+
+from arealite.launcher.serve.serve import NOT_READY, REFUSED, num_connected
+from arealite.utils.name_resolve import make_repository
+from arealite.utils.network import LOOPBACK, free_port, hold_port, host_ip, port_of
+from arealite.utils.processes import descendants, is_alive, kill_tree, send_signal, wait_gone
+from arealite.utils.secret import authorization
+from arealite.utils.server_record import ServerRecord
+
+REPOSITORY = Path(__file__).parents[3]
+SECRET = "s3cret"
+KEY = "exp/trial/servers/server-0"
+DEADLINE_S = 60.0
+
+
+class Serve:
+    """One run of the program."""
+
+    def __init__(self, process: subprocess.Popen[str], registry: Path) -> None:
+        self.process = process
+        self.names = make_repository("nfs", nfs_record_root=registry)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def record(self) -> ServerRecord | None:
+        text = self.names.items(KEY).get(KEY)
+        return None if text is None else ServerRecord.read(KEY, text, SECRET)
+
+    def wait_for_record(self, wanted: Callable[[ServerRecord | None], bool]) -> ServerRecord | None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not wanted(record := self.record):
+            assert time.monotonic() < deadline, (record, self.lines)
+            time.sleep(0.05)
+        return record
+
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (found := re.search(pattern, "".join(self.lines))):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.lines
+            time.sleep(0.02)
+        return found
+
+    def ready(self) -> str:
+        """Return the address once it is ready."""
+        return self.wait_for_line(r"server-0 is ready at (\S+) after")[1]
+
+    def terminate(self) -> float:
+        """Send SIGTERM, wait for the end with status 0, and return how long it took."""
+        started = time.monotonic()
+        self.process.terminate()
+        assert self.end() == 0, self.lines
+        return time.monotonic() - started
+
+    def end(self) -> int:
+        status = self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        return status
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    started: list[Serve] = []
+
+    def start(*flags: str, backend: str = "sglang", command: list[str] | None = None, **env: str) -> Serve:
+        command = command or [sys.executable, str(Path(__file__).parent / "stock_server.py")]
+        serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", backend, "--name", "server-0"]
+        where = ["--join", "exp/trial", "--registry", str(tmp_path)]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "AREALITE_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [*serve, *where, *flags, "--", *command],
+            env=environment | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(Serve(process, tmp_path))
+        return started[-1]
+
+    yield start
+    for one in started:
+        kill_tree(one.process.pid)
+        one.names.reset()
+
+
+@pytest.fixture
+def outside() -> str:
+    """An address of this machine that others can reach."""
+    address = host_ip()
+    if address == LOOPBACK:
+        pytest.skip("this machine has no address but loopback")
+    return address
+
+
+def stock(*behaviours: str) -> list[str]:
+    return [sys.executable, str(Path(__file__).parent / "stock_server.py"), *behaviours]
+
+
+def post(address: str, endpoint: str, body: object, *, secret: str | None = SECRET) -> tuple[int, dict[str, Any]]:
+    headers = {"Content-Type": "application/json"} | authorization(secret)
+    request = urllib.request.Request(f"http://{address}{endpoint}", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def get(address: str, endpoint: str) -> dict[str, Any]:
+    request = urllib.request.Request(f"http://{address}{endpoint}", headers=authorization(SECRET))
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+        answer: dict[str, Any] = json.load(reply)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("long")
+    build(config(max_position_embeddings=8192), seed=0).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_sigterm_hands_back_exactly_the_tokens_so_far(serve: Callable[..., Serve], long_model: str) -> None:
+    command = [sys.executable, "-m", "arealite.server", "--model-path", long_model, "--context", "8192"]
+    one = serve(backend="lite", command=[*command, "--deterministic"])
+    loading = one.wait_for_record(lambda record: record is not None)
+    assert loading is not None and loading.state == "loading" and loading.pid == one.process.pid
+    address = one.ready()
+    ready = one.wait_for_record(lambda record: record is not None and record.state == "ready")
+    assert ready is not None and (ready.address, ready.backend) == (address, "lite") and ready.since > loading.since
+    assert post(address, "/server_info", {}, secret=None)[0] == 401
+
+    def sample(prompt: list[int], tokens: int) -> tuple[list[int], str]:
+        params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        status, reply = post(address, "/generate", {"input_ids": prompt, "sampling_params": params})
+        assert status == 200, reply
+        return reply["output_ids"], reply["meta_info"]["finish_reason"]["type"]
+
+    prompts = [[5, 6, 2], [5, 6, 3]]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        undisturbed = [tokens for tokens, _ in pool.map(lambda prompt: sample(prompt, 400), prompts)]
+        replies = [pool.submit(sample, prompt, 8000) for prompt in prompts]
+        while get(address, "/server_info")["generated_tokens"] < 450 * len(prompts):
+            assert not any(reply.done() for reply in replies)
+        took_s = one.terminate()
+    for whole, reply in zip(undisturbed, replies, strict=True):
+        tokens, finish = reply.result()
+        shorter = min(len(tokens), len(whole))
+        assert finish == "abort" and shorter >= 40
+        assert tokens[:shorter] == whole[:shorter]
+    assert one.record is None and took_s < 12
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_stock_server_is_told_to_abort(serve: Callable[..., Serve], outside: str, backend: str) -> None:
+    one = serve("--host", outside, backend=backend)
+    address = one.ready()
+    assert address.startswith(outside)
+    inner = one.wait_for_line(r"listening on (\S+)")[1]
+    assert inner.startswith(LOOPBACK)
+    server = descendants(one.process.pid)[1]
+    assert SECRET not in Path(f"/proc/{server}/environ").read_text()
+    for pid in [one.process.pid, *descendants(one.process.pid)]:
+        assert SECRET not in Path(f"/proc/{pid}/cmdline").read_text(), "a command line is seen by everybody"
+    assert post(address, "/generate", {}, secret=None)[0] == 401 == post(address, "/generate", {}, secret="other")[0]
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(post, address, "/generate", {})
+        one.wait_for_line("holding")
+        one.process.terminate()
+        leaving = one.wait_for_record(lambda record: record is None or record.state == "leaving")
+        assert leaving is not None, "it said so before it went"
+        assert one.end() == 0
+        assert reply.result() == (200, {"finish": "abort", "tokens": [1, 2, 3]})
+    assert one.record is None
+
+
+def test_only_requests_in_flight_are_waited_for(serve: Callable[..., Serve], outside: str) -> None:
+    """A client that stays connected, as ours do, does not hold up the end of a run."""
+    one = serve("--host", outside)
+    address, inner = one.ready(), one.wait_for_line(r"listening on (\S+)")[1]
+    client = HTTPConnection(address, timeout=DEADLINE_S)
+    client.request("POST", "/digest", b"", authorization(SECRET))
+    assert client.getresponse().read()
+    assert (num_connected(address), num_connected(inner)) == (1, 0)
+    one.terminate()
+    client.close()
+
+
+def test_a_second_signal_ends_a_server_that_does_not(serve: Callable[..., Serve]) -> None:
+    one = serve(command=stock("deaf", "daemon"))
+    address, daemon = one.ready(), int(one.wait_for_line(r"daemon (\d+)")[1])
+    pids = [*descendants(one.process.pid), daemon]
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(post, address, "/generate", {})
+        one.wait_for_line("holding")
+        one.process.terminate()
+        one.wait_for_record(lambda record: record is not None and record.state == "leaving")
+        assert one.process.poll() is None
+        assert one.terminate() < 8, "without waiting for what is deaf"
+        assert isinstance(reply.exception(), OSError)
+    assert wait_gone(pids, timeout_s=5) == set()
+
+
+def test_what_it_loads_is_told(serve: Callable[..., Serve]) -> None:
+    one = serve("--setup-timeout", "8", command=stock("hang"))
+    record = one.wait_for_record(lambda record: record is not None and record.detail != "starting")
+    assert record is not None and (record.state, record.detail) == ("loading", "Loading weights:  50%")
+    assert one.end() == NOT_READY
+    assert one.lines[-1].strip().endswith("was not ready within 8 s; it last wrote: Loading weights:  50%")
+    assert one.record is None
+
+
+def test_a_server_that_dies_tells_how(serve: Callable[..., Serve]) -> None:
+    one = serve(command=stock("die"))
+    assert one.end() == 17
+    assert "".join(one.lines[-2:]) == (
+        "OutOfMemoryError: no room for the model\nserve: server-0 ended with exit status 17 while it was loading\n"
+    )
+    assert one.record is None
+
+
+@pytest.mark.parametrize("victim", ["serve", "guard", "server"])
+def test_nothing_survives_a_sigkill(serve: Callable[..., Serve], victim: str) -> None:
+    one = serve(command=stock("daemon"))
+    one.ready()
+    daemon = int(one.wait_for_line(r"daemon (\d+)")[1])
+    guard, server = descendants(one.process.pid)[:2]
+    send_signal({"serve": one.process.pid, "guard": guard, "server": server}[victim], signal.SIGKILL)
+    assert one.process.wait(DEADLINE_S) == (-9 if victim == "serve" else 128 + signal.SIGKILL)
+    assert wait_gone([guard, server, daemon], timeout_s=5) == set()
+    if victim != "serve":
+        assert one.record is None
+
+
+def test_a_lost_entry_comes_back(serve: Callable[..., Serve]) -> None:
+    one = serve()
+    one.ready()
+    record = one.wait_for_record(lambda record: record is not None and record.state == "ready")
+    one.names.delete(KEY)
+    assert one.wait_for_record(lambda record: record is not None) == record
+
+
+def test_refusals_come_before_the_server_starts(serve: Callable[..., Serve], outside: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with hold_port() as taken:
+        taken.listen()
+        flags = {
+            "must have a secret: got --host": (serve("--host", outside, AREALITE_SECRET="")),
+            "AREALITE_SECRET must be the secret of exp/trial: got nothing": serve(AREALITE_SECRET=""),
+            f"must be a free address of this machine: got {LOOPBACK}:{port_of(taken)}": serve(
+                "--port", str(port_of(taken))
+            ),
+            "must be a free address of this machine: got 203.0.113.1:0": serve("--host", "203.0.113.1"),
+            "--host must be one address": serve("--host", "0.0.0.0"),
+            "--join must be EXPERIMENT/TRIAL: got trial": serve("--join", "trial"),
+            "127.0.0.1:1": serve("--name-resolve", "redis", "--registry", "127.0.0.1:1"),
+        }
+        for message, one in flags.items():
+            assert one.end() == REFUSED, one.lines
+            assert len(one.lines) == 1 and one.lines[0].startswith("arealite.api.errors.ConfigError: "), one.lines
+            assert message in one.lines[0]
+
+
+def test_without_a_run_it_only_serves(serve: Callable[..., Serve], tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "arealite.launcher.serve", "--backend", "vllm", "--name", "mine"]
+    command += ["--port", str(port), "--", *stock()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"AREALITE_SECRET": ""})
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "is ready" in line:
+            break
+    assert post(f"{LOOPBACK}:{port}", "/digest", {}, secret=None)[0] == 200
+    process.terminate()
+    assert process.wait(DEADLINE_S) == 0 and not is_alive(process.pid)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+
+import arealite
+from arealite.api.errors import ConfigError
+from arealite.launcher.serve.sglang_server import check_nodes, drop_unknown_version, main, unknown_flag_message
+
+PYTHON = os.environ.get("AREALITE_SGLANG_PYTHON", "")
+needs_sglang = pytest.mark.skipif(
+    not PYTHON, reason="AREALITE_SGLANG_PYTHON names no interpreter with SGLang installed"
+)
+KNOWN = ["--model-path", "--tp-size", "--tp", "--ep-size", "--weight-version", "--dtype"]
+CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+SEVERAL_CHECKS = """
+import contextlib, io, json, sys
+from arealite.launcher.serve.sglang_server import main
+results = []
+for flags in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(flags)
+    refusals = [line for line in err.getvalue().splitlines() if "ConfigError" in line]
+    results.append({"status": status, "out": out.getvalue(), "refusals": refusals})
+print(json.dumps(results))
+"""
+
+
+def test_a_version_is_given_only_to_servers_that_know_it() -> None:
+    """SGLang before 0.5 stamps none."""
+    flags = ["--port", "1", "--weight-version", "0", "--tp-size", "2"]
+    drop_unknown_version(flags, {"--port", "--tp-size", "--weight-version"})
+    assert flags[2:4] == ["--weight-version", "0"]
+    drop_unknown_version(flags, {"--port", "--tp-size"})
+    assert flags == ["--port", "1", "--tp-size", "2"]
+
+
+def test_an_unknown_flag_is_named_with_those_that_look_like_it() -> None:
+    assert unknown_flag_message("--tp-sise=2", KNOWN, "0.5.23") == (
+        "every flag must be one of SGLang 0.5.23: got --tp-sise. Did you mean --tp-size or --ep-size?"
+    )
+    assert unknown_flag_message("--weight-versoin", KNOWN, "0.5.23").endswith("Did you mean --weight-version?")
+
+
+def test_an_unknown_flag_like_no_other_is_to_be_removed() -> None:
+    assert unknown_flag_message("--zzz", KNOWN, "0.4.9") == (
+        "every flag must be one of SGLang 0.4.9: got --zzz. Remove it from the sglang block."
+    )
+
+
+@pytest.mark.parametrize("nnodes, node_rank, address, num_devices", [(1, 0, None, 3), (2, 1, "host:5000", 4)])
+def test_nodes_that_can_meet_are_taken(nnodes: int, node_rank: int, address: str | None, num_devices: int) -> None:
+    check_nodes(nnodes=nnodes, node_rank=node_rank, dist_init_addr=address, num_devices=num_devices)
+
+
+@pytest.mark.parametrize(
+    "nnodes, node_rank, address, num_devices, message",
+    [
+        (2, 0, None, 2, "dist_init_addr must be given if nnodes is above 1: got nnodes 2"),
+        (2, 2, "host:5000", 2, "node_rank must be from 0 to nnodes - 1: got node_rank 2 and nnodes 2"),
+        (0, 0, None, 1, "got node_rank 0 and nnodes 0"),
+        (2, 0, "host:5000", 3, "nnodes must divide tp_size \\* pp_size: got 2 and 3"),
+    ],
+)
+def test_nodes_that_would_wait_for_ever_are_refused(
+    nnodes: int, node_rank: int, address: str | None, num_devices: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_nodes(nnodes=nnodes, node_rank=node_rank, dist_init_addr=address, num_devices=num_devices)
+
+
+def test_an_interpreter_without_sglang_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "--model-path", "m"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert "ModuleNotFoundError: No module named 'sglang'" in told.err
+    assert "launcher.server_python" in told.err
+
+
+@needs_sglang
+def test_the_installed_sglang_judges_its_flags(tmp_path: Path) -> None:
+    model = ["--model-path", tiny_models.save_qwen3(tmp_path / "model", seed=1), *CPU]
+    taken, unknown, invalid, conflicting, alone, cutting, missing = run_checks(
+        [
+            [*model, "--weight-version", "0"],
+            [*model, "--tp-sise", "2"],
+            [*model, "--dtype", "float33"],
+            [*model, "--enable-deterministic-inference"],
+            [*model, "--tp-size", "2", "--nnodes", "2"],
+            [*model, "--allow-auto-truncate"],
+            ["--model-path", str(tmp_path / "nothing"), *CPU],
+        ]
+    )
+    answer = json.loads(taken["out"])
+    assert (taken["status"], taken["refusals"]) == (0, [])
+    assert (answer["program"], answer["tied_reload"]) == ("sglang", True)
+    assert int(answer["version"].split(".")[1]) >= 4
+    for refused, words in [
+        (unknown, "got --tp-sise. Did you mean --tp-size"),
+        (invalid, "got argument --dtype: invalid choice: 'float33'"),
+        (conflicting, "backends are supported for deterministic inference"),
+        (alone, "dist_init_addr must be given"),
+        (cutting, "allow_auto_truncate must be off"),
+        (missing, "nothing"),
+    ]:
+        assert (refused["status"], refused["out"], len(refused["refusals"])) == (2, "", 1)
+        assert words in refused["refusals"][0]
+
+
+@needs_sglang
+def test_logprobs_of_another_temperature_are_refused(tmp_path: Path) -> None:
+    model = tiny_models.save_qwen3(tmp_path / "model", seed=1)
+    (refused,) = run_checks([["--model-path", model, *CPU]], SGLANG_RETURN_ORIGINAL_LOGPROB="true")
+    assert refused["status"] == 2
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB must be off: got true" in refused["refusals"][0]
+
+
+def run_checks(flags: list[list[str]], **variables: str) -> list[dict[str, Any]]:
+    """Check each list of flags with the real SGLang, all in one process because importing it takes seconds."""
+    environment = os.environ | {"PYTHONPATH": str(Path(arealite.__file__).parents[1]), "SGLANG_USE_CPU_ENGINE": "0"}
+    command = [PYTHON, "-c", SEVERAL_CHECKS, json.dumps([["--check", *words] for words in flags])]
+    environment |= {"HF_HUB_OFFLINE": "1"} | variables
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return results

@@ -1,0 +1,79 @@
+"""What the wrapper of vLLM refuses before it starts, judged by the installed vLLM itself where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import arealite
+from arealite.launcher.serve.vllm_server import refusal, without_needless
+from arealite.utils.tiny_model import make_tiny_model
+
+PYTHON = os.environ.get("AREALITE_VLLM_PYTHON", "")
+needs_vllm = pytest.mark.skipif(not PYTHON, reason="AREALITE_VLLM_PYTHON names no interpreter with vLLM installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=1, max_position=1024)
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the wrapper with the interpreter of vLLM's environment."""
+    environment = os.environ | {"PYTHONPATH": str(Path(arealite.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    command = [PYTHON, "-m", "arealite.launcher.serve.vllm_server", *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False, cwd="/")
+
+
+def test_unknown_flags_are_told_with_those_that_resemble_them():
+    options = ["--max-model-len", "--max-num-seqs", "--dtype"]
+    told = refusal("unrecognized arguments: --max-modle-len --nothing=3", options)
+    assert told == (
+        "flags of vLLM must be known to the installed version: got unrecognized arguments: --max-modle-len "
+        "--nothing=3. Write --max-model-len for --max-modle-len."
+    )
+    told = refusal("unrecognized arguments: --nothing", options)
+    assert told.endswith("got unrecognized arguments: --nothing. Correct the vllm block.")
+
+
+def test_bad_values_are_told_as_they_are():
+    told = refusal("argument --port: invalid int value: 'x'", ["--port"])
+    assert told == ("flags of vLLM must be valid: got argument --port: invalid int value: 'x'. Correct the vllm block.")
+
+
+def test_a_switch_without_an_opposite_is_off_unless_it_is_given():
+    flags = ["--model", "no-model", "--no-disable-log-stats", "--no-enable-x", "--no-nothing"]
+    options = ["--model", "--disable-log-stats", "--enable-x", "--no-enable-x"]
+    assert without_needless(flags, options) == ["--model", "no-model", "--no-enable-x", "--no-nothing"]
+
+
+@needs_vllm
+def test_a_check_tells_the_program_in_one_line(model):
+    switches = ("--no-disable-log-stats", "--no-enable-prefix-caching")
+    done = run("--check", "--model", str(model), "--dtype", "float32", "--max-model-len", "512", *switches)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert found["program"] == "vllm" and re.match(r"\d+\.\d+", found["version"])
+    assert found["tied_reload"] == (found["device"] != "cpu") and found["broadcast"] is True
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--check", "--max-modle-len", "512"], "Write --max-model-len"),
+        (["--dtype", "float12"], "argument --dtype: invalid choice: 'float12'"),
+        (["--tensor-parallel-size", "3"], "attention heads \\(2\\) must be divisible by tensor parallel size \\(3\\)"),
+    ],
+)
+def test_refused_flags_end_in_one_line_before_a_model_is_loaded(model, flags, told):
+    done = run("--model", str(model), *flags)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.match(f"arealite\\.api\\.errors\\.ConfigError: .*{told}", last), last

@@ -1,0 +1,426 @@
+"""The ledger beside a model that replays the story, through rollbacks, kills and full disks."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from arealite.api.errors import LedgerError
+from arealite.api.io_struct import PromptId
+from arealite.dataset.loader import PromptLoader
+from arealite.rollout.account.audit import audit
+from arealite.rollout.account.ledger import Ledger, SampleRecord
+from arealite.rollout.account.ledger_file import open_for_reading
+from arealite.rollout.staleness import StalenessAccount
+
+OPEN = ("issued", "running", "accepted")
+SAMPLES = st.lists(st.integers(1, 500), max_size=3).map(
+    lambda lengths: [SampleRecord(i, tokens, tokens / 10, i, f"127.0.0.1:{i}") for i, tokens in enumerate(lengths)]
+)
+
+
+def new_account() -> StalenessAccount:
+    return StalenessAccount(batch_size=2, max_head_offpolicyness=3, max_concurrent=9)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What the model knows of one prompt."""
+
+    prompt_id: PromptId
+    is_counted: bool
+    state: str = "issued"
+    reason: str | None = None
+    attempt: int = 0
+    head_version: int = -1
+    trained_version: int | None = None
+    latency_s: float | None = None
+    samples: tuple[SampleRecord, ...] = ()
+
+    def reopened(self) -> Fate:
+        return Fate(self.prompt_id, self.is_counted) if self.state in OPEN else self
+
+
+@dataclass(frozen=True)
+class Story:
+    """Everything at one position."""
+
+    fates: dict[int, Fate] = field(default_factory=dict)
+    retried: Counter[str] = field(default_factory=Counter)
+    cursor: dict | None = None
+    loader: dict | None = None
+    version: int = 0
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The model is the list of all stories by position; a rollback picks one and reopens it."""
+
+    @initialize(batch_size=st.integers(1, 3), size=st.integers(3, 8), drop_last=st.booleans())
+    def begin(self, batch_size: int, size: int, drop_last: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.path = str(self.folder / "ledger.sqlite")
+        self.loader = PromptLoader([{}] * size, batch_size, drop_last=drop_last)
+        self.prompts = iter(self.loader)
+        self.num_unnamed = 0
+        self.now = Story(loader=self.loader.state_dict())
+        self.position = 0
+        self.stories = {0: self.now}
+        self.flushed = [0]
+        self.checkpoints: dict[int, int] = {}
+        self.open()
+
+    def open(self) -> None:
+        self.account, self.consumed = new_account(), 0
+        self.ledger = Ledger(self.path, self.account)
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+            shutil.rmtree(self.folder)
+
+    def tickets(self, *states: str) -> list[int]:
+        return [ticket for ticket, fate in self.now.fates.items() if fate.state in states]
+
+    def pick(self, data: st.DataObject, *states: str) -> int:
+        return data.draw(st.sampled_from(self.tickets(*states)))
+
+    def tell(self, ticket: int | None = None, *, story: Story | None = None, **changes) -> None:
+        """Add one transition to the model."""
+        self.now = story or replace(self.now, fates={**self.now.fates})
+        if ticket is not None:
+            self.now.fates[ticket] = replace(self.now.fates[ticket], **changes)
+        self.position += 1
+        self.stories[self.position] = self.now
+
+    @rule()
+    def issue(self) -> None:
+        rows = next(self.prompts)
+        cursor = self.loader.state_dict()
+        tickets = self.ledger.issue([row["prompt_id"] for row in rows], cursor=cursor)
+        assert tickets == list(range(len(self.now.fates) + 1, len(self.now.fates) + 1 + len(rows)))
+        fates = {ticket: Fate(row["prompt_id"], True) for ticket, row in zip(tickets, rows)}
+        self.tell(story=replace(self.now, fates=self.now.fates | fates, cursor=cursor, loader=cursor))
+
+    @rule()
+    def issue_beside_the_account(self) -> None:
+        prompt_id = PromptId(-1, self.num_unnamed)
+        self.num_unnamed += 1
+        (ticket,) = self.ledger.issue([prompt_id], cursor=None, is_counted=False)
+        self.tell(story=replace(self.now, fates=self.now.fates | {ticket: Fate(prompt_id, False)}))
+
+    @precondition(lambda self: self.tickets("issued"))
+    @rule(data=st.data(), attempt=st.integers(0, 2), head_version=st.integers(0, 2))
+    def start(self, data: st.DataObject, attempt: int, head_version: int) -> None:
+        ticket = self.pick(data, "issued")
+        self.ledger.start(ticket, attempt=attempt, head_version=head_version)
+        self.tell(ticket, state="running", attempt=attempt, head_version=head_version)
+
+    @precondition(lambda self: self.tickets("running"))
+    @rule(data=st.data(), kind=st.sampled_from(["timeout", "reward_crash"]))
+    def retry(self, data: st.DataObject, kind: str) -> None:
+        ticket = self.pick(data, "running")
+        self.ledger.retry(ticket, kind)
+        self.now = replace(self.now, retried=self.now.retried + Counter([kind]))
+        self.tell(ticket, state="issued")
+
+    @precondition(lambda self: self.tickets("running"))
+    @rule(data=st.data(), samples=SAMPLES, latency_s=st.floats(0, 9))
+    def accept(self, data: st.DataObject, samples: list[SampleRecord], latency_s: float) -> None:
+        ticket = self.pick(data, "running")
+        self.ledger.accept(ticket, samples, latency_s)
+        self.tell(ticket, state="accepted", latency_s=latency_s, samples=tuple(samples))
+
+    @precondition(lambda self: self.tickets("running"))
+    @rule(data=st.data(), samples=SAMPLES, latency_s=st.none() | st.floats(0, 9), is_failure=st.booleans())
+    def drop(self, data: st.DataObject, samples: list[SampleRecord], latency_s: float | None, is_failure: bool) -> None:
+        ticket = self.pick(data, "running")
+        (self.ledger.fail if is_failure else self.ledger.reject)(ticket, "parse", samples, latency_s)
+        state = "failed" if is_failure else "rejected"
+        self.tell(ticket, state=state, reason="parse", latency_s=latency_s, samples=tuple(samples))
+
+    @precondition(lambda self: self.tickets("accepted"))
+    @rule(data=st.data())
+    def reject_accepted(self, data: st.DataObject) -> None:
+        ticket = self.pick(data, "accepted")
+        self.ledger.reject(ticket, "overdue")
+        self.tell(ticket, state="rejected", reason="overdue")
+
+    @precondition(lambda self: self.tickets("accepted"))
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        tickets = data.draw(st.lists(st.sampled_from(self.tickets("accepted")), unique=True, min_size=1))
+        version = self.now.version
+        self.ledger.train(tickets, version)
+        fates = {t: replace(self.now.fates[t], state="trained", trained_version=version) for t in tickets}
+        self.consumed += sum(fate.is_counted for fate in fates.values())
+        self.tell(story=replace(self.now, fates=self.now.fates | fates, version=version + 1))
+
+    @precondition(lambda self: self.now.fates)
+    @rule(data=st.data())
+    def illegal_transitions_are_refused(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.now.fates)))
+        state = self.now.fates[ticket].state
+        attempts = {
+            "issued": lambda: self.ledger.start(ticket, attempt=0, head_version=0),
+            "running": lambda: self.ledger.accept(ticket, [], 0.0),
+            "accepted": lambda: self.ledger.train([ticket], 0),
+        }
+        for needed, attempt in attempts.items():
+            if needed != state:
+                with pytest.raises(AssertionError, match=f"ticket {ticket} must be {needed}: it is "):
+                    attempt()
+
+    @rule()
+    def flush(self) -> None:
+        assert self.ledger.flush() == self.position
+        if self.position not in self.flushed:
+            self.flushed.append(self.position)
+
+    @precondition(lambda self: self.now.version)
+    @rule()
+    def checkpoint(self) -> None:
+        self.flush()
+        self.ledger.note_checkpoint(self.now.version - 1, self.position)
+        self.checkpoints[self.now.version - 1] = self.position
+
+    @rule(data=st.data(), again=st.booleans())
+    def rollback(self, data: st.DataObject, again: bool) -> None:
+        self.ledger.close()
+        self.open()
+        position = data.draw(st.sampled_from(self.flushed))
+        if self.position:
+            with pytest.raises(AssertionError, match="must be rolled back first"):
+                self.ledger.issue([PromptId(9, 9)], cursor=None)
+        pending = self.ledger.rollback(position)
+        if again:
+            self.ledger.close()
+            self.open()
+            assert self.ledger.rollback(position) == pending
+        self.now = self.stories[position]
+        self.now = replace(self.now, fates={ticket: fate.reopened() for ticket, fate in self.now.fates.items()})
+        assert pending == [(ticket, self.now.fates[ticket].prompt_id) for ticket in self.tickets("issued")]
+        self.stories = {at: story for at, story in self.stories.items() if at < position} | {position: self.now}
+        self.stories[self.position] = self.now
+        self.flushed = [at for at in self.flushed if at <= position]
+        self.checkpoints = {step: at for step, at in self.checkpoints.items() if at <= position}
+        self.loader.load_state_dict(self.now.loader)
+
+    @rule(data=st.data())
+    def audit(self, data: st.DataObject) -> None:
+        self.ledger.flush()
+        trained = self.tickets("trained")
+        self.write_rollouts(trained)
+        found = audit(self.folder)
+        counts = Counter(fate.state for fate in self.now.fates.values())
+        assert (found.issued, found.trained) == (len(self.now.fates), counts["trained"])
+        assert (found.rejected, found.failed) == (counts["rejected"], counts["failed"])
+        assert found.pending == sum(counts[state] for state in OPEN) and found.adds_up
+        newest = max(self.checkpoints, default=-1)
+        assert found.provisional == sum(self.now.fates[ticket].trained_version > newest for ticket in trained)
+        assert (found.lost, found.repeated) == (None if self.now.cursor is None else 0, 0)
+        from_loader = [ticket for ticket in trained if self.now.fates[ticket].is_counted]
+        if from_loader:
+            forgotten = data.draw(st.sampled_from(from_loader))
+            self.write_rollouts([ticket for ticket in trained if ticket != forgotten])
+            assert audit(self.folder).lost_ids == [str(self.now.fates[forgotten].prompt_id)]
+
+    def write_rollouts(self, tickets: list[int]) -> None:
+        shutil.rmtree(self.folder / "rollouts", ignore_errors=True)
+        (self.folder / "rollouts").mkdir()
+        for ticket in tickets:
+            fate = self.now.fates[ticket]
+            with open(self.folder / "rollouts" / f"step_{fate.trained_version}.jsonl", "a") as file:
+                file.writelines(json.dumps({"prompt_id": str(fate.prompt_id), "sample": n}) + "\n" for n in range(2))
+
+    @rule()
+    def compare_the_file(self) -> None:
+        self.ledger.flush()
+        database = open_for_reading(self.path)
+        columns = "epoch, idx, is_counted, state, reason, attempt, head_version, trained_version, latency_s"
+        rows = {ticket: row for ticket, *row in database.execute(f"SELECT ticket, {columns} FROM prompts")}
+        samples = database.execute(
+            "SELECT ticket, sample, tokens, latency_s, num_interrupts, server, state FROM sample_states"
+        ).fetchall()
+        database.close()
+        fates = self.now.fates
+        assert rows == {
+            ticket: [
+                *(fate.prompt_id.epoch, fate.prompt_id.index, fate.is_counted, fate.state, fate.reason, fate.attempt),
+                *(fate.head_version, fate.trained_version, fate.latency_s),
+            ]
+            for ticket, fate in fates.items()
+        }
+        assert sorted(samples) == [
+            (ticket, one.sample, one.tokens, one.latency_s, one.num_interrupts, one.server, fate.state)
+            for ticket, fate in sorted(fates.items())
+            for one in fate.samples
+        ]
+
+    @invariant()
+    def counts_and_account_agree(self) -> None:
+        if not hasattr(self, "now"):
+            return
+        fates = self.now.fates.values()
+        expected = Counter(f"{fate.state}_{fate.reason}" if fate.reason else fate.state for fate in fates)
+        expected.update({f"retried_{kind}": count for kind, count in self.now.retried.items()})
+        assert self.ledger.counts == expected
+        heads = [(fate.state, fate.head_version) for fate in fates if fate.is_counted]
+        assert self.account.running == Counter(head for state, head in heads if state == "running")
+        assert self.account.ready == Counter(head for state, head in heads if state == "accepted")
+        assert self.account.consumed == self.consumed
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=40, stateful_step_count=40)
+
+
+def test_a_life_by_hand(tmp_path: Path) -> None:
+    account = new_account()
+    ledger = Ledger(str(tmp_path / "ledger.sqlite"), account)
+    first, second = ledger.issue([PromptId(0, 7), PromptId(0, 3)], cursor=None)
+    ledger.start(first, attempt=0, head_version=0)
+    assert account.running == {0: 1} and ledger.counts == Counter(issued=1, running=1)
+    ledger.accept(first, [SampleRecord(0, 12, 0.5, 1, "127.0.0.1:1")], 0.75)
+    kept = ledger.flush()
+    ledger.train([first], 0)
+    assert account.consumed == 1 and ledger.counts == Counter(issued=1, trained=1)
+    ledger.start(second, attempt=0, head_version=0)
+    ledger.fail(second, "environment")
+    ledger.close()
+    ledger = Ledger(str(tmp_path / "ledger.sqlite"), new_account())
+    assert ledger.rollback(kept) == [(first, PromptId(0, 7)), (second, PromptId(0, 3))]
+    assert ledger.counts == Counter(issued=2)
+    ledger.close()
+
+
+def test_a_batch_is_trained_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    account = new_account()
+    ledger = Ledger(None, account)
+    tickets = ledger.issue([PromptId(0, 0), PromptId(0, 1)], cursor=None)
+    ledger.start(tickets[0], attempt=0, head_version=0)
+    ledger.accept(tickets[0], [], 0.1)
+    with pytest.raises(AssertionError, match="ticket 2 must be accepted: it is issued"):
+        ledger.train(tickets, 0)
+    with pytest.raises(AssertionError, match=r"hold an episode once: got tickets \[1, 1\]"):
+        ledger.train([1, 1], 0)
+    assert ledger.counts == Counter(accepted=1, issued=1) and account.consumed == 0
+    assert ledger.flush() == 3 and list(tmp_path.iterdir()) == []
+
+
+def test_readers_see_a_transition_soon_without_a_flush(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "ledger.sqlite"), new_account())
+    delays = []
+    for index in range(20):
+        ledger.issue([PromptId(0, index)], cursor=None)
+        noted = time.monotonic()
+        while audit(tmp_path).issued <= index and time.monotonic() < noted + 10:
+            time.sleep(0.001)
+        delays.append(time.monotonic() - noted)
+    ledger.close()
+    assert sorted(delays)[10] < 0.1, f"seconds: {delays}"
+
+
+def test_a_position_the_file_does_not_reach_is_refused(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "ledger.sqlite"), new_account())
+    with pytest.raises(LedgerError, match="must reach position 5 of the checkpoint: it ends at 0"):
+        ledger.rollback(5)
+    ledger.close()
+
+
+def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_text("no database at all, but quite a long text instead" * 100)
+    with pytest.raises(LedgerError, match="must be a ledger that SQLite can open"):
+        Ledger(str(path), new_account())
+    path.unlink()
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE other(x)")
+    database.close()
+    with pytest.raises(LedgerError, match="must be of version 1: got 0"):
+        Ledger(str(path), new_account())
+
+
+def test_kill_at_any_moment_keeps_what_was_flushed(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("ledger_program.py")
+    rng = random.Random(5)
+    path = tmp_path / "ledger.sqlite"
+    for seed in range(4):
+        process = subprocess.Popen(
+            [sys.executable, str(program), str(path), str(seed)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        with process.stdout as output:
+            for _ in range(rng.randrange(1, 8)):
+                told = json.loads(output.readline())
+            time.sleep(rng.uniform(0, 0.3))
+            process.kill()
+            rest = output.read().splitlines()
+        process.wait()
+        told = json.loads(rest[-1]) if rest and rest[-1].endswith("}") else told
+        check_killed(path, told)
+
+
+def check_killed(path: Path, told: dict) -> None:
+    """Look at the file as the kill left it, then as a recovery leaves it."""
+    database = open_for_reading(path)
+    assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    (last,) = database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+    (issued,) = database.execute("SELECT max(ticket) FROM prompts").fetchone()
+    assert last >= told["position"] and issued >= told["issued"]
+    cursor = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchone()[0]
+    assert json.loads(cursor) == {"position": issued}, "prompts and cursor were written together"
+    sizes = database.execute("SELECT count(*) FROM prompts WHERE state = 'trained' GROUP BY trained_version").fetchall()
+    assert set(sizes) == {(8,)}, "batches are whole"
+    database.close()
+    ledger = Ledger(str(path), new_account())
+    pending = ledger.rollback(told["position"])
+    counts = Counter(told["counts"])
+    num_open = sum(counts.pop(state, 0) for state in OPEN)
+    assert ledger.counts == counts + Counter(issued=num_open) and len(pending) == num_open
+    ledger.close()
+
+
+FULL_DISK = """
+import resource, sys
+from arealite.api.errors import LedgerError
+from arealite.api.io_struct import PromptId
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.staleness import StalenessAccount
+ledger = Ledger(sys.argv[1], StalenessAccount(batch_size=1, max_head_offpolicyness=0, max_concurrent=1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+calls = [ledger.check, ledger.flush, ledger.close]
+try:
+    while True:
+        ledger.issue([PromptId(0, 0)] * 100, cursor=None)
+        ledger.flush()
+except LedgerError:
+    for call in calls:
+        try:
+            call()
+        except LedgerError as error:
+            print(error)
+"""
+
+
+def test_a_full_disk_surfaces(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    command = [sys.executable, "-c", FULL_DISK, str(path)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = shown.stdout.splitlines()
+    assert len(lines) == 3 and all(f"{path} must be writable: got " in line for line in lines)
+    found = audit(tmp_path)
+    assert found.issued == found.pending > 0 and found.adds_up

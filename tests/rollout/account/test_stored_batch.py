@@ -1,0 +1,77 @@
+"""What a run stores of its batches is enough to hand them out again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.io_struct import PromptId
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.rollout.account.store import RolloutStore
+from arealite.rollout.account.stored_batch import read_batches
+from arealite.rollout.attempt import FinishedEpisode, Submission
+from arealite.rollout.episode import Episode
+from arealite.rollout.trajectory import assemble_batch
+
+
+class NoWorkflow(RolloutWorkflow):
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
+        raise NotImplementedError
+
+
+def finished(index: int, trajectory: TensorDict) -> FinishedEpisode:
+    prompt_id = PromptId(0, index)
+    return FinishedEpisode(Submission({"prompt_id": prompt_id}, NoWorkflow()), Episode(prompt_id, 0, 0, 1), trajectory)
+
+
+def trajectory_of(generator: torch.Generator, num_rows: int, extra: bool) -> TensorDict:
+    """Return rows of random lengths with every key that a user may add."""
+    lengths = torch.randint(1, 9, (num_rows,), generator=generator)
+    width = int(lengths.max())
+    is_real = torch.arange(width) < lengths[:, None]
+    shape = (num_rows, width)
+    columns = {
+        "input_ids": torch.randint(0, 2**40, shape, generator=generator) * is_real,
+        "attention_mask": is_real,
+        "loss_mask": torch.randint(0, 2, shape, generator=generator) * is_real,
+        "logprobs": torch.randn(shape, generator=generator).where(is_real, 0),
+        "versions": torch.where(is_real, torch.randint(0, 9, shape, generator=generator), -1),
+        "rewards": torch.randn(num_rows, generator=generator, dtype=torch.float64 if extra else torch.float32),
+        "no_eos": torch.randint(0, 2, (num_rows,), generator=generator).bool(),
+    }
+    if extra:
+        columns["attention_mask"] = is_real.long()
+        columns["token_rewards"] = torch.randn(shape, generator=generator).where(is_real, 0).bfloat16()
+        columns["values_of_heads"] = torch.randn((*shape, 3), generator=generator).where(is_real[..., None], 0)
+        columns["difficulty"] = torch.tensor([math.inf, -0.0, 1e-42][:num_rows] + [0.1] * (num_rows - 3))
+        columns["pixels"] = torch.randn((num_rows, 17, 2), generator=generator, dtype=torch.float16)
+    return TensorDict(columns, batch_size=[num_rows])
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=3), st.booleans())
+def test_batches_come_back_bit_for_bit(
+    tmp_path_factory: Any, seed: int, sizes_of_batches: list[list[int]], extra: bool
+) -> None:
+    folder: Path = tmp_path_factory.mktemp("run")
+    generator = torch.Generator().manual_seed(seed)
+    store, expected = RolloutStore(str(folder)), []
+    for sizes in sizes_of_batches:
+        trajectories = [trajectory_of(generator, size, extra) for size in sizes]
+        store.append("step_3", [finished(7, one) for one in trajectories], 3)
+        expected.append(assemble_batch(trajectories))
+    store.close()
+    found = read_batches(folder / "step_3.jsonl") if sizes_of_batches else []
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert sorted(one.keys()) == sorted(other.keys())
+        for key in one.keys():  # noqa: SIM118 - a TensorDict is iterated by rows
+            assert one[key].dtype == other[key].dtype and one[key].shape == other[key].shape, key
+            assert torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key

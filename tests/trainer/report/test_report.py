@@ -1,0 +1,222 @@
+import json
+import re
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.errors import ConfigError
+from arealite.trainer.report.charts import charts
+from arealite.trainer.report.report import write_report
+from arealite.trainer.report.samples import before_after, trajectories
+
+NASTY = "</script><script>alert(1)</script><!-- {{plotly}} & \u2028 <img src=x onerror=alert(2)>"
+
+
+def sample(index: int, *, step: int, reward: float, completion: str = "#### 4", sample: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_id": f"{step}-{index}", "sample": sample, "attempt": 0, "prompt": f"question {index}",
+        "completion": completion, "input_ids": [5, 6, 7, 8, 9], "logprobs": [0, 0, -1.0, -0.5, -0.3],
+        "versions": [-1, -1, step - 1, step - 1, step], "loss_mask": [0, 0, 1, 1, 1], "reward": reward,
+        "server": "127.0.0.1:1", "trained_step": step,
+    }  # fmt: skip
+
+
+def write_jsonl(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_run(folder: Path) -> Path:
+    rows = [
+        {"step": step, "reward/mean": 0.1 * step, "staleness/mean": 0.5, "staleness/max": 1.0, "optim/grad_norm": 1.0,
+         "time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 3.5, "perf/trained_tokens": 100.0,
+         "perf/processed_tokens": 150.0}
+        for step in range(4)
+    ]  # fmt: skip
+    rows[0] |= {"eval/version": 0.0, "eval/accuracy": 0.25}
+    rows.append({"step": 4, "eval/version": 4.0, "eval/accuracy": 0.75, "time/step_s": 1.0})
+    write_jsonl(folder / "metrics.jsonl", rows)
+    (folder / "config.yaml").write_text(f"experiment_name: e\nrollout:\n  max_head_offpolicyness: 2\nnote: '{NASTY}'\n")
+    (folder / "summary.json").write_text('{"seed": 1}')
+    for step in range(4):
+        write_jsonl(folder / f"rollouts/step_{step}.jsonl", [sample(i, step=step, reward=i % 2) for i in range(6)])
+    write_jsonl(folder / "rollouts/eval_step_0.jsonl", [sample(i, step=0, reward=i > 2) for i in range(4)])
+    write_jsonl(
+        folder / "rollouts/eval_step_4.jsonl",
+        [sample(i, step=4, reward=i in (0, 3), completion=NASTY) for i in (3, 2, 1, 0)],
+    )
+    return folder
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = [("", {})]
+        self.texts: dict[str, str] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        tag, attrs = self.tags[-1]
+        name = f"{tag}#{attrs['id']}" if "id" in attrs else tag
+        self.texts[name] = self.texts.get(name, "") + data
+
+
+def parse(path: Path) -> tuple[Page, dict[str, Any]]:
+    page = Page(path.read_text())
+    return page, json.loads(page.texts["script#data"])
+
+
+def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
+    path = write_report(make_run(tmp_path))
+    assert path == tmp_path / "report.html"
+    page, data = parse(path)
+    assert [tag for tag, _ in page.tags].count("script") == 3
+    assert not [attrs for _, attrs in page.tags if {"src", "href"} & attrs.keys()]
+    assert "default-src 'none'" in path.read_text()
+    assert len(data["trajectories"]) == 24
+    assert [chart["title"] for chart in data["charts"]] == [
+        "Held-out accuracy", "Reward", "Staleness", "Time per step", "Gradient norm",
+    ]  # fmt: skip
+
+
+def test_texts_stay_texts(tmp_path: Path) -> None:
+    page, data = parse(write_report(make_run(tmp_path)))
+    assert data["beforeAfter"]["pairs"][0]["after"] == NASTY
+    assert NASTY in page.texts["pre"]
+    assert "img" not in {tag for tag, _ in page.tags}
+
+
+def test_headline_numbers(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path)).read_text()
+    cards = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+    assert cards == {
+        "Held-out accuracy": "25.0% → 75.0%", "Reward": "0 → 0.3", "Steps": "4", "Wall time": "15.0 s",
+        "Trained tokens": "400", "Largest staleness": "1",
+    }  # fmt: skip
+
+
+def test_before_and_after_pairs_by_prompt(tmp_path: Path) -> None:
+    found = before_after(make_run(tmp_path))
+    assert found is not None
+    assert (found["first"], found["last"]) == (0, 4)
+    assert [pair["change"] for pair in found["pairs"]] == ["learned", "never", "never", "kept"]
+    assert found["counts"] == {"learned": 1, "kept": 1, "lost": 0, "never": 2}
+
+
+def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:
+    for step in (0, 4):
+        lines = [sample(i, step=step, reward=0 if i < 90 else step == 4) for i in range(100)]
+        write_jsonl(tmp_path / f"rollouts/eval_step_{step}.jsonl", lines)
+    found = before_after(tmp_path)
+    assert found is not None
+    assert found["counts"] == {"learned": 10, "kept": 0, "lost": 0, "never": 90}
+    assert [pair["change"] for pair in found["pairs"]] == ["never"] * 15 + ["learned"] * 10
+
+
+def test_a_trajectory_tells_its_versions(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    row = trajectories(tmp_path)[-1]
+    assert (row["step"], row["num_tokens"], row["versions"]) == (3, 3, [[2, 2], [3, 1]])
+    assert row["mean_logprob"] == pytest.approx(-0.6)
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_samples_are_spread_over_the_run(num_steps: int, num_lines: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for step in range(num_steps):
+            write_jsonl(
+                folder / f"rollouts/step_{step}.jsonl", [sample(i, step=step, reward=0) for i in range(num_lines)]
+            )
+        rows = trajectories(folder)
+    steps = sorted({row["step"] for row in rows})
+    assert (steps[0], steps[-1], len(steps)) == (0, num_steps - 1, min(num_steps, 12))
+    assert len(rows) == len(steps) * min(num_lines, 300 // len(steps))
+
+
+def test_phases_and_other_add_up_to_the_step(tmp_path: Path) -> None:
+    rows = [{"step": 0, "time/update_s": 1.0, "time/rollout_s": 2.0, "time/step_s": 3.5}]
+    (chart,) = charts(rows, staleness_bound=None)
+    assert [(trace["name"], trace["y"]) for trace in chart["traces"]] == [
+        ("rollout", [2.0]), ("update", [1.0]), ("other", [0.5]),
+    ]  # fmt: skip
+
+
+def test_a_null_is_a_gap_and_only_nulls_are_no_chart() -> None:
+    rows = [{"step": i, "optim/grad_norm": value, "policy/entropy": None} for i, value in enumerate((1.0, None, 2.0))]
+    (chart,) = charts(rows, staleness_bound=None)
+    assert (chart["title"], chart["traces"][0]["y"]) == ("Gradient norm", [1.0, None, 2.0])
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml", "summary.json", "rollouts"])
+def test_what_is_missing_is_left_out(tmp_path: Path, missing: str) -> None:
+    run = make_run(tmp_path / "run")
+    for path in list(run.iterdir()):
+        if path.name == missing:
+            path.rename(tmp_path / path.name)
+    _, data = parse(write_report(run))
+    assert bool(data["charts"]) == (missing != "metrics.jsonl")
+    assert bool(data["trajectories"]) == (missing != "rollouts")
+
+
+def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "summary.json").unlink()
+    for name in ("metrics.jsonl", "rollouts/step_3.jsonl"):
+        text = (run / name).read_text()
+        (run / name).write_text(text[: len(text) - 20])
+    page, data = parse(write_report(run))
+    assert len(data["trajectories"]) == 23
+    assert "not finished: 4 steps so far" in page.texts["p"]
+
+
+def test_an_sft_run(tmp_path: Path) -> None:
+    rows = [{"step": i, "sft/loss": 2.0 - i, "optim/grad_norm": 1.0, "time/step_s": 1.0} for i in range(2)]
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    (tmp_path / "config.yaml").write_text("model: {path: tiny}\ntrain_dataset: {path: story}\n")
+    text = write_report(tmp_path).read_text()
+    assert "Supervised fine-tuning of tiny on story" in text
+    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))["Loss"] == "2 → 1"
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run folder must exist"):
+        write_report(tmp_path / "nothing")
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "experiment" / "trial")
+    with pytest.raises(ConfigError, match=r"must hold metrics\.jsonl or .* run\.json: got none in .*experiment"):
+        write_report(tmp_path / "experiment")
+    assert not (tmp_path / "experiment" / "report.html").exists()
+
+
+def elastic_row(step: int, live: float, rate: float) -> dict[str, Any]:
+    return {
+        "step": step, "time/step_s": 2.0 + step, "servers/live": live, "perf/generated_tokens_per_s": rate,
+        "staleness/max": 1.0,
+    }  # fmt: skip
+
+
+def test_servers_that_come_and_go_are_shown_over_time() -> None:
+    rows = [elastic_row(0, 1.0, 100.0), elastic_row(1, 3.0, 290.0), elastic_row(2, 2.0, 200.0)]
+    (chart,) = [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
+    by_name = {trace["name"]: trace for trace in chart["traces"]}
+    assert by_name["servers"]["x"] == [2.0, 5.0, 9.0] and by_name["servers"]["y"] == [1.0, 3.0, 2.0]
+    assert by_name["generated tokens per second (right)"]["y"] == [100.0, 290.0, 200.0]
+    assert [trace.get("yaxis") for trace in chart["traces"]] == [None, None, "y2"]
+    assert chart["layout"]["xaxis"]["range"] == [0.0, 9.0] and chart["layout"]["yaxis2"]["overlaying"] == "y"
+
+
+def test_servers_that_stay_are_not_shown() -> None:
+    rows = [elastic_row(step, 2.0, 100.0) for step in range(3)]
+    assert not [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
+    assert not [one for one in charts([{"step": 0}], staleness_bound=2) if one["title"].endswith("over time")]

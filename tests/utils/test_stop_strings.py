@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import TEXT_VOCAB, tokenizer
+
+from arealite.utils.stop_strings import StopStrings, trim_stop_string
+
+TOKENIZER = tokenizer()
+ID = {token: index for index, token in enumerate(TEXT_VOCAB)}
+
+
+def ids(*tokens: str) -> list[int]:
+    return [ID[token] for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "matched"),
+    [
+        (("c", "an"), ["an"], "an"),
+        (("b", "an", "a"), ["ana"], "ana"),
+        (("ba", "n", "a"), ["ana"], "ana"),
+        (("ba", "n"), ["ana"], None),
+        (("c", "the"), ["he", "the"], "the"),
+        (("c", "<eos>"), ["<eos>"], "<eos>"),
+        (("x", "<eos>"), ["x"], "x"),
+    ],
+)
+def test_the_last_token_completes_a_stop_string(tokens: tuple[str, ...], stops: list[str], matched: str | None) -> None:
+    assert StopStrings(TOKENIZER, stops).matched(ids(*tokens)) == matched
+
+
+@given(
+    tokens=st.lists(st.sampled_from(sorted(ID.values())), min_size=1, max_size=40),
+    stops=st.lists(st.text("abnthei ", min_size=1, max_size=5), min_size=1, max_size=3),
+)
+def test_generation_stops_exactly_where_the_whole_text_first_contains_a_stop(
+    tokens: list[int], stops: list[str]
+) -> None:
+    matcher = StopStrings(TOKENIZER, stops)
+    for end in range(1, len(tokens) + 1):
+        text = TOKENIZER.decode(tokens[:end], skip_special_tokens=False)
+        contained = any(stop in text for stop in stops)
+        assert (matcher.matched(tokens[:end]) is not None) == contained
+        if contained:
+            break
+
+
+@given(
+    tokens=st.lists(st.sampled_from(sorted(ID.values())), min_size=1, max_size=40),
+    stops=st.lists(st.text("abnthei ", min_size=1, max_size=5), min_size=1, max_size=3),
+    cut=st.integers(0, 40),
+)
+def test_an_interrupted_output_continues_to_the_same_stop(tokens: list[int], stops: list[str], cut: int) -> None:
+    """Looking only at what comes after the settled tokens finds the stop of the uninterrupted output."""
+    stop_strings = StopStrings(TOKENIZER, stops)
+
+    def end_of(output: list[int]) -> int | None:
+        return next((n for n in range(1, len(output) + 1) if stop_strings.matched(output[:n])), None)
+
+    uninterrupted = end_of(tokens)
+    if uninterrupted is not None and uninterrupted <= cut:
+        return  # it had ended before the interruption
+    settled = stop_strings.num_settled(tokens[:cut])
+    continued = end_of(tokens[settled:])
+    assert (None if continued is None else settled + continued) == uninterrupted
+
+
+def test_trimming_keeps_what_precedes_the_stop() -> None:
+    assert trim_stop_string("one two one", " two") == "one"

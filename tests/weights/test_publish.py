@@ -1,0 +1,261 @@
+"""A trainer and real embedded servers: after a publication the servers' logprobs are those of the trainer's weights."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tensordict import TensorDict
+from testing_server import ScriptedServer, serve
+
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.cli_args import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    SaverConfig,
+)
+from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import FinetuneSpec, ModelRequest, WeightUpdateMeta
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.utils.network import free_port
+from arealite.weights.publish import publish_weights
+
+PROMPT = [5, 9, 13, 4]
+Make = Callable[..., tuple[FSDPPPOActor, RemoteSGLangEngine]]
+
+pytestmark = pytest.mark.xdist_group("lite_servers")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_models.save_qwen3(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture
+def servers(model_path: str) -> Iterator[list[tuple[str, subprocess.Popen[bytes]]]]:
+    """Two servers of the initial weights."""
+    started = []
+    for _ in range(2):
+        port = free_port("127.0.0.1")
+        command = [sys.executable, "-m", "arealite.server", "--model-path", model_path, "--port", str(port)]
+        started.append((f"127.0.0.1:{port}", subprocess.Popen([*command, "--context", "128", "--weight-version", "0"])))
+    yield started
+    for _, process in started:
+        process.kill()
+        process.wait(timeout=30)
+
+
+@pytest.fixture
+def make(servers: list[tuple[str, subprocess.Popen[bytes]]], model_path: str, tmp_path: Path) -> Iterator[Make]:
+    made: list[Any] = []
+
+    def build(**changes: Any) -> tuple[FSDPPPOActor, RemoteSGLangEngine]:
+        torch.set_num_threads(1)
+        config = PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.05))
+        actor = FSDPPPOActor(config)
+        actor.initialize(None, FinetuneSpec(1, 10, 1))
+        made.append(actor)
+        names = {"experiment_name": "exp", "trial_name": "t", "fileroot": str(tmp_path)}
+        addresses = [address for address, _ in servers]
+        rollout = RemoteSGLangEngine(
+            InferenceEngineConfig(backend="lite", server_addrs=addresses, setup_timeout=60, **names, **changes)
+        )
+        rollout.initialize(None, None)
+        made.append(rollout)
+        return actor, rollout
+
+    yield build
+    for one in reversed(made):
+        one.destroy()
+
+
+def train_a_step(actor: FSDPPPOActor) -> None:
+    """Move the weights far enough that logprobs tell them apart."""
+    batch = TensorDict(
+        {"input_ids": torch.tensor([[*PROMPT, 7, 8]]), "attention_mask": torch.ones(1, 6, dtype=torch.bool)}, [1]
+    )
+    actor.train()
+    actor.train_batch(batch, lambda logits, mb: logits.logsumexp(-1).mean() - logits[:, 7].mean(), lambda mb: 1.0)
+
+
+def sampled(rollout: RemoteSGLangEngine, rid: str) -> Any:
+    import asyncio
+
+    request = ModelRequest(PROMPT, GenerationHyperparameters(max_new_tokens=12), rid=rid)
+    return asyncio.run(rollout.agenerate(request))
+
+
+def trainers_logprobs(actor: FSDPPPOActor, response: Any) -> list[float]:
+    tokens = response.input_tokens + response.output_tokens
+    batch = TensorDict(
+        {"input_ids": torch.tensor([tokens]), "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool)}, [1]
+    )
+    return actor.compute_logprobs(batch)[0, len(PROMPT) :].tolist()
+
+
+def check_agreement(actor: FSDPPPOActor, rollout: RemoteSGLangEngine, version: int) -> None:
+    """Both servers sample from the trainer's weights and say so."""
+    seen = set()
+    for index in range(8):
+        response = sampled(rollout, f"{version}-{index}")
+        seen.add(response.server)
+        assert set(response.output_versions) == {version}
+        assert response.output_logprobs == pytest.approx(trainers_logprobs(actor, response), abs=1e-4)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+def test_publish_weights(make: Make, way: str, tmp_path: Path) -> None:
+    actor, rollout = make(weight_update=way)
+    check_agreement(actor, rollout, 0)
+    for version in (1, 2):
+        before = trainers_logprobs(actor, sampled(rollout, "old"))
+        train_a_step(actor)
+        publish_weights(actor, rollout, version=version)
+        assert actor.get_version() == rollout.get_version() == version
+        after = trainers_logprobs(actor, sampled(rollout, "new"))
+        assert before[:1] != pytest.approx(after[:1], abs=1e-2)
+        check_agreement(actor, rollout, version)
+    assert not list((tmp_path / "exp" / "t").glob("weight_update*")), "the checkpoint is removed"
+
+
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+def test_the_explicit_sequence(make: Make, way: str, tmp_path: Path) -> None:
+    """One `meta` serves the whole run."""
+    actor, rollout = make()
+    if way == "disk":
+        names = {"experiment_name": "exp", "trial_name": "t", "fileroot": str(tmp_path)}
+        meta = WeightUpdateMeta.from_disk(SaverConfig(**names))
+    else:
+        meta = WeightUpdateMeta.from_fsdp_nccl(AllocationMode.from_str("lite.d2+d1"), actor)
+    for version in (1, 2, 3):
+        train_a_step(actor)
+        rollout.pause()
+        future = rollout.update_weights(meta)
+        actor.upload_weights(meta)
+        future.result(timeout=60)
+        rollout.resume()
+        actor.set_version(version)
+        rollout.set_version(version)
+        check_agreement(actor, rollout, version)
+
+
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+def test_a_dead_server_is_left_out(make: Make, servers: list[tuple[str, subprocess.Popen[bytes]]], way: str) -> None:
+    actor, rollout = make(weight_update=way, weight_update_timeout=20)
+    publish_weights(actor, rollout, version=1)
+    _, process = servers[1]
+    process.kill()
+    process.wait(timeout=30)
+    train_a_step(actor)
+    publish_weights(actor, rollout, version=2)
+    assert actor.get_version() == rollout.get_version() == 2
+    for index in range(4):
+        response = sampled(rollout, f"after-{index}")
+        assert response.server == servers[0][0] and set(response.output_versions) == {2}
+        assert response.output_logprobs == pytest.approx(trainers_logprobs(actor, response), abs=1e-4)
+
+
+def test_without_a_live_server_the_publication_fails_before_anything_is_sent(
+    make: Make, servers: list[tuple[str, subprocess.Popen[bytes]]]
+) -> None:
+    actor, rollout = make(weight_update_timeout=20)
+    rollout.config.setup_timeout = 1.0
+    for _, process in servers:
+        process.kill()
+        process.wait(timeout=30)
+    started = time.monotonic()
+    with pytest.raises(WeightUpdateError, match=f"at least one inference server must be reachable.*{servers[1][0]}"):
+        publish_weights(actor, rollout, version=1)
+    assert time.monotonic() - started < 10
+    assert actor.get_version() == rollout.get_version() == 0
+
+
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+def test_a_publication_is_done_again_without_a_server_that_freezes_in_it(
+    make: Make, servers: list[tuple[str, subprocess.Popen[bytes]]], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, rollout = make(weight_update_timeout=2, weight_update=way)
+    address, process = servers[1]
+    process.send_signal(signal.SIGSTOP)
+    train_a_step(actor)
+    started = time.monotonic()
+    publish_weights(actor, rollout, version=1)
+    assert time.monotonic() - started < 20
+    assert actor.get_version() == rollout.get_version() == 1
+    assert re.search(rf"attempt 1 to publish weights 1 failed, again: weights of version 1 .*{address}", caplog.text)
+    response = sampled(rollout, "after")
+    assert (response.server, set(response.output_versions)) == (servers[0][0], {1})
+    assert response.output_logprobs == pytest.approx(trainers_logprobs(actor, response), abs=1e-4)
+
+
+RANK = """
+import sys
+import time
+import torch
+from arealite.api.cli_args import InferenceEngineConfig, PPOActorConfig, WeightCheckConfig
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.weights.publish import publish_weights
+torch.set_num_threads(1)
+_, model_path, address = sys.argv
+actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32"))
+actor.initialize(None, None)
+rollout = RemoteSGLangEngine(InferenceEngineConfig(
+    backend="lite", server_addrs=[address], weight_check=WeightCheckConfig(canary_tokens=0)
+))
+rollout.initialize(None, None)
+for version in (1, 2):
+    started = time.monotonic()
+    try:
+        publish_weights(actor, rollout, version)
+    except RuntimeError as error:
+        assert time.monotonic() - started < 20
+        print(version, type(error).__name__, error, flush=True)
+    else:
+        print(version, "published", flush=True)
+    sys.stdin.readline()
+assert actor.get_version() == rollout.get_version() == 1
+rollout.destroy()
+actor.destroy()
+"""
+
+
+def test_a_failure_on_rank_0_is_raised_on_every_rank_at_once(model_path: str) -> None:
+    """The other rank does not gather weights that nobody sends."""
+    server, port = ScriptedServer(), str(free_port("127.0.0.1"))
+    command = [sys.executable, "-c", RANK, model_path]
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        with serve(server):
+            for index in ("0", "1"):
+                torchrun = {"RANK": index, "WORLD_SIZE": "2", "LOCAL_RANK": index, "MASTER_PORT": port}
+                env = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+                env["PYTHONPATH"] = str(Path(__file__).parents[2])
+                pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+                ranks.append(subprocess.Popen([*command, server.address], env=env, **pipes))
+            assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["1 published\n"] * 2
+            server.refusals = {"/pause_generation": (400, "not today")}
+            for rank in ranks:
+                assert rank.stdin is not None
+                rank.stdin.write("go\ngo\n")
+                rank.stdin.flush()
+            first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
+        assert first.startswith("2 WeightUpdateError") and "not today" in first
+        assert second.startswith("2 RuntimeError rank 0 failed: WeightUpdateError") and "not today" in second
+        assert [rank.returncode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
