@@ -1,7 +1,7 @@
 """Keys that other versions of AReaLite read and this one does not. Each loads with one warning.
 
-Renamed keys move to their new place. Retired keys are dropped; where a value would change what is computed, only the
-value that means what we do anyway is accepted.
+Renamed keys move to their new place. Deprecated keys are dropped; one that would change results is accepted only with
+the value that we implement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")
 
 
 @dataclass(frozen=True)
-class Retired:
+class DeprecatedKey:
     """Why a key is dropped, and which values it may have (None is any)."""
 
     reason: str
@@ -38,33 +38,35 @@ RENAMED = {
     for old, new in {"lr": "optimizer.lr", "mb_spec.max_tokens_per_gpu": "mb_spec.max_tokens_per_mb"}.items()
 }
 
-_OPTIMIZER = Retired("compute is bfloat16 or float32, whose losses are not scaled")
+_OPTIMIZER = DeprecatedKey("compute is bfloat16 or float32, whose losses are not scaled")
 
-RETIRED = {
-    "checkpointer": Retired("`recover` replaces it"),
-    "server_only": Retired("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
-    "total_train_n_seqs": Retired("total_train_steps bounds training", (None,)),
-    "cluster.cluster_name": Retired("no cluster has settings of its own"),
-    "rollout.enable_rollout_tracing": Retired("every trained sample is stored in the run folder's rollouts/"),
-    "rollout.schedule_policy": Retired("requests go to the server with the fewest outstanding tokens"),
-    "*.init_critic_from_actor": Retired("there is no critic", (False,)),
-    "*.backend": Retired("the training engine is the class that the script constructs", ("", "fsdp", None)),
-    "*.ds_auto_tp": Retired("the training engine is FSDP2"),
-    "*.fsdp.ulysses_sp_size": Retired("sequences are not split over devices", (1,)),
-    "*.optimizer.offload": Retired("fsdp.offload_params offloads the optimizer with the parameters", (False,)),
+DEPRECATED = {
+    "checkpointer": DeprecatedKey("`recover` replaces it"),
+    "server_only": DeprecatedKey("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
+    "total_train_n_seqs": DeprecatedKey("total_train_steps bounds training", (None,)),
+    "cluster.cluster_name": DeprecatedKey("no cluster has settings of its own"),
+    "rollout.enable_rollout_tracing": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
+    "rollout.schedule_policy": DeprecatedKey("requests go to the server with the fewest outstanding tokens"),
+    "*.init_critic_from_actor": DeprecatedKey("there is no critic", (False,)),
+    "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("", "fsdp", None)),
+    "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
+    "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
+    "*.optimizer.offload": DeprecatedKey("fsdp.offload_params offloads the optimizer with the parameters", (False,)),
     "*.optimizer.initial_loss_scale": _OPTIMIZER,
     "*.optimizer.min_loss_scale": _OPTIMIZER,
     "*.optimizer.loss_scale_window": _OPTIMIZER,
     "*.optimizer.hysteresis": _OPTIMIZER,
-    "*gconfig.frequency_penalty": Retired("the trainer could not reproduce such logprobs", (0, None)),
-    "*_dataset.pin_memory": Retired("engines move batches to their device themselves"),
-    "*_dataset.num_workers": Retired("data sets are read whole into memory"),
-    "*_dataset.reward_fn": Retired("the script passes the reward function to the workflow"),
-    "stats_logger.swanlab.api_key": Retired("secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)),
+    "*gconfig.frequency_penalty": DeprecatedKey("the trainer could not reproduce such logprobs", (0, None)),
+    "*_dataset.pin_memory": DeprecatedKey("engines move batches to their device themselves"),
+    "*_dataset.num_workers": DeprecatedKey("data sets are read whole into memory"),
+    "*_dataset.reward_fn": DeprecatedKey("the script passes the reward function to the workflow"),
+    "stats_logger.swanlab.api_key": DeprecatedKey(
+        "secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)
+    ),
 }
 
 
-def modernize(given: dict[str, Any], *, blocks: frozenset[str], leaves: frozenset[str]) -> dict[str, Any]:
+def migrate(given: dict[str, Any], *, blocks: frozenset[str], leaves: frozenset[str]) -> dict[str, Any]:
     """Return what was given with old keys moved or dropped; today's keys (`blocks`, `leaves`) stay as they are."""
     kept: dict[str, Any] = {}
     moved: dict[str, Any] = {}
@@ -94,19 +96,19 @@ def _sort(
             logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
             moved[key] = value
         else:
-            retired = next((entry for pattern, entry in RETIRED.items() if fnmatchcase(key, pattern)), None)
-            if retired is None:
+            deprecated = next((entry for pattern, entry in DEPRECATED.items() if fnmatchcase(key, pattern)), None)
+            if deprecated is None:
                 kept[name] = value
             else:
-                _drop(key, value, retired)
+                _drop(key, value, deprecated)
 
 
-def _drop(key: str, value: Any, retired: Retired) -> None:
-    """Warn about a retired key, or refuse its value."""
+def _drop(key: str, value: Any, deprecated: DeprecatedKey) -> None:
+    """Warn about a deprecated key, or refuse its value."""
     is_reference = isinstance(value, str) and value.startswith("${")
-    if retired.accepts is not None and value not in retired.accepts and not is_reference:
-        raise ConfigError(f"{key} must be {retired.accepts[0]!r}: got {value!r}. Remove it: {retired.reason}.")
-    logger.warning("%s has no effect: %s. Remove it.", key, retired.reason)
+    if deprecated.accepts is not None and value not in deprecated.accepts and not is_reference:
+        raise ConfigError(f"{key} must be {deprecated.accepts[0]!r}: got {value!r}. Remove it: {deprecated.reason}.")
+    logger.warning("%s has no effect: %s. Remove it.", key, deprecated.reason)
 
 
 def _put(tree: dict[str, Any], key: str, value: Any, old: str) -> None:

@@ -1,7 +1,7 @@
 """From a YAML file and `key=value` overrides to one checked dataclass, for any config class.
 
 Order: old keys are moved, unknown ones refused, the rest is laid over the defaults, keys that follow another key take
-its value, `${...}` is resolved, pydantic checks types and ranges, and the config's own `settle()` checks pairs.
+its value, `${...}` is resolved, pydantic checks types and ranges, and the config's own `validate()` checks pairs.
 Every failure is a ConfigError that names key, value and fix. Only the YAML file is read and nothing is written.
 """
 
@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from arealite.api.config.legacy import modernize
+from arealite.api.config.legacy import migrate
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.errors import ConfigError
 
@@ -28,10 +28,10 @@ from arealite.api.errors import ConfigError
 class Experiment(Protocol):
     """What a config class has besides its fields."""
 
-    FILLED_FROM: ClassVar[dict[str, str]]
+    DEFAULTS_FROM: ClassVar[dict[str, str]]
     """Keys that take another key's value unless they are given."""
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         """Set what follows from several values and refuse contradictions."""
 
 
@@ -58,7 +58,7 @@ def load_expr_config(
     keys = {key.name: key for key in config_keys(config_cls)}
     blocks = frozenset(name for name, key in keys.items() if key.block)
     sources = [
-        _Source(place, modernize(values, blocks=blocks, leaves=frozenset(keys) - blocks))
+        _Source(place, migrate(values, blocks=blocks, leaves=frozenset(keys) - blocks))
         for place, values in (
             (f"in {config_file}", _read_yaml(config_file)),
             ("on the command line", _read_overrides(overrides)),
@@ -69,7 +69,7 @@ def load_expr_config(
     given = _merge(*(source.values for source in sources))
     values = _resolve(config_cls, given, keys, config_file)
     config = _validate(config_cls, _only_known(values, "", keys), keys, sources)
-    config.settle()
+    config.validate()
     return config, config_file
 
 
@@ -165,7 +165,7 @@ def _resolve(config_cls: type[Experiment], given: DictConfig, keys: dict[str, Co
             _lookup(defaults, key.parent)[key.leaf] = dataclasses.asdict(cast(Any, key.block)())
     merged = _merge(defaults, given)
     raw_merged = cast(Tree, OmegaConf.to_container(merged))
-    for name, source in config_cls.FILLED_FROM.items():
+    for name, source in config_cls.DEFAULTS_FROM.items():
         is_block_absent = raw_merged[name.partition(".")[0]] is None
         is_mandatory = _lookup(defaults, name) == MISSING
         if _has(raw_given, name) or is_block_absent or (is_mandatory and not _has(raw_given, source)):
@@ -241,7 +241,7 @@ def _validate(config_cls: type[ConfigT], values: Tree, keys: dict[str, ConfigKey
         return TypeAdapter(config_cls).validate_python(values)
     except ValidationError as error:
         problems = {_key_of(cast(Tree, problem), keys): cast(Tree, problem) for problem in error.errors()}
-        raise ConfigError("\n".join(_explain(problems, config_cls.FILLED_FROM, keys, sources))) from error
+        raise ConfigError("\n".join(_explain(problems, config_cls.DEFAULTS_FROM, keys, sources))) from error
 
 
 def _key_of(problem: Tree, keys: dict[str, ConfigKey]) -> str:
@@ -272,16 +272,16 @@ _RULES = {
 
 
 def _explain(
-    problems: dict[str, Tree], filled_from: dict[str, str], keys: dict[str, ConfigKey], sources: list[_Source]
+    problems: dict[str, Tree], defaults_from: dict[str, str], keys: dict[str, ConfigKey], sources: list[_Source]
 ) -> Iterator[str]:
     """Say what pydantic found in our words, each fault once: not again for the keys that follow a faulty one."""
     for name, problem in problems.items():
         place = next((source.place for source in reversed(sources) if _has(source.values, name)), None)
-        if place is None and filled_from.get(name) in problems:
+        if place is None and defaults_from.get(name) in problems:
             continue
         rule = _RULES.get(problem["type"], f"be valid ({problem['msg']})").format(**problem.get("ctx", {}))
         change = (
-            f"Change it {place}." if place else f"It follows {filled_from.get(name, 'its default')}; set it itself."
+            f"Change it {place}." if place else f"It follows {defaults_from.get(name, 'its default')}; set it itself."
         )
         doc = f" ({keys[name].doc})" if name in keys else ""
         yield f"{name} must {rule}: got {problem['input']!r}. {change}{doc}"

@@ -1,4 +1,4 @@
-"""The types of config values: a plain type plus its range, checked by pydantic when a config loads.
+"""The base of config classes, and the types of values: a plain type plus its range, which pydantic checks.
 
 A validator raises ValueError with what ends the sentence "<key> must be ...".
 """
@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, Strict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict
+
+
+@dataclass
+class ConfigBase:
+    """Base of all config classes: unknown keys are errors, and a number may stand for a string (`trial_name=0`)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
 def _refuse_bool(value: object) -> object:

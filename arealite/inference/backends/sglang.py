@@ -11,7 +11,7 @@ import math
 import re
 from typing import cast
 
-from arealite.api.cli_args import ALL_TOKENS
+from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.inference.backends.base import (

@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from arealite.api.cli_args import ALL_TOKENS
+from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.inference.backends.base import (

@@ -1,0 +1,70 @@
+"""Data sets, and when a run saves, evaluates and writes checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arealite.api.config.schema import MISSING
+from arealite.api.config.types import Bool, ConfigBase, Folder, Name, NonNegativeInt, Positive, PositiveInt
+
+
+@dataclass
+class DatasetConfig(ConfigBase):
+    """Prompts or demonstrations."""
+
+    path: str = MISSING
+    """Hub id, local file or folder, `hf-dataset://org/name/file`, or `story` (generated)."""
+    type: Literal["sft", "rl"] = "rl"
+    """Demonstrations or prompts."""
+    batch_size: PositiveInt = 1
+    """Rows per step over all ranks."""
+    shuffle: Bool = True
+    """A new order in every epoch."""
+    drop_last: Bool = True
+    """Leave out the last rows of an epoch that do not fill a batch."""
+    max_length: PositiveInt | None = None
+    """Rows with more tokens are left out; None keeps all."""
+    max_rows: PositiveInt | None = None
+    """Only the first so many rows are used; None is all."""
+
+
+@dataclass
+class _Frequency(ConfigBase):
+    """When something happens again: each trigger counts from the last time, and any of them suffices."""
+
+    experiment_name: Name = ""
+    """Filled in from the top level."""
+    trial_name: Name = ""
+    """Filled in from the top level."""
+    fileroot: Folder = ""
+    """Filled in from `cluster.fileroot`."""
+    freq_epochs: PositiveInt | None = None
+    """Every so many epochs; None is never."""
+    freq_steps: PositiveInt | None = None
+    """Every so many steps; None is never."""
+    freq_secs: Positive | None = None
+    """Every so many seconds; None is never."""
+
+
+@dataclass
+class SaverConfig(_Frequency):
+    """When the model is saved."""
+
+
+@dataclass
+class EvaluatorConfig(_Frequency):
+    """When the model is evaluated."""
+
+
+@dataclass
+class RecoverConfig(_Frequency):
+    """Checkpoints from which an interrupted run goes on; the triggers say when they are written."""
+
+    mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
+    """`auto` goes on from the last checkpoint if there is one, `resume` requires one, `fault` only does so when the
+    launcher restarts a run that failed, `disabled` never, and writes none."""
+    retries: NonNegativeInt = 3
+    """How often the launcher restarts a run that failed (`auto` and `fault`), unless it refused to run as it is."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep, besides that of the best evaluation."""

@@ -1,0 +1,190 @@
+"""Experiments: the top level of a YAML file, its keys that follow others, and its checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, cast
+
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.config import checks
+from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig
+from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
+from arealite.api.config.loggers import StatsLoggerConfig
+from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
+from arealite.api.config.optimizer import OptimizerConfig
+from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
+from arealite.api.config.schema import MISSING
+from arealite.api.config.types import Bool, ConfigBase, Name, NonNegativeInt, PositiveInt
+
+
+def _named(block: str, **sources: str) -> dict[str, str]:
+    """Let a block follow the run's names, and further sources given by field."""
+    sources = {"experiment_name": "experiment_name", "trial_name": "trial_name", **sources}
+    return {f"{block}.{name}": source for name, source in sources.items()}
+
+
+def _same(block: str, other: str, *names: str) -> dict[str, str]:
+    """Let fields of a block follow those of another block."""
+    return {f"{block}.{name}": f"{other}.{name}" for name in names}
+
+
+@dataclass
+class BaseExperimentConfig(ConfigBase):
+    """What every experiment has."""
+
+    DEFAULTS_FROM: ClassVar[dict[str, str]] = {
+        **_named("saver", fileroot="cluster.fileroot"),
+        **_named("evaluator", fileroot="cluster.fileroot"),
+        **_named("recover", fileroot="cluster.fileroot"),
+        **_named("stats_logger", fileroot="cluster.fileroot"),
+        "cluster.name_resolve.nfs_record_root": "cluster.fileroot",
+        **_same("valid_dataset", "train_dataset", "path", "type", "batch_size", "max_length"),
+    }
+    """Keys that take another key's value unless they are given."""
+
+    experiment_name: Name = MISSING
+    """Name of the experiment."""
+    trial_name: Name = MISSING
+    """Name of this run of it."""
+    seed: NonNegativeInt = 1
+    """Of everything random."""
+    allocation_mode: str = ""
+    """Servers and trainers, e.g. `sglang.d4p1t1+d4p1t1`; empty if no launcher is used."""
+    cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    """Machines."""
+    total_train_epochs: PositiveInt = 1
+    """Passes over the training data."""
+    total_train_steps: PositiveInt | None = None
+    """Stop after so many steps; None trains all epochs."""
+    tokenizer_path: str = ""
+    """Hugging Face folder or hub id; filled in from the model's path."""
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """Training data."""
+    valid_dataset: DatasetConfig | None = None
+    """Held-out data; None is no evaluation. Path, type, batch size and length follow `train_dataset` unless given."""
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    """Saving."""
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    """Evaluation."""
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    """Metrics."""
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Recovery."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """Processes."""
+    lite: LiteConfig = field(default_factory=LiteConfig)
+    """Options of the embedded server."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Options of SGLang servers, passed through."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM servers, passed through."""
+
+    @property
+    def allocation(self) -> AllocationMode | None:
+        """The parsed `allocation_mode`; None if it is empty."""
+        return AllocationMode.from_str(self.allocation_mode) if self.allocation_mode else None
+
+    def validate(self) -> None:
+        """Refuse contradictions; experiments add their own."""
+        checks.warn_same_file(self.train_dataset, self.valid_dataset)
+        checks.check_recover_trigger(self.recover)
+        checks.check_evaluator_data(self.evaluator, self.valid_dataset)
+
+
+@dataclass
+class SFTConfig(BaseExperimentConfig):
+    """Supervised fine-tuning."""
+
+    DEFAULTS_FROM: ClassVar[dict[str, str]] = {
+        **BaseExperimentConfig.DEFAULTS_FROM,
+        **_named("model", seed="seed", node_timeout="launcher.node_timeout"),
+        "tokenizer_path": "model.path",
+        "model.path": "tokenizer_path",
+    }
+
+    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
+    """Training data."""
+    model: TrainEngineConfig = field(default_factory=lambda: TrainEngineConfig(optimizer=OptimizerConfig()))
+    """The model."""
+
+    def validate(self) -> None:
+        """Refuse contradictions."""
+        super().validate()
+        checks.check_optimizer(self.model, "model")
+        checks.check_dataset_type(self.train_dataset, "sft")
+        checks.check_devices(self.allocation, self.allocation_mode, self.cluster, servers=True)
+
+
+@dataclass
+class GRPOConfig(BaseExperimentConfig):
+    """Reinforcement learning with verifiable rewards."""
+
+    DEFAULTS_FROM: ClassVar[dict[str, str]] = {
+        **BaseExperimentConfig.DEFAULTS_FROM,
+        **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
+        "rollout.tokenizer_path": "tokenizer_path",
+        "rollout.name_resolve": "cluster.name_resolve",
+        **_named("actor", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
+        "actor.node_timeout": "launcher.node_timeout",
+        **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
+        "ref.node_timeout": "launcher.node_timeout",
+        **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
+        **_same("eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "temperature"),
+        **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),
+        "tokenizer_path": "actor.path",
+        "actor.path": "tokenizer_path",
+    }
+
+    async_training: Bool = True
+    """False trains synchronously: `rollout.max_head_offpolicyness` becomes 0."""
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """Sampling of training episodes."""
+    eval_gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
+    """Sampling of evaluations; what is not given follows `gconfig`, but greedy and with one sample."""
+    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    """Episodes and servers."""
+    actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(optimizer=OptimizerConfig()))
+    """The policy."""
+    ref: PPOActorConfig | None = None
+    """The reference of the KL penalty; None is no reference. Path, dtype and memory settings follow `actor`."""
+
+    def validate(self) -> None:
+        """Apply `async_training` and the servers' backend, and refuse contradictions."""
+        super().validate()
+        if not self.async_training:
+            self.rollout.max_head_offpolicyness = 0
+        self._follow_allocation()
+        rollout, actor, ref = self.rollout, self.actor, self.ref
+        checks.check_devices(self.allocation, self.allocation_mode, self.cluster, servers=not rollout.server_addrs)
+        checks.check_optimizer(actor, "actor")
+        checks.check_dataset_type(self.train_dataset, "rl")
+        checks.check_pause_mode(rollout)
+        checks.check_truncated_sampling(rollout, self.gconfig)
+        for key, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
+            checks.check_token_limits(gconfig, key)
+            checks.check_max_temperature(rollout, gconfig, key)
+            checks.check_stop_strings(rollout, gconfig, key)
+        checks.check_greedy_group(self.gconfig)
+        checks.warn_narrowed_sampling(self.gconfig)
+        checks.check_context(rollout, self.lite, self.gconfig, self.eval_gconfig)
+        checks.check_follows("actor.group_size", actor.group_size, "gconfig.n_samples", self.gconfig.n_samples)
+        checks.check_follows("actor.temperature", actor.temperature, "gconfig.temperature", self.gconfig.temperature)
+        checks.check_proximal_logprobs(actor)
+        checks.warn_unused_cap(actor)
+        checks.check_group_norm(actor, self.gconfig)
+        checks.check_minibatches(actor, rollout)
+        checks.check_reference_exists(actor, ref)
+        checks.warn_unused_reference(actor, ref)
+        if ref is not None:
+            checks.check_follows("ref.temperature", ref.temperature, "gconfig.temperature", self.gconfig.temperature)
+        checks.check_frozen_reference(ref)
+
+    def _follow_allocation(self) -> None:
+        """Let the allocation name the servers' backend and number."""
+        mode = self.allocation
+        if mode is None or mode.gen_backend is None:
+            return
+        checks.check_backend(self.rollout, mode, self.allocation_mode)
+        self.rollout.backend = cast(Literal["lite", "sglang", "vllm"], mode.gen_backend)
+        self.rollout.num_servers = self.rollout.num_servers or mode.gen_dp_size
+        checks.check_broadcast_pipeline(self.rollout, mode, self.allocation_mode)

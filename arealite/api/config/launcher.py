@@ -1,0 +1,73 @@
+"""The nodes of a run and how processes start on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from arealite.api.config.rollout import NameResolveConfig
+from arealite.api.config.types import ConfigBase, EnvVars, Folder, NonNegativeInt, Positive, PositiveInt
+
+
+@dataclass
+class ClusterSpecConfig(ConfigBase):
+    """The machines of a run."""
+
+    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    """Where the processes of a run find each other."""
+    n_nodes: PositiveInt = 1
+    """Machines."""
+    n_gpus_per_node: NonNegativeInt = 8
+    """GPUs of each machine; 0 is a CPU cluster."""
+    fileroot: Folder = "runs"
+    """Folder of all runs, seen by every machine; a run's files are in `<fileroot>/<experiment_name>/<trial_name>/`."""
+
+
+@dataclass
+class SlurmLauncherConfig(ConfigBase):
+    """What only Slurm is told."""
+
+    srun_additional_args: str = ""
+    """More arguments of srun."""
+    sbatch_additional_args: str = ""
+    """More arguments of sbatch, e.g. `--partition=gpu --account=lab --time=1-0`."""
+    container_type: Literal["none", "apptainer"] = "none"
+    """What runs the images."""
+    mount: str = ""
+    """Folders to mount in containers, as `/from:/to,/from2:/to2`."""
+    trainer_image: str = ""
+    """Image of trainers; empty runs them without a container."""
+    inference_server_image: str = ""
+    """Image of servers; empty runs them without a container."""
+
+
+@dataclass
+class LauncherConfig(ConfigBase):
+    """How processes start."""
+
+    inference_server_cpus_per_gpu: PositiveInt = 4
+    """CPU cores that Ray and Slurm reserve for each GPU of a server; without GPUs, for each server."""
+    inference_server_mem_per_gpu: NonNegativeInt = 0
+    """MiB of memory that Ray and Slurm reserve for each GPU of a server; 0 reserves none."""
+    trainer_cpus_per_gpu: PositiveInt = 4
+    """CPU cores that Ray and Slurm reserve for each rank of the trainer."""
+    trainer_mem_per_gpu: NonNegativeInt = 0
+    """MiB of memory that Ray and Slurm reserve for each rank of the trainer; 0 reserves none."""
+    server_restarts: NonNegativeInt = 3
+    """How often each server that ended after it was ready is started again while the run goes on; then the run ends."""
+    node_timeout: Positive = 30.0
+    """Seconds without a word from a machine after which it is lost."""
+    slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
+    """Slurm."""
+    inference_server_env_vars: EnvVars = ""
+    """Environment of servers, as `A=1,B=2`."""
+    trainer_env_vars: EnvVars = ""
+    """Environment of trainers, as `A=1,B=2`."""
+    trainer_threads: PositiveInt | None = None
+    """CPU threads of one trainer process; None lets the launcher share out the cores."""
+    server_python: str | None = None
+    """Python interpreter of the environment in which SGLang or vLLM is installed; None is that of the launcher."""
+    stall_timeout: Positive = 1800.0
+    """Seconds without progress of any process after which a run is called stalled."""
+    on_stall: Literal["stop", "continue"] = "stop"
+    """What the launcher does after its verdict on a stalled run."""

@@ -1,0 +1,174 @@
+"""How completions are sampled, episodes scheduled and servers reached."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from arealite.api.config.types import (
+    Addresses,
+    Bool,
+    ConfigBase,
+    Dtype,
+    Folder,
+    Fraction,
+    Name,
+    NonNegativeInt,
+    Positive,
+    PositiveFraction,
+    PositiveInt,
+)
+
+ALL_TOKENS = 100_000_000
+"""The `top_k` that cuts nothing off."""
+
+
+@dataclass
+class GenerationHyperparameters(ConfigBase):
+    """How completions are sampled."""
+
+    n_samples: PositiveInt = 1
+    """Completions per prompt (the size of a group)."""
+    max_new_tokens: PositiveInt = 16384
+    """Longest completion, in tokens."""
+    min_new_tokens: NonNegativeInt = 0
+    """Shortest completion, in tokens; stop tokens are banned until then."""
+    greedy: Bool = False
+    """Always take the likeliest token."""
+    top_p: PositiveFraction = 1.0
+    """Sample from the likeliest tokens that hold this much probability; 1 is all."""
+    top_k: PositiveInt = ALL_TOKENS
+    """Sample from this many likeliest tokens; the default is all."""
+    temperature: Positive = 1.0
+    """Divides the logits. For temperature 0 set `greedy: true`."""
+    stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
+    """Token ids that end a completion, besides the model's own end token."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion."""
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass
+class NameResolveConfig(ConfigBase):
+    """Where the processes of a run find each other."""
+
+    type: Literal["nfs", "redis", "etcd3", "ray"] = "nfs"
+    """Files in a folder that every machine sees, a Redis or etcd server, or the Ray cluster of the run."""
+    nfs_record_root: Folder = ""
+    """Folder of `nfs`, whose `.names` has the entries; filled in from `cluster.fileroot`."""
+    redis_addr: str = "127.0.0.1:6379"
+    """host:port of Redis."""
+    etcd3_addr: str = "127.0.0.1:2379"
+    """host:port of etcd."""
+    ray_actor_name: str = "arealite_names"
+    """Of the detached actor that keeps the names in Ray."""
+
+
+@dataclass
+class WeightCheckConfig(ConfigBase):
+    """How every publication of weights is verified."""
+
+    fingerprint: Bool = True
+    """Compare a fingerprint of every tensor, on servers that can (`lite`)."""
+    canary_tokens: NonNegativeInt = 16
+    """Tokens that every server samples after a publication, whose logprobs the trainer must agree with; 0 is off."""
+    canary_bound: Positive | None = None
+    """Largest mean absolute difference of those logprobs; None is 0.001 in float32 and 0.1 in shorter dtypes."""
+    on_mismatch: Literal["stop", "warn"] = "stop"
+    """What a difference does to the run."""
+
+
+@dataclass
+class InferenceEngineConfig(ConfigBase):
+    """How episodes are scheduled and how servers are talked to."""
+
+    experiment_name: Name = ""
+    """Filled in from the top level."""
+    trial_name: Name = ""
+    """Filled in from the top level."""
+    fileroot: Folder = ""
+    """Filled in from `cluster.fileroot`."""
+    seed: NonNegativeInt = 1
+    """Of the sampling seeds; filled in from the top level."""
+    backend: Literal["lite", "sglang", "vllm"] = "sglang"
+    """Protocol of the servers; filled in from `allocation_mode`."""
+    server_addrs: Addresses = field(default_factory=list)
+    """host:port of servers that someone else started and stops; empty is those that register for this run."""
+    num_servers: NonNegativeInt = 0
+    """Registered servers to wait for before the first episode; filled in from `allocation_mode`. More may join."""
+    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    """Where servers register; filled in from `cluster.name_resolve`."""
+    consumer_batch_size: PositiveInt = 1
+    """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
+    max_concurrent_rollouts: PositiveInt | None = None
+    """Most episodes running at once over all ranks, fewer while servers are missing; None is `consumer_batch_size`,
+    times live servers by `num_servers` if more have joined."""
+    max_head_offpolicyness: NonNegativeInt = 0
+    """Largest staleness, in weight versions, of a trajectory we train on. 0 is synchronous training."""
+    queue_size: PositiveInt | None = None
+    """Most episodes submitted and not yet started; None is 16 times the concurrency."""
+    weight_update: Literal["broadcast", "disk"] = "broadcast"
+    """How new weights reach the servers."""
+    pause_mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
+    """What new weights do to completions in flight. `abort`: they come back and are continued later, by any server.
+    `retract`: they stay and their keys and values are computed again. `in_place`: they stay and go on with those of the
+    old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the weights wait for them,
+    so `weight_update_timeout` must be longer than a completion takes."""
+    untie_embeddings: Bool = False
+    """Serve a model whose tied output layer is a tensor of its own, for servers that can't reload a tied one (vLLM on a
+    CPU): the launcher starts them from such a copy, and each publication sends the embeddings twice."""
+    tokenizer_path: str = ""
+    """Filled in from the top level; finds stop strings that an interruption has cut in two."""
+    weight_update_timeout: Positive = 120.0
+    """Seconds after which an update of the weights has failed."""
+    setup_timeout: Positive = 600.0
+    """Seconds in which every server must become ready."""
+    request_timeout: Positive = 3600.0
+    """Seconds after which one request to a server has failed."""
+    request_retries: NonNegativeInt = 3
+    """How often a failed request is sent again."""
+    reward_timeout: Positive = 15.0
+    """Seconds after which a reward function has failed."""
+    reward_workers: PositiveInt = 2
+    """Processes that run a plain reward function."""
+    episode_timeout: Positive = 3600.0
+    """Seconds after which an episode has failed."""
+    episode_retries: NonNegativeInt = 1
+    """Fresh attempts after an episode has failed; then its whole group is dropped and counted."""
+    failure_window: PositiveInt = 100
+    """Episodes that `max_failed_share` looks back on."""
+    max_failed_share: Fraction = 0.1
+    """Share of the last `failure_window` episodes that may be dropped as failed; more of them stop the run."""
+    max_rejected_in_a_row: PositiveInt | None = None
+    """Episodes rejected with none accepted in between, after which the run stops; None is 20 batches."""
+    overdue: Literal["wait", "drop", "train"] = "wait"
+    """What happens to a running episode that the bound leaves no time for: wait for it before others are trained on,
+    drop and count it, or train on it late, which gives up the bound."""
+    blocking_call_s: Positive = 1.0
+    """Seconds that a workflow may block the event loop before its line is reported."""
+    weight_check: WeightCheckConfig = field(default_factory=WeightCheckConfig)
+    """Proof that the servers hold the trainer's weights."""
+    replay_from: str = ""
+    """Run folder whose stored batches are played again instead of sampling; `arealite replay` sets it."""
+    replay_step: NonNegativeInt = 0
+    """The step after which a replay ends."""
+
+
+@dataclass
+class LiteConfig(ConfigBase):
+    """The embedded inference server."""
+
+    threads: PositiveInt = 1
+    """CPU threads of one server."""
+    slots: PositiveInt = 64
+    """Sequences decoded together."""
+    context: PositiveInt = 2048
+    """Longest sequence, prompt and completion, in tokens."""
+    dtype: Dtype = "float32"
+    """Of weights and cache."""
+    deterministic: Bool = False
+    """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
