@@ -11,7 +11,7 @@ SGLANG_VENV ?= $(VENV)-sglang
 PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
                $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-names test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-explore test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-names test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -37,6 +37,9 @@ quickstart: install            ## train a tiny model by asynchronous GRPO, in mi
 
 test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
+
+test-explore: $(VENV)/.installed-dev            ## run the property-based tests on new random examples, 20 times as many (15 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m hypothesis --hypothesis-profile explore $(ARGS)
 
 test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)

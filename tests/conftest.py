@@ -1,6 +1,56 @@
-"""Shared modules lie beside this file, which puts their folder on the path; no test depends on how long calls take."""
+"""What all tests share: hypothesis's profiles, a sane SIGINT, and a table of what tests cost.
 
-from hypothesis import settings
+Modules shared by tests lie beside this file, which puts their folder on the path.
+"""
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+import os
+import signal
+from collections import Counter
+from collections.abc import Generator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No example may fail for being slow: a test that passes on a quiet machine must pass on a busy one.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", untimed, derandomize=True, database=None, max_examples=50)
+settings.register_profile("explore", untimed, max_examples=1000, print_blob=True)
+settings.load_profile("fixed")  # `make test-explore` passes --hypothesis-profile explore
+
+# A shell that starts pytest in the background ignores SIGINT, and what a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_costs = Counter[str]()
+_counted = [0.0]
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process and of the children it has waited for."""
+    return sum(os.times()[:4])
+
+
+def pytest_collection_finish() -> None:
+    _counted[0] = _cpu_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach the CPU seconds since the last report: the first and the last user of a shared fixture pay for it."""
+    report = yield
+    now = _cpu_s()
+    report.user_properties.append(("cpu_s", now - _counted[0]))
+    _counted[0] = now
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _costs[report.nodeid] += sum(value for name, value in report.user_properties if name == "cpu_s")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the most expensive tests by CPU time, which hardly depends on what else the machine does."""
+    if len(_costs) > 1:
+        terminalreporter.section(f"{sum(_costs.values()):.0f} CPU seconds in {len(_costs)} tests")
+        for test, seconds in _costs.most_common(20):
+            terminalreporter.line(f"{seconds:6.1f}  {test}")

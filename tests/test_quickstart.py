@@ -11,12 +11,17 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launcher")]
 
 
+def arealite(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "arealite.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def quickstart(fileroot: Path, *overrides: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "arealite.cli.main", "quickstart", f"fileroot={fileroot}", "trial_name=t"]
-    finished = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=600, check=False)
+    finished = arealite("quickstart", f"fileroot={fileroot}", "trial_name=t", *overrides)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "report.html" in finished.stdout
-    return json.loads((fileroot / "quickstart" / "t" / "summary.json").read_text())
+    folder = fileroot / "quickstart" / "t"
+    assert finished.stdout.rstrip().endswith(str(folder / "report.html"))
+    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -26,6 +31,10 @@ def test_accuracy_rises_within_the_staleness_bound(tmp_path: Path, seed: int) ->
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.3
     assert summary["answer_tokens_after"] > 2 * summary["answer_tokens_before"]
     assert 0 < summary["staleness_max"] <= summary["max_head_offpolicyness"]
+    assert summary["trained_tokens"] < summary["generated_tokens"]
+    assert summary["steps"] > 0 and summary["wall_s"] > summary["sft_s"] + summary["rl_s"]
+    again = arealite("quickstart", f"fileroot={tmp_path}", "trial_name=t")
+    assert again.returncode == 2 and "trial_name must be new" in again.stderr
 
 
 def test_nothing_is_learned_without_a_learning_rate(tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ def test_resolved_yaml_loads_to_the_same_config(tmp_path: Path) -> None:
         lambda text: text.isprintable() and "${" not in text and text != "???" and not is_number(text)
     ),
 )
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 def test_values_survive_the_round_trip(lr: float, steps: int, note: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = yaml.safe_load(MINIMAL)

@@ -96,7 +96,7 @@ def standing_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     n_mbs=st.integers(1, 5),
     max_tokens=st.none() | st.integers(3, 30),
 )
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 5)
 def test_the_gradient_does_not_depend_on_micro_batches(
     standing_engine: FSDPEngine, lengths: list[int], n_mbs: int, max_tokens: int | None
 ) -> None:

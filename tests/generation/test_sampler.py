@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.generation.request import SamplingParams
@@ -85,7 +85,6 @@ def test_random_numbers_stay_the_same_between_releases() -> None:
     assert drawn.tolist() == [0.6524484863740305, 0.7743991716671985, 0.46113146840768593]
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_a_row_does_not_depend_on_its_neighbours(data: st.DataObject) -> None:
     num_rows, vocab = data.draw(st.integers(2, 9)), data.draw(st.integers(2, 70))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.generation.request import FinishReason, GenerationRequest, SamplingParams, VersionSpan
@@ -55,7 +55,6 @@ def test_spans_and_ends() -> None:
     assert sequence((7,), stop_ids=frozenset({9})).append(9, 0.0, "0") == FinishReason("stop", 9)
 
 
-@settings(max_examples=80)
 @given(data=st.data())
 def test_a_sequence_always_finds_its_own_cache(data: st.DataObject) -> None:
     """Simulate the cache as one owner per slot through random admissions, ends, aborts and requeues."""

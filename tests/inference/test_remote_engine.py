@@ -83,7 +83,7 @@ def test_parameters_in_the_dialect_of_the_server(tmp_path: Path) -> None:
     assert second == common | {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_new_tokens": 2, "stop_token_ids": []}
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings.default.max_examples // 5)
 @given(moments=st.lists(st.integers(0, 30), max_size=6), tells=st.sampled_from(["spans", "single"]))
 def test_any_interruptions_leave_the_tokens_exact(moments: list[int], tells: Any) -> None:
     """Weights change at random moments, with the requests in flight aborted."""
@@ -135,7 +135,7 @@ class CuttingServer(ScriptedServer):
         return {"output_ids": tokens, "meta_info": meta}
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 4), max_size=8))
 def test_a_stop_string_is_found_wherever_interruptions_fall(tmp_path: Path, lengths: list[int]) -> None:
     """`anab` begins several times before it is whole."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from testing_adversary import RETRIES, CorneredExecutor, HeldWorkflow
@@ -63,7 +63,6 @@ class Run:
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2, 3])
-@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     batch_size=st.integers(1, 4),

@@ -125,4 +125,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=20)
+TestMachine.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=20)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.rollout.staleness import StalenessAccount
@@ -120,7 +120,6 @@ def simulated(
     return Simulation(random.Random(seed), account, rule, straggler_share).run(20)
 
 
-@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     eta=st.integers(0, 5),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.utils.fingerprint import fingerprint, fingerprints, mismatched, model_fingerprint
@@ -29,7 +29,6 @@ def flip(tensor: torch.Tensor, index: int, bit: int) -> torch.Tensor:
     return flipped
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_every_bit_and_every_place_matters(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -54,7 +53,6 @@ def test_wholesale_changes(dtype: torch.dtype) -> None:
     assert fingerprint(torch.tensor([0.0], dtype=dtype)) != fingerprint(torch.tensor([-0.0], dtype=dtype))
 
 
-@settings(max_examples=40)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, LARGE), max_size=4))
 def test_parts_add_up(dtype: torch.dtype, cuts: list[int]) -> None:
     tensor = random(1, LARGE, dtype)

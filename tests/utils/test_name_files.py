@@ -97,7 +97,7 @@ class FilesBehaveLikeADict(RuleBasedStateMachine):
 
 
 TestFilesBehaveLikeADict = FilesBehaveLikeADict.TestCase
-TestFilesBehaveLikeADict.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestFilesBehaveLikeADict.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=30)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,6 @@ def test_the_seed_decides_the_weights_and_leaves_the_global_generator_alone(fold
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-@settings(max_examples=200)
 @given(text=st.text() | st.text(alphabet=" \n\t019aÀ日½🙂#=<|>'"))
 def test_any_text_survives_a_round_trip(tokenizer, text: str) -> None:
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]

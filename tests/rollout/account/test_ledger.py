@@ -285,7 +285,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=40, stateful_step_count=40)
+TestLedgerMachine.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=40)
 
 
 def test_a_life_by_hand(tmp_path: Path) -> None:

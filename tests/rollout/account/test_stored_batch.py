@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -55,7 +55,6 @@ def trajectory_of(generator: torch.Generator, num_rows: int, extra: bool) -> Ten
     return TensorDict(columns, batch_size=[num_rows])
 
 
-@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=3), st.booleans())
 def test_batches_come_back_bit_for_bit(
     tmp_path_factory: Any, seed: int, sizes_of_batches: list[list[int]], extra: bool
