@@ -56,13 +56,8 @@ class TrainEngine(abc.ABC):
         """Send the weights: the sending half of a publication (collective, blocking). Failure raises on every rank."""
 
     @abc.abstractmethod
-    def get_param_specs(
-        self, weight_chunked_mem_mb: int = 1024, *, untie_embeddings: bool = False
-    ) -> list[list[ParamSpec]]:
-        """Name, full shape and dtype of every tensor in send order, in buckets of at most that many MiB.
-
-        Untied, tied embeddings are sent a second time, as the output layer.
-        """
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
+        """Name, full shape and dtype of every tensor in send order, in buckets of at most that many MiB."""
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:

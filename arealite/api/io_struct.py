@@ -145,8 +145,6 @@ class WeightUpdateMeta:
     """Whether this catches up with servers that lack the newest published version, while the others go on."""
     also_disk: bool = False
     """Whether a broadcast has receivers that read a checkpoint at `path`; the receiving engine fills it in."""
-    untie_embeddings: bool = False
-    """Whether the receivers' output layer is a tensor of its own although the sender's is tied; see `rollout`."""
     wants_fingerprints: bool = False
     """Whether the receivers verify what they get; the receiving engine fills it in."""
     fingerprints: dict[str, str] = field(default_factory=dict)
@@ -160,16 +158,10 @@ class WeightUpdateMeta:
         self.__dict__.update(state, uploaded=Future())
 
     @classmethod
-    def from_disk(
-        cls,
-        saver: SaverConfig,
-        version: int | None = None,
-        timeout_s: float = 120.0,
-        untie_embeddings: bool = False,
-    ) -> WeightUpdateMeta:
+    def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:
         """Send through a checkpoint folder in the run folder, removed once every server has loaded it."""
         path = os.path.join(saver.fileroot, saver.experiment_name, saver.trial_name, "weight_update")
-        return cls(type="disk", path=path, version=version, timeout_s=timeout_s, untie_embeddings=untie_embeddings)
+        return cls(type="disk", path=path, version=version, timeout_s=timeout_s)
 
     @classmethod
     def from_fsdp_nccl(
@@ -180,7 +172,6 @@ class WeightUpdateMeta:
         weight_chunked_mem_mb: int = 1024,
         version: int | None = None,
         timeout_s: float = 120.0,
-        untie_embeddings: bool = False,
     ) -> WeightUpdateMeta:
         """Send through a broadcast group of trainer rank 0 and the live servers (NCCL; gloo on CPU).
 
@@ -195,10 +186,9 @@ class WeightUpdateMeta:
         return cls(
             type="nccl",
             version=version,
-            nccl_param_specs=engine.get_param_specs(weight_chunked_mem_mb, untie_embeddings=untie_embeddings),
+            nccl_param_specs=engine.get_param_specs(weight_chunked_mem_mb),
             nccl_group_name=nccl_group_name,
             timeout_s=timeout_s,
-            untie_embeddings=untie_embeddings,
         )
 
 

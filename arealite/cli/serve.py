@@ -18,7 +18,7 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import check_model, registry_flags, run_folder, server_job, visible_gpus
 from arealite.launcher.plan.plan import Placement
-from arealite.launcher.plan.server_commands import check_installed, check_server_block, untied_model
+from arealite.launcher.plan.server_commands import check_installed, check_server_block
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.name_resolve import NameResolveError, make_repository
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
@@ -86,11 +86,6 @@ def _check(config: GRPOConfig) -> list[str]:
     check_model(config)
     check_server_block(config)
     check_installed(config)
-    if config.rollout.untie_embeddings and not untied_model(config).is_dir():
-        raise ConfigError(
-            f"rollout.untie_embeddings must be false where the run's folder can't be seen: got true and no "
-            f"{untied_model(config)}. Join from a machine that sees it."
-        )
     if config.cluster.n_gpus_per_node == 0:
         return []
     gpus = visible_gpus()

@@ -328,15 +328,9 @@ class FSDPEngine(TrainEngine):
         self.lr_schedule.move_to(int(state["num_steps"]))
         self.set_version(int(state["version"]))
 
-    def get_param_specs(
-        self, weight_chunked_mem_mb: int = 1024, *, untie_embeddings: bool = False
-    ) -> list[list[ParamSpec]]:
-        """Name, full shape and `dtype` of every tensor in send order, in buckets of at most that many MiB.
-
-        Untied, tied embeddings are sent a second time, as the output layer.
-        """
-        max_bytes = weight_chunked_mem_mb * 2**20
-        return fsdp_weights.param_buckets(self.model, self.config.dtype, max_bytes, untied=untie_embeddings)
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
+        """Name, full shape and `dtype` of every tensor in send order, in buckets of at most that many MiB."""
+        return fsdp_weights.param_buckets(self.model, self.config.dtype, weight_chunked_mem_mb * 2**20)
 
     def fingerprint(self) -> str:
         """Return a number that tells whether two models have the same float32 parameters, bit for bit (collective)."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.hf_model import checkpoint_names, iter_full_params, named_params, write_checkpoint
+from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
 from arealite.utils.distributed import all_reduce, raise_on_every_rank
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
@@ -30,23 +30,21 @@ T = TypeVar("T")
 OPTIMIZER_FOLDER = "optimizer"
 
 
-def write_whole_model(
-    model: PreTrainedModel, path: str, dtype: torch.dtype, *, untied: bool = False
-) -> dict[str, torch.Tensor]:
+def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Write a Hugging Face checkpoint (collective); rank 0 gets what the files hold."""
     state: dict[str, torch.Tensor] = {}
-    for name, tensor in iter_full_params(model, dtype, untied=untied):
+    for name, tensor in iter_full_params(model, dtype):
         if dist.get_rank() == 0:
             # A gathered tensor may be a view of padded storage, which safetensors refuses: copy it out.
             state[name] = tensor.to("cpu", copy=True)
-    return _on_rank0(lambda: write_checkpoint(model, state, path, dtype, untied=untied)) or {}
+    return _on_rank0(lambda: write_checkpoint(model, state, path, dtype)) or {}
 
 
 def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
     """Write a checkpoint that appears at `meta.path` complete or not at all, in the place of one that lies there."""
     partial = f"{meta.path}.partial"
     _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True))
-    written = write_whole_model(model, partial, dtype, untied=meta.untie_embeddings)
+    written = write_whole_model(model, partial, dtype)
 
     def publish() -> None:
         if meta.wants_fingerprints:
@@ -73,7 +71,7 @@ def send_whole_model(
     """
     error: Exception | None = None
     state: dict[str, torch.Tensor] = {}
-    params = iter_full_params(model, dtype, untied=meta.untie_embeddings)
+    params = iter_full_params(model, dtype)
     for specs in meta.nccl_param_specs:
         tensors = [tensor for _, tensor in (next(params) for _ in specs)]
         if dist.get_rank() == 0 and error is None:
@@ -91,7 +89,7 @@ def send_whole_model(
         try:
             partial = f"{meta.path}.partial"
             shutil.rmtree(partial, ignore_errors=True)
-            write_checkpoint(model, state, partial, dtype, untied=meta.untie_embeddings)
+            write_checkpoint(model, state, partial, dtype)
             _show(partial, meta)
         except Exception as caught:
             error = caught
@@ -135,10 +133,9 @@ def fingerprint_shards(model: PreTrainedModel) -> str:
     return model_fingerprint(dict(zip(values, totals, strict=True)))
 
 
-def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int, *, untied: bool) -> list[list[ParamSpec]]:
+def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
     """Describe all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
-    params = named_params(model, untied=untied)
-    specs = [ParamSpec(name, tuple(parameter.shape), dtype) for names, parameter in params for name in names]
+    specs = [ParamSpec(name, tuple(parameter.shape), dtype) for name, parameter in model.named_parameters()]
     all_names = {spec.name for spec in specs}
     if checkpoint_names(model, all_names) != all_names:
         raise ValueError(

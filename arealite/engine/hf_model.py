@@ -24,7 +24,6 @@ from transformers.utils import logging as transformers_logging
 
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.disk import writing
-from arealite.utils.untied_copy import tied_names
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -78,24 +77,13 @@ def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, devic
         buffer.copy_(values)
 
 
-def named_params(model: PreTrainedModel, *, untied: bool) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
-    """Yield each parameter in send order with its name. Tied embeddings come once, with both names if `untied`."""
-    both = tied_names(model) if untied else ()
-    for name, parameter in model.named_parameters():
-        yield (list(both) if name in both else [name]), parameter
-
-
 @torch.no_grad()
-def iter_full_params(
-    model: PreTrainedModel, dtype: torch.dtype, *, untied: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a checkpoint whole, on every rank and in the order of `named_params` (collective)."""
-    for names, parameter in named_params(model, untied=untied):
-        assert isinstance(parameter, DTensor), f"{names} must be sharded"
+def iter_full_params(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter whole, on every rank and in the model's order (collective). Tied embeddings come once."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} must be sharded"
         shard: Any = parameter.to(device=parameter.device_mesh.device_type, dtype=dtype)
-        full = shard.full_tensor()
-        for name in names:
-            yield name, full
+        yield name, shard.full_tensor()
 
 
 def checkpoint_names(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
@@ -105,11 +93,11 @@ def checkpoint_names(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
 
 
 def write_checkpoint(
-    model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype, *, untied: bool
+    model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Write safetensors and configs that any Hugging Face tool loads; `state` holds whole tensors in `dtype`.
 
-    Returns them under the names that they have in the files. `untied` is what the config says of the embeddings.
+    Returns them under the names that they have in the files.
     """
     os.makedirs(path, exist_ok=True)
     written: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
@@ -117,8 +105,6 @@ def write_checkpoint(
         save_torch_state_dict(written, path)
     config = copy.deepcopy(model.config)
     config.dtype = dtype
-    if untied:
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(path)
     if model.can_generate():
         model.generation_config.save_pretrained(path)

@@ -3,8 +3,8 @@
     python3 -m arealite.launcher.torchrun ENTRY.py --config FILE.yaml [key=value ...]
 
 It is the plan of the other launchers for machines without a scheduler. Nothing is started, and nobody watches over the
-machines but torchrun, which starts the ranks again when one of them fails. What is written is what the machines must
-share: the run's secret, and the model that servers start with if it is another one.
+machines but torchrun, which starts the ranks again when one of them fails. What is written is the run's secret, which
+the machines must share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import run_folder, trainer_job
 from arealite.launcher.plan.plan import Placement, Plan
-from arealite.launcher.supervise.run import Config, checked_plan, entry_script, parse, read_config, untie
+from arealite.launcher.supervise.run import Config, checked_plan, entry_script, parse, read_config
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import SECRET_FILE, ensure_secret
@@ -36,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.dry_run:
             run_folder(config).mkdir(parents=True, exist_ok=True)
             ensure_secret(run_folder(config))
-            untie(config, plan)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED

@@ -78,11 +78,11 @@ def _bound(check: WeightCheckConfig, actor: FSDPPPOActor, canaries: Sequence[Can
 def _cause(actor: FSDPPPOActor, rollout: RemoteInferenceEngine) -> str:
     """Return what explains wrong logprobs, where it is known."""
     is_tied = actor.model.config.get_text_config().tie_word_embeddings
-    if rollout.config.backend != "vllm" or rollout.config.untie_embeddings or not is_tied:
+    if rollout.config.backend != "vllm" or not is_tied:
         return "Look at that server's log"
     return (
         "The model's embeddings are tied, and vLLM on a CPU serves wrong logits after it has reloaded such a model: "
-        "there set rollout.untie_embeddings=true. Else look at that server's log"
+        "there use a model with tie_word_embeddings=false. Else look at that server's log"
     )
 
 

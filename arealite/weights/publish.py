@@ -130,9 +130,8 @@ def _new_update(
         "disk" if is_disk else "nccl",
         version=version,
         path=path if is_disk or config.fileroot else None,
-        nccl_param_specs=[] if is_disk else actor.get_param_specs(untie_embeddings=config.untie_embeddings),
+        nccl_param_specs=[] if is_disk else actor.get_param_specs(),
         timeout_s=config.weight_update_timeout,
         holds_requests=True,
         only_stale=only_stale,
-        untie_embeddings=config.untie_embeddings,
     )

@@ -338,6 +338,13 @@ def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog
     assert config.actor.optimizer.eps == 1e-8 and config.ref.mb_spec.max_tokens_per_mb == 1060
 
 
+def test_embeddings_are_no_longer_untied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(tmp_path, MINIMAL, "rollout.untie_embeddings=false")
+    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["rollout.untie_embeddings"]
+    told = refusal(tmp_path, MINIMAL, "rollout.untie_embeddings=true")
+    assert "rollout.untie_embeddings must be False: got True. Remove it: vLLM on a CPU refuses models with tied" in told
+
+
 @pytest.mark.parametrize("override", ["gconfig.top_p=0.9", "gconfig.top_k=5", "gconfig.min_new_tokens=2"])
 def test_sampling_that_the_trainer_can_not_reproduce_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, override: str

@@ -321,15 +321,15 @@ def server_python(tmp_path) -> Path:
         "import json, sys\n"
         "if '-c' in sys.argv:\n"  # is it installed?
         "    sys.exit()\n"
-        "if '--check' not in sys.argv or 'untied_model' in ' '.join(sys.argv):\n"
-        "    sys.exit('it would start, from a folder that is not there yet')\n"
+        "if '--check' not in sys.argv:\n"
+        "    sys.exit('it would start')\n"
         "if '--wrong' in sys.argv:\n"
         "    sys.exit('noise\\narealite.api.errors.ConfigError: --wrong must be known. Did you mean --right?')\n"
         "if '--dies' in sys.argv:\n"
         "    sys.exit('Traceback\\nImportError: no such library')\n"
         "print('noise')\n"
         "name = sys.argv[2].split('.')[-1].split('_')[0]\n"
-        "print(json.dumps({'program': name, 'version': '9.9', 'tied_reload': '--right' in sys.argv}))\n"
+        "print(json.dumps({'program': name, 'version': '9.9'}))\n"
     )
     program.chmod(0o755)
     return program
@@ -347,26 +347,21 @@ def test_a_server_program_judges_its_flags(check, tiny, server_python) -> None:
     assert status == 0 and "ok server sglang 9.9" in shown
 
 
-def test_tied_embeddings_that_a_server_cannot_reload(check, tiny, server_python) -> None:
-    there = ("allocation_mode=vllm.d1+d1", f"launcher.server_python={server_python}")
-    status, shown = check(tiny, *there)
-    assert status == 1 and "PROBLEM model this server can't reload tied embeddings" in shown
-    assert "Fix: Set rollout.untie_embeddings=true" in shown
-    status, shown = check(tiny, *there, "rollout.untie_embeddings=true")
-    assert status == 0 and "ok model served untied" in shown
-
-
 @pytest.mark.parametrize(
     ("program", "on_a_cpu"),
     [("vllm", "vllm={enforce_eager: true}"), ("sglang", "sglang={device: cpu, attention_backend: torch_native}")],
 )
-def test_the_real_programs(check, tiny, program: str, on_a_cpu: str, monkeypatch) -> None:
+def test_the_real_programs(check, tiny, tmp_path, program: str, on_a_cpu: str, monkeypatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
     python = os.environ.get(f"AREALITE_{program.upper()}_PYTHON")
     if python is None:
         pytest.skip(f"AREALITE_{program.upper()}_PYTHON names no interpreter with {program}")
-    there = (f"allocation_mode={program}.d1+d1", f"launcher.server_python={python}", "rollout.untie_embeddings=true")
-    status, shown = check(tiny, *there, on_a_cpu)
+    there = (f"allocation_mode={program}.d1+d1", f"launcher.server_python={python}")
+    untied = make_tiny_model(tmp_path / "untied", layers=2, tie=False)
+    status, shown = check(untied, *there, on_a_cpu)
     assert status == 0 and f"ok server {program} " in shown, shown
+    if program == "vllm":
+        status, shown = check(tiny, *there, on_a_cpu)
+        assert status == 1 and "must have an output layer of its own" in shown, shown
     status, shown = check(tiny, *there, f"{program}={{tensor_paralel_size: 1}}")
     assert status == 1 and "PROBLEM server" in shown and "tensor" in shown, shown

@@ -129,7 +129,6 @@ def test_a_folder_that_is_not_seen(
         (["--join", "exp/gone"], "--join must name a run that has begun to train: got exp/gone"),
         (["--join", "exp/trial", "actor.path=/gone"], "actor.path must be a folder or a hub id: got /gone"),
         (["--join", "exp/trial", "allocation_mode=d1"], "allocation_mode must name servers: got d1"),
-        (["--join", "exp/trial", "rollout.untie_embeddings=true"], "rollout.untie_embeddings must be false"),
         (["--join", "exp/trial", "rollout.server_addrs=a:1"], "rollout.server_addrs must be empty for servers to join"),
         (["--join", "exp/trial", "cluster.name_resolve.type=redis", "cluster.name_resolve.redis_addr=127.0.0.1:1"],
          "the registry of the run must be reached"),

@@ -75,7 +75,7 @@ class Program:
     def about(self, model: Path) -> dict[str, Any]:
         """Return what the wrapper says of the installed program: name, version and more."""
         if self.name == "lite":
-            return {"program": "lite", "version": __version__, "tied_reload": True}
+            return {"program": "lite", "version": __version__}
         command = self.command(self.model_flag, str(model), "--check")
         checked = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=_CHECK_S, check=False, cwd="/"

@@ -233,6 +233,23 @@ def test_a_canary_names_the_server_with_other_weights(
     assert rollout.metrics()["policy/canary_gap"] < 1e-5 and rollout.get_version() == 2
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_canary_explains_tied_embeddings_on_vllm(stack: contextlib.ExitStack, tmp_path: Path, is_tied: bool) -> None:
+    config = tiny_models.config(tie_word_embeddings=is_tied)
+    server = LiteServer(tiny_models.build(config, seed=3))
+    stack.enter_context(serve(server))
+    tiny_models.build(config, seed=3).save_pretrained(tmp_path)
+    actor, rollout = make_actor(stack, str(tmp_path)), connect(stack, server)
+    publish_weights(actor, rollout, version=1)
+    server.engine.update_weights(weights_of(tiny_models.build(config, seed=21)), "1").result(10)
+    with pytest.raises(WeightUpdateError, match=r"differs by .* Look at that server's log"):
+        check_canary(actor, rollout, version=1)
+    rollout.config.backend = "vllm"  # the connection stays; only the words depend on it now
+    cause = "vLLM on a CPU serves wrong logits .* use a model with tie_word_embeddings=false" if is_tied else "Look at"
+    with pytest.raises(WeightUpdateError, match=f"differs by .* {cause}"):
+        check_canary(actor, rollout, version=1)
+
+
 def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.ExitStack, model_path: str) -> None:
     server = lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, server, check_canary_bound=1e-12)

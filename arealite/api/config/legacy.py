@@ -47,6 +47,11 @@ DEPRECATED = {
     "cluster.cluster_name": DeprecatedKey("no cluster has settings of its own"),
     "rollout.enable_rollout_tracing": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
     "rollout.schedule_policy": DeprecatedKey("requests go to the server with the fewest outstanding tokens"),
+    "rollout.untie_embeddings": DeprecatedKey(
+        "vLLM on a CPU refuses models with tied embeddings, which it can't reload; train one with "
+        "tie_word_embeddings=false there",
+        (False,),
+    ),
     "*.init_critic_from_actor": DeprecatedKey("there is no critic", (False,)),
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("", "fsdp", None)),
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),

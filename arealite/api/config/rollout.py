@@ -118,9 +118,6 @@ class InferenceEngineConfig(ConfigBase):
     `retract`: they stay and their keys and values are computed again. `in_place`: they stay and go on with those of the
     old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the weights wait for them,
     so `weight_update_timeout` must be longer than a completion takes."""
-    untie_embeddings: Bool = False
-    """Serve a model whose tied output layer is a tensor of its own, for servers that can't reload a tied one (vLLM on a
-    CPU): the launcher starts them from such a copy, and each publication sends the embeddings twice."""
     tokenizer_path: str = ""
     """Filled in from the top level; finds stop strings that an interruption has cut in two."""
     weight_update_timeout: Positive = 120.0

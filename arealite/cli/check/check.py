@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import dataclasses
 import json
 import os
 import subprocess
@@ -45,8 +44,9 @@ def check(entry: str, argv: Sequence[str]) -> int:
     script = entry_script(entry)
     config, calls, found = read_config(script, argv), _calls(script), Findings()
     plan = found.look("processes", _check_processes, config)
-    reloads_tied = found.look("server", _check_server, config, plan) if plan is not None else True
-    model = found.look("model", check_model, config, reloads_tied=reloads_tied is not False)
+    if plan is not None:
+        found.look("server", _check_server, config, plan)
+    model = found.look("model", check_model, config)
     if model is not None:
         found.look("weights", check_weights, config, model)
         longest = 0
@@ -76,18 +76,14 @@ def _check_processes(found: Findings, config: Config) -> Plan:
     return plan
 
 
-def _check_server(found: Findings, config: Config, plan: Plan) -> bool:
-    """Ask servers for their health, or the program that will run what it says of its flags.
-
-    Returns whether it can reload tied embeddings, as far as is known.
-    """
+def _check_server(found: Findings, config: Config, plan: Plan) -> None:
+    """Ask servers for their health, or the program that will run what it says of its flags and of the model."""
     if isinstance(config, SFTConfig):
-        return True
+        return
     if foreign := foreign_servers(config):
         asyncio.run(_ask_health(found, foreign.split(",")))
     elif plan.servers and config.rollout.backend != "lite":
-        return _ask_program(found, config, plan)
-    return True
+        _ask_program(found, config, plan)
 
 
 async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
@@ -100,10 +96,8 @@ async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
         await http.close()
 
 
-def _ask_program(found: Findings, config: GRPOConfig, plan: Plan) -> bool:
-    rollout = dataclasses.replace(config.rollout, untie_embeddings=False)  # a run makes the untied copy later
-    num_gpus = max(1, len(plan.servers[0].devices))
-    command = server_command(dataclasses.replace(config, rollout=rollout), index=0, num_gpus=num_gpus)
+def _ask_program(found: Findings, config: GRPOConfig, plan: Plan) -> None:
+    command = server_command(config, index=0, num_gpus=max(1, len(plan.servers[0].devices)))
     module = command.index("-m") + 2
     command = [*command[:module], "--check", *command[module:]]
     devices = local.devices(config, plan.servers[0]) if plan.num_nodes == 1 else {}
@@ -116,7 +110,6 @@ def _ask_program(found: Findings, config: GRPOConfig, plan: Plan) -> bool:
         refusal = next((line.partition("ConfigError: ")[2] for line in lines if "ConfigError: " in line), "")
         crash = f"exit status {done.returncode}: {lines[-1]}"
         found.add("problem", refusal or crash, "" if refusal else f"Run it by hand: {' '.join(command)}")
-        return True
+        return
     told = json.loads(lines[-1])
     found.add("ok", f"{told['program']} {told['version']}, which understands its flags")
-    return bool(told["tied_reload"])

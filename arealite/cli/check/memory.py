@@ -97,8 +97,7 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     backend = config.rollout.backend
     options = {"lite": {"dtype": config.lite.dtype}, "sglang": config.sglang, "vllm": config.vllm}[backend]
     dtype = getattr(torch, str(options.get("dtype", config.actor.dtype)), torch.bfloat16)
-    copied = shape.vocab * shape.hidden if config.rollout.untie_embeddings and shape.is_tied else 0
-    weights = (shape.num_parameters + copied) * dtype.itemsize // mode.gen_tp_size
+    weights = shape.num_parameters * dtype.itemsize // mode.gen_tp_size
     kv_token = kv_bytes_per_token(shape, value_bytes=dtype.itemsize, gpus=mode.gen_tp_size)
     episodes = config.rollout.max_concurrent_rollouts or config.rollout.consumer_batch_size
     sequences = -(-episodes * config.gconfig.n_samples // mode.gen_dp_size)

@@ -1,4 +1,4 @@
-"""Checks of the model that is trained: does it build, can servers reload it, are its files whole?"""
+"""Checks of the model that is trained: does it build, are its files whole?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained_block(config: Config) -> tuple[str, TrainEngineConfig]:
     return ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
 
 
-def check_model(found: Findings, config: Config, *, reloads_tied: bool) -> PreTrainedModel:
+def check_model(found: Findings, config: Config) -> PreTrainedModel:
     """Build the architecture without its weights."""
     _, block = trained_block(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,15 +30,6 @@ def check_model(found: Findings, config: Config, *, reloads_tied: bool) -> PreTr
     shape = model_shape(model)
     size = f"{shape.num_parameters / 1e6:,.3g} million parameters in {counted(shape.num_layers, 'layer')}"
     found.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
-    if shape.is_tied and not reloads_tied and isinstance(config, GRPOConfig):
-        if config.rollout.untie_embeddings:
-            found.add("ok", "served untied, since this server can't reload tied embeddings")
-        else:
-            found.add(
-                "problem",
-                "this server can't reload tied embeddings: it would answer 200 and go on with the old output layer",
-                "Set rollout.untie_embeddings=true, or use a model with tie_word_embeddings=false.",
-            )
     return model
 
 

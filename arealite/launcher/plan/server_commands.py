@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from arealite.api.cli_args import GRPOConfig
@@ -74,16 +73,6 @@ def server_python(config: GRPOConfig) -> str:
     return os.path.expanduser(config.launcher.server_python or sys.executable)
 
 
-def _served_model(config: GRPOConfig) -> str:
-    """Return the folder or hub id of the model that servers start with."""
-    return str(untied_model(config)) if config.rollout.untie_embeddings else config.actor.path
-
-
-def untied_model(config: GRPOConfig) -> Path:
-    """Return where the run keeps the copy of its model that has an output layer of its own."""
-    return Path(config.cluster.fileroot).absolute() / config.experiment_name / config.trial_name / "untied_model"
-
-
 def _block(config: GRPOConfig, backend: str) -> dict[str, Any]:
     """Return the user's flags for a real server."""
     return {"sglang": config.sglang, "vllm": config.vllm}[backend]
@@ -92,7 +81,7 @@ def _block(config: GRPOConfig, backend: str) -> dict[str, Any]:
 def _lite_command(config: GRPOConfig, index: int) -> list[str]:
     lite = config.lite
     flags = {
-        "model_path": _served_model(config),
+        "model_path": config.actor.path,
         "threads": lite.threads,
         "slots": lite.slots,
         "context": lite.context,
@@ -113,7 +102,7 @@ def _defaults(config: GRPOConfig, *, no_cache: str) -> dict[str, Any]:
 
 def _sglang_command(config: GRPOConfig, index: int, num_gpus: int) -> list[str]:
     ours = {
-        "model_path": _served_model(config),
+        "model_path": config.actor.path,
         "tp_size": num_gpus,
         "base_gpu_id": 0,
         "weight_version": 0,
@@ -125,7 +114,7 @@ def _sglang_command(config: GRPOConfig, index: int, num_gpus: int) -> list[str]:
 
 def _vllm_command(config: GRPOConfig, index: int, num_gpus: int) -> list[str]:
     ours = {
-        "model": _served_model(config),
+        "model": config.actor.path,
         "tensor_parallel_size": num_gpus,
         "seed": int(config.vllm.get("seed", config.seed)) + index,
     }

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
         return 2
     if is_check:
-        print(json.dumps({"program": "sglang", "version": version, "tied_reload": True}))
+        print(json.dumps({"program": "sglang", "version": version}))
         return 0
     sys.argv[1:] = flags
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -75,10 +75,22 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
     args: argparse.Namespace = parser.parse_args(without_needless(flags, parser._option_string_actions))
     try:
         ServeSubcommand().validate(args)
-        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        model = AsyncEngineArgs.from_cli_args(args).create_engine_config().model_config
     except (ValueError, TypeError, OSError, AssertionError) as error:
         raise ConfigError(f"vLLM's flags must agree with each other and with the model: got {_told(error)}") from error
+    check_embeddings(model.model, is_tied=model.hf_text_config.tie_word_embeddings, device=current_platform.device_type)
     return args
+
+
+def check_embeddings(model: str, *, is_tied: bool, device: str) -> None:
+    """Refuse tied embeddings on a CPU, where vLLM 0.32 keeps the output layer that it packed at the start: after a
+    weight update it would answer 200 with wrong logits."""
+    if is_tied and device == "cpu":
+        raise ConfigError(
+            f"a model on vLLM's CPU backend must have an output layer of its own, since vLLM can't reload tied "
+            f"embeddings there: got {model} with tie_word_embeddings=true. Use a model with "
+            "tie_word_embeddings=false, a GPU, or another backend in allocation_mode."
+        )
 
 
 def without_needless(flags: Sequence[str], options: Collection[str]) -> list[str]:
@@ -88,16 +100,14 @@ def without_needless(flags: Sequence[str], options: Collection[str]) -> list[str
 
 
 def description() -> dict[str, object]:
-    """Tell which program this is and what it can do; on a CPU it serves wrong logits once a tied model was reloaded."""
+    """Return which program this is and what it can do."""
     import vllm
     from vllm.platforms import current_platform
 
-    device = current_platform.device_type
     return {
         "program": "vllm",
         "version": vllm.__version__,
-        "device": device,
-        "tied_reload": device != "cpu",
+        "device": current_platform.device_type,
         "broadcast": bool(_weight_transfer()),
     }
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job, Place, Seat
 from arealite.launcher.plan.jobs import check_model, run_folder, server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan
-from arealite.launcher.plan.server_commands import check_server_block, untied_model
+from arealite.launcher.plan.server_commands import check_server_block
 from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
 from arealite.utils.environment import SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
@@ -107,7 +106,6 @@ def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart:
             backend.check(config, plan)
             _check_resume(config)
             held.enter_context(file_lock(run_folder(config) / ".launcher.lock", timeout_s=_LOCK_TIMEOUT_S))
-            untie(config, plan)
         except (ConfigError, TimeoutError) as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return CONFIG_FAILED
@@ -278,17 +276,6 @@ def _start_servers(
         f"{run.folder / SECRET_FILE}) {SERVER_ADDRS_VARIABLE}=",
     )
     supervisor.start_servers(place, servers, [seats[one.name] for one in servers], describe, policy)
-
-
-def untie(config: Config, plan: Plan) -> None:
-    """Write the model that servers start with, in a process of its own, as a launcher does without torch."""
-    if not plan.servers or not isinstance(config, GRPOConfig) or not config.rollout.untie_embeddings:
-        return
-    command = [sys.executable, "-m", "arealite.utils.untied_copy", config.actor.path, str(untied_model(config))]
-    outcome = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if outcome.returncode != 0:
-        last_line = outcome.stderr.strip().rpartition("\n")[2]
-        raise ConfigError(f"rollout.untie_embeddings must be false for {config.actor.path}: got true. {last_line}")
 
 
 def _check_resume(config: Config) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import arealite
-from arealite.launcher.serve.vllm_server import refusal, without_needless
+from arealite.api.errors import ConfigError
+from arealite.launcher.serve.vllm_server import check_embeddings, refusal, without_needless
 from arealite.utils.tiny_model import make_tiny_model
 
 PYTHON = os.environ.get("AREALITE_VLLM_PYTHON", "")
@@ -20,7 +21,7 @@ needs_vllm = pytest.mark.skipif(not PYTHON, reason="AREALITE_VLLM_PYTHON names n
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=1, max_position=1024)
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=1, max_position=1024, tie=False)
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +53,14 @@ def test_a_switch_without_an_opposite_is_off_unless_it_is_given():
     assert without_needless(flags, options) == ["--model", "no-model", "--no-enable-x", "--no-nothing"]
 
 
+def test_tied_embeddings_on_a_cpu_are_refused():
+    told = r"must have an output layer of its own, .* got models/m with tie_word_embeddings=true\. Use a model with"
+    with pytest.raises(ConfigError, match=told):
+        check_embeddings("models/m", is_tied=True, device="cpu")
+    check_embeddings("models/m", is_tied=False, device="cpu")
+    check_embeddings("models/m", is_tied=True, device="cuda")
+
+
 @needs_vllm
 def test_a_check_tells_the_program_in_one_line(model):
     switches = ("--no-disable-log-stats", "--no-enable-prefix-caching")
@@ -60,7 +69,7 @@ def test_a_check_tells_the_program_in_one_line(model):
     (line,) = done.stdout.splitlines()
     found = json.loads(line)
     assert found["program"] == "vllm" and re.match(r"\d+\.\d+", found["version"])
-    assert found["tied_reload"] == (found["device"] != "cpu") and found["broadcast"] is True
+    assert found["device"] in ("cpu", "cuda") and found["broadcast"] is True
 
 
 @needs_vllm
