@@ -26,7 +26,7 @@ from chaos.promises import judge
 from arealite.api.io_struct import PromptId
 from arealite.cli.tiny_model import write_tiny_model
 from arealite.rollout.account.ledger import Ledger
-from arealite.rollout.episode import SampleRecord
+from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
 CURSOR = {"epoch": 0, "position": 4, "seed": 1, "dataset_size": 8, "batch_size": 2, "shuffle": False, "drop_last": True}
@@ -43,15 +43,16 @@ def write_run(folder: Path, *, num_forgotten: int = 0) -> Experiment:
     (run / "report.html").touch()
     account = StalenessAccount(batch_size=2, max_head_offpolicyness=1, max_concurrent=4)
     ledger = Ledger(str(run / "ledger.sqlite"), account)
-    tickets = ledger.issue([PromptId(0, index) for index in range(4)], cursor=CURSOR)
-    for step, of_step in enumerate((tickets[:2], tickets[2:])):
+    prompts = [Prompt(PromptId(0, index)) for index in range(4)]
+    ledger.issue(prompts, cursor=CURSOR)
+    for step, of_step in enumerate((prompts[:2], prompts[2:])):
         account.move_to(step)
-        for ticket in of_step:
-            ledger.start(ticket, attempt=0, head_version=step)
-            ledger.accept(ticket, [SampleRecord(sample, 2, 0.1, 0, "a:1") for sample in range(2)], 0.1)
+        for prompt in of_step:
+            ledger.start(prompt, head_version=step)
+            ledger.accept(prompt, [SampleRecord(sample, 2, 0.1, 0, "a:1") for sample in range(2)], 0.1)
         ledger.train(of_step, step)
-        write_samples(run / "rollouts" / f"step_{step}.jsonl", [f"0-{ticket - 1}" for ticket in of_step], step)
-    ledger.issue([PromptId(1, index) for index in range(num_forgotten)], cursor=None)
+        write_samples(run / "rollouts" / f"step_{step}.jsonl", [str(prompt.prompt_id) for prompt in of_step], step)
+    ledger.issue([Prompt(PromptId(1, index)) for index in range(num_forgotten)], cursor=None)
     ledger.close()
     return experiment
 

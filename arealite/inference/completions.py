@@ -25,7 +25,8 @@ from arealite.inference.health import Liveness
 from arealite.inference.http import ServerHttp, StatusError
 from arealite.inference.pace import Pace
 from arealite.inference.pool import Server, ServerFacts, ServerSet
-from arealite.rollout.episode import SampleRecord, current_episode, sampling_seed
+from arealite.rollout.episode import current_episode, sampling_seed
+from arealite.rollout.prompts import SampleRecord
 from arealite.utils import heartbeat
 from arealite.utils.hf import load_hf_tokenizer, vocab_size
 from arealite.utils.stop_strings import StopStrings

@@ -55,7 +55,7 @@ def oldest() -> list[dict[str, Any]]:
 def _described(run: _Run) -> dict[str, Any]:
     lines = list(reversed(awaited_lines(run.task)))
     for line in lines:
-        on = "code" if line.is_users else {"engine": "servers", "reward": "reward"}.get(line.room)
+        on = "code" if line.is_users else {"inference": "servers", "reward": "reward"}.get(line.room)
         if on is not None:
             shown = next((line for line in lines if line.is_users), line)
             return {"name": run.name, "since": run.since, "on": on, "line": str(shown)}

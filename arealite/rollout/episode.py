@@ -1,8 +1,9 @@
-"""One attempt at an episode, and how code deep inside a workflow finds the attempt it runs in.
+"""One attempt at a prompt: the user's workflow under a deadline, and the record of how it ended.
 
-The executor sets `current_episode` around a workflow; tasks that the workflow starts inherit it. The inference client
-reads it to derive sampling seeds, and notes in it what each completion was and which servers took part. Seeds depend
-on nothing that timing can change as long as a workflow starts its samples in a fixed order.
+Code deep inside a workflow finds its attempt in `current_episode`, which tasks that the workflow starts inherit: the
+inference client derives sampling seeds from it and records completions and servers in it. Invariants: an attempt ends
+accepted, rejected or failed, and only the executor's own cancellation leaves as CancelledError; every end of an episode
+reaches ledger and budgets exactly once.
 """
 
 from __future__ import annotations
@@ -10,61 +11,72 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from tensordict import TensorDict
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId
+from arealite.rollout import awaits
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, kind_of
+from arealite.rollout.prompts import Prompt, SampleRecord
+from arealite.rollout.trajectory import check_trajectory
+
+logger = logging.getLogger("arealite.rollout")
+
+Outcome: TypeAlias = TensorDict | str | Exception
+"""How an attempt ended: with an accepted trajectory, rejected for a reason, or failed."""
 
 
-@dataclass(frozen=True)
-class SampleRecord:
-    """One completion that ended."""
-
-    sample: int
-    """Its number in the episode, in the order of the requests."""
-    tokens: int
-    latency_s: float
-    num_interrupts: int
-    server: str
-    """The last one that sampled a token of it."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Episode:
     """One attempt at one prompt."""
 
-    prompt_id: PromptId
+    prompt: Prompt
     attempt: int
     head_version: int
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     num_samples: int = 0
     """Completions requested so far."""
     servers: set[str] = field(default_factory=set)
     """Addresses that sampled a token of it."""
     samples: list[SampleRecord] = field(default_factory=list)
     """Completions that ended, in that order."""
+    trajectory: TensorDict = field(init=False, repr=False)
+    """There once the attempt was accepted."""
     deadline: asyncio.Timeout | None = None
-    """Of the attempt, while it runs."""
-    num_standing: int = 0
+    """Deadline of the attempt, while it runs."""
+    num_waiting_for_servers: int = 0
     """Requests that no server can take at present."""
     left_s: float = 0.0
-    """Until the deadline, as it was when the clock stopped."""
+    """Time to the deadline when the clock was stopped."""
+
+    @property
+    def prompt_id(self) -> PromptId:
+        """The prompt's name."""
+        return self.prompt.prompt_id
 
     @contextlib.contextmanager
     def standstill(self) -> Iterator[None]:
-        """Stop the clock of the attempt while a request of its waits for any server at all."""
+        """Stop the clock of the attempt while one of its requests waits for any server at all."""
         loop, deadline = asyncio.get_running_loop(), self.deadline
-        if deadline is not None and self.num_standing == 0:
+        if deadline is not None and self.num_waiting_for_servers == 0:
             self.left_s = (deadline.when() or loop.time()) - loop.time()
             deadline.reschedule(None)
-        self.num_standing += 1
+        self.num_waiting_for_servers += 1
         try:
             yield
         finally:
-            self.num_standing -= 1
-            if deadline is not None and self.num_standing == 0:
+            self.num_waiting_for_servers -= 1
+            if deadline is not None and self.num_waiting_for_servers == 0:
                 with contextlib.suppress(RuntimeError):  # the attempt has ended
                     deadline.reschedule(loop.time() + self.left_s)
 
@@ -82,6 +94,94 @@ current_episode: ContextVar[Episode | None] = ContextVar("current_episode", defa
 
 
 def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int, attempt: int) -> int:
-    """Derive 48 bits (exact in JSON everywhere) from what names a completion."""
+    """Derive 48 bits (exact in JSON everywhere) from what names a completion.
+
+    Timing can't change them as long as a workflow starts its samples in a fixed order.
+    """
     key = f"{run_seed}/{prompt_id.epoch}/{prompt_id.index}/{sample}/{attempt}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")
+
+
+class EpisodeRunner:
+    """Runs attempts in the event loop, and records them."""
+
+    def __init__(
+        self, config: InferenceEngineConfig, engine: InferenceEngine, *, ledger: Ledger, budgets: Budgets
+    ) -> None:
+        self.ledger = ledger
+        self.budgets = budgets
+        self._config = config
+        self._engine = engine
+
+    def start(self, prompt: Prompt, head_version: int) -> Episode:
+        """Record the start of an attempt."""
+        if prompt.first_started_s is None:
+            prompt.first_started_s = asyncio.get_running_loop().time()
+        self.ledger.start(prompt, head_version)
+        return Episode(prompt, prompt.attempt, head_version, self._config.seed)
+
+    async def run(self, episode: Episode) -> Outcome:
+        """Run one attempt."""
+        try:
+            return await run_attempt(self._engine, episode, timeout_s=self._config.episode_timeout)
+        except Exception as error:
+            return error
+
+    def retry(self, episode: Episode, error: Exception) -> bool:
+        """Make the prompt of a failed attempt ready for another one; False if none may help."""
+        prompt, kind = episode.prompt, kind_of(error)
+        may_retry = prompt.attempt < self._config.episode_retries and not isinstance(error, ContextOverflowError)
+        what_follows = "trying again" if may_retry else "dropped"
+        message = "episode %s failed in attempt %d (%s), %s: %s"
+        logger.warning(message, prompt.prompt_id, prompt.attempt, kind, what_follows, describe(error))
+        if may_retry:
+            self.ledger.retry(prompt, kind)
+            prompt.attempt += 1
+        return may_retry
+
+    def record_end(self, episode: Episode, outcome: Outcome) -> None:
+        """Record how an episode ended; the budgets learn of an accepted one when nobody can reject it any more."""
+        prompt = episode.prompt
+        record = episode.samples, asyncio.get_running_loop().time() - (prompt.first_started_s or 0.0)
+        self.budgets.end(outcome if isinstance(outcome, Exception) else None)
+        if isinstance(outcome, Exception):
+            self.ledger.fail(prompt, kind_of(outcome), *record)
+        elif isinstance(outcome, str):
+            self.ledger.reject(prompt, outcome, *record)
+            self.budgets.reject(outcome)
+        else:
+            self.ledger.accept(prompt, *record)
+            episode.trajectory = outcome
+
+    def check(self) -> None:
+        """Raise if a budget is spent, or the ledger could not be written."""
+        self.budgets.check()
+        self.ledger.check()
+
+
+async def run_attempt(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> TensorDict | str:
+    """Run the workflow once, in the caller's task; return its trajectory, or why it was rejected."""
+    prompt = episode.prompt
+    assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
+    current_episode.set(episode)
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            episode.deadline = deadline
+            with awaits.running(str(prompt.prompt_id)):
+                trajectory = await prompt.workflow.arun_episode(engine, prompt.row)
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise EpisodeTimeoutError(
+            f"an episode must end within rollout.episode_timeout = {timeout_s:g} s: prompt {prompt.prompt_id} did "
+            "not. Raise it, or shorten the episode."
+        ) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > 0:
+            raise
+        raise EpisodeError("a workflow must not cancel itself: a task it awaited was cancelled.") from error
+    if trajectory is None:
+        return BY_WORKFLOW
+    trajectory = check_trajectory(trajectory, episode.head_version)
+    return BY_FILTER if prompt.should_accept is not None and not prompt.should_accept(trajectory) else trajectory

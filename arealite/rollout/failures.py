@@ -1,7 +1,6 @@
-"""What went wrong with episodes: kinds, the causes behind them, and the budgets that stop a run.
+"""Why episodes fail or are rejected, and the budgets that stop a run.
 
-Invariant: an episode that failed for good is counted exactly once, and never turns into a reward of 0. Totals are the
-ledger's business; here is only what decides whether the run goes on.
+Invariant: an episode that failed for good is counted exactly once, and never turns into a reward of 0.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter, deque
 
+from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import (
     ContextOverflowError,
     EnvError,
@@ -21,6 +21,8 @@ from arealite.api.errors import (
     UnreachableError,
 )
 
+BY_WORKFLOW, BY_FILTER, OVERDUE = "workflow", "filter", "overdue"
+"""Why an episode is rejected."""
 _KINDS: tuple[tuple[type[Exception], str], ...] = (
     (EpisodeTimeoutError, "timeout"),
     (ContextOverflowError, "context_overflow"),
@@ -31,25 +33,28 @@ _KINDS: tuple[tuple[type[Exception], str], ...] = (
     (ParseError, "parse"),
 )
 _SHOWN_CAUSES = 3
+_MAX_REJECTED_BATCHES_IN_A_ROW = 20
 
 
 class Budgets:
-    """How much may go wrong: a share of the recent episodes that fail, and rejections without anything accepted."""
+    """Limits on the share of recent episodes that fail, and on rejections with nothing accepted in between."""
 
-    def __init__(self, *, failure_window: int, max_failed_share: float, max_rejected_in_a_row: int) -> None:
-        self.failure_window = failure_window
-        self.max_failed = int(max_failed_share * failure_window + 1e-9)
-        self.max_rejected_in_a_row = max_rejected_in_a_row
-        self._recent: deque[str | None] = deque([None] * failure_window)
+    def __init__(self, config: InferenceEngineConfig) -> None:
+        self.failure_window = config.failure_window
+        self.max_failed = int(config.max_failed_share * config.failure_window + 1e-9)
+        self.max_rejected_in_a_row = (
+            config.max_rejected_in_a_row or _MAX_REJECTED_BATCHES_IN_A_ROW * config.consumer_batch_size
+        )
+        self._recent: deque[str | None] = deque([None] * config.failure_window)
         """The cause of each failure, None for an episode that ended otherwise."""
         self._causes: Counter[str] = Counter()
-        """How often each occurs in `_recent`."""
+        """How often each cause occurs in `_recent`."""
         self._examples: dict[str, Exception] = {}
         """The last failure of each cause."""
         self._rejected: Counter[str] = Counter()
 
     def end(self, error: Exception | None) -> None:
-        """Note an episode that ended, by which error if it failed for good."""
+        """Count an episode that ended; `error` is why it failed for good."""
         cause = None if error is None else _cause_of(error)
         self._recent.append(cause)
         if (forgotten := self._recent.popleft()) is not None:
@@ -59,11 +64,12 @@ class Budgets:
             self._examples[cause] = error
 
     def reject(self, reason: str) -> None:
-        """Note that the workflow or a filter rejected an episode."""
-        self._rejected[reason] += 1
+        """Count a rejection by the workflow or a filter; nobody is to blame for an episode's age."""
+        if reason != OVERDUE:
+            self._rejected[reason] += 1
 
     def accept(self) -> None:
-        """Note that an episode was accepted for good."""
+        """Count an episode that was accepted for good."""
         self._rejected.clear()
 
     def check(self) -> None:
@@ -72,7 +78,7 @@ class Budgets:
         if causes.total() > self.max_failed:
             raise EpisodeError(
                 f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
-                f"{causes.total()}. Mend the cause or raise rollout.max_failed_share.\n{self._explain(causes)}"
+                f"{causes.total()}. Fix the cause or raise rollout.max_failed_share.\n{self._explain(causes)}"
             ) from self._examples[causes.most_common(1)[0][0]]
         if self._rejected.total() > self.max_rejected_in_a_row:
             reasons = ", ".join(f"{count} by {reason}" for reason, count in self._rejected.most_common())
@@ -91,7 +97,7 @@ class Budgets:
 
 
 def kind_of(error: BaseException) -> str:
-    """Name the kind of a failure; a group of errors is of its first one's kind."""
+    """Return the kind of a failure; a group of errors has the kind of its first one."""
     if isinstance(error, BaseExceptionGroup):
         return kind_of(error.exceptions[0])
     if isinstance(error, RewardError):
@@ -100,7 +106,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def _cause_of(error: BaseException) -> str:
-    """Name what failures have in common that differ in their numbers: kind, class, and the line that raised."""
+    """Return what failures of one cause share: kind, class, and the line that raised."""
     if isinstance(error, BaseExceptionGroup):
         return _cause_of(error.exceptions[0])
     frames = traceback.extract_tb(error.__traceback__)

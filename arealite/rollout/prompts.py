@@ -1,17 +1,64 @@
-"""Where prompts come from: any iterable of lists of rows, without end, each row with its name.
+"""Prompts: the record that follows one through a run, and the dataloader that prompts come from.
 
-Invariant: every row that leaves has a `prompt_id`, and no two rows of one source share one. A dataloader that names
-its rows itself, and fetches them by that name, can be gone on with by another process; any other one can't.
+Invariant: every row that leaves a `PromptSource` has a `prompt_id`, and no two rows of one source share one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from arealite.api.io_struct import PromptId
+from arealite.api.workflow_api import RolloutWorkflow
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Row = dict[str, Any]
+ShouldAccept = Callable[["TensorDict"], bool]
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One completion that ended."""
+
+    sample: int
+    """Its number in the episode, in the order of the requests."""
+    tokens: int
+    latency_s: float
+    num_interrupts: int
+    server: str
+    """The last one that sampled a token of it."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One prompt, from issued to trained, rejected or failed."""
+
+    prompt_id: PromptId
+    row: Row = field(default_factory=dict)
+    workflow: RolloutWorkflow | None = None
+    """None after a recovery, until a dataloader has fetched the row again."""
+    should_accept: ShouldAccept | None = None
+    """None if a filter of `wait` may still reject its trajectory."""
+    attempt: int = 0
+    first_started_s: float | None = None
+    """Time of the event loop when the first attempt began."""
+
+    # Kept by the ledger
+    ticket: int = 0
+    is_counted: bool = True
+    """Whether staleness throttles it."""
+    issued_at: int = 0
+    """Position in the ledger."""
+    issued_unix_s: float = 0.0
+    state: str = "issued"
+    reason: str | None = None
+    head_version: int = -1
+    """Version of the trainer when the attempt began; -1 before the first one."""
+    trained_version: int | None = None
+    latency_s: float | None = None
 
 
 class PromptSource:
@@ -30,16 +77,12 @@ class PromptSource:
         state_dict = getattr(self.dataloader, "state_dict", None)
         return None if state_dict is None else state_dict()
 
-    def fetch(self, prompt_id: PromptId) -> Row:
-        """Return the row of a prompt that was pulled before a recovery."""
-        return self.require_fetch()(prompt_id)
-
     def require_fetch(self) -> Callable[[PromptId], Row]:
-        """Return how the dataloader fetches a row; refuse one whose rows another process could not find again."""
+        """Return how the dataloader fetches a row by its name; raise if another process could not find rows again."""
         fetch: Callable[[PromptId], Row] | None = getattr(self.dataloader, "fetch", None)
         if fetch is None:
             raise ValueError(
-                "the dataloader of a run that goes on from checkpoints must name its rows and `fetch(prompt_id)` them: "
+                "the dataloader of a run that resumes from checkpoints must name its rows and `fetch(prompt_id)` them: "
                 f"got {type(self.dataloader).__name__}. Use PromptLoader, or set recover.mode=disabled."
             )
         return fetch

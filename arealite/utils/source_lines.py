@@ -36,7 +36,7 @@ class SourceLine:
 
     @property
     def room(self) -> str:
-        """The folder of this package that holds the file, e.g. `engine`; empty for other code."""
+        """The folder of this package that holds the file, e.g. `inference`; empty for other code."""
         return self.file.removeprefix(_PACKAGE).partition("/")[0] if self.file.startswith(_PACKAGE) else ""
 
 

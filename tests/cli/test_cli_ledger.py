@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from arealite.api.io_struct import PromptId
-from arealite.rollout.account.ledger import Ledger, SampleRecord
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
 ORDER = {"seed": 1, "dataset_size": 40, "batch_size": 40, "shuffle": False, "drop_last": True}
@@ -25,20 +26,20 @@ def make_run(folder: Path) -> None:
     """Of 40 prompts the 4 slowest fail, the others are trained."""
     account = StalenessAccount(batch_size=40, max_head_offpolicyness=0, max_concurrent=40)
     ledger = Ledger(str(folder / "ledger.sqlite"), account)
-    prompt_ids = [PromptId(0, index) for index in range(40)]
-    tickets = ledger.issue(prompt_ids, cursor={"epoch": 0, "position": 40, **ORDER})
-    for ticket in tickets:
-        ledger.start(ticket, attempt=0, head_version=0)
-        samples = [SampleRecord(0, 100 * ticket, ticket / 4, 0, "127.0.0.1:1")]
-        if ticket > 36:
-            ledger.fail(ticket, "reward_timeout", samples, ticket / 4)
+    prompts = [Prompt(PromptId(0, index)) for index in range(40)]
+    ledger.issue(prompts, cursor={"epoch": 0, "position": 40, **ORDER})
+    for number, prompt in enumerate(prompts, start=1):
+        ledger.start(prompt, head_version=0)
+        samples = [SampleRecord(0, 100 * number, number / 4, 0, "127.0.0.1:1")]
+        if number > 36:
+            ledger.fail(prompt, "reward_timeout", samples, number / 4)
         else:
-            ledger.accept(ticket, samples, ticket / 4)
-    ledger.train(tickets[:36], 0)
+            ledger.accept(prompt, samples, number / 4)
+    ledger.train(prompts[:36], 0)
     ledger.note_checkpoint(0, ledger.flush())
     ledger.close()
     (folder / "rollouts").mkdir()
-    lines = [json.dumps({"prompt_id": str(prompt_id), "sample": 0}) + "\n" for prompt_id in prompt_ids[:36]]
+    lines = [json.dumps({"prompt_id": str(prompt.prompt_id), "sample": 0}) + "\n" for prompt in prompts[:36]]
     (folder / "rollouts" / "step_0.jsonl").write_text("".join(lines))
 
 

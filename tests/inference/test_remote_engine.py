@@ -32,6 +32,7 @@ from arealite.inference.backends.sglang import SGLangDialect
 from arealite.inference.http import StatusError
 from arealite.inference.pool import ServerSet, parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.rollout import awaits
 from arealite.rollout.episode import Episode, current_episode
 from arealite.utils.stop_strings import StopStrings
 
@@ -313,6 +314,19 @@ def test_completions_are_on_record_in_their_episode() -> None:
     assert sorted(one.sample for one in episode.samples) == [0, 1]
     assert {(one.tokens, one.num_interrupts, one.server) for one in episode.samples} == {(20, 1, server.address)}
     assert all(0.2 <= one.latency_s < 5 for one in episode.samples)
+
+
+def test_an_episode_that_waits_for_a_server_says_so() -> None:
+    found: list[dict[str, Any]] = []
+
+    class Watched(SamplingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+            asyncio.get_running_loop().call_later(0.1, lambda: found.extend(awaits.oldest()))
+            return await super().arun_episode(engine, data)
+
+    with connected(ScriptedServer(token_delay_s=0.05)) as engine:
+        engine.rollout_batch([{"input_ids": PROMPT, "prompt_id": PromptId(0, 4)}], Watched(max_new_tokens=10))
+    assert [(one["name"], one["on"]) for one in found] == [("0-4", "servers")]
 
 
 def test_a_request_does_not_wait_for_ever_for_the_end_of_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:

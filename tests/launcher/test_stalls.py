@@ -129,7 +129,7 @@ def test_server_stopped_by_a_signal(stalls):
     pid = stall.pid_of("server-0")
     assert f"because of server-0 (pid {pid}), which is stopped by a signal (state T), for " in stall.verdict
     assert f"    Continue it with kill -CONT {pid}.\n" in stall.output
-    assert "RolloutExecutor._run_lane" in stall.output, "who waits for it is told"
+    assert "UnthrottledBatches.train" in stall.output, "who waits for it is told"
     assert wait_gone([pid], timeout_s=5) == set(), "a stopped process is ended as well"
 
 

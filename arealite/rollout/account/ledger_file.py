@@ -18,10 +18,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
+from arealite.rollout.prompts import Prompt
 from arealite.utils.disk import free_space
 
 Row = tuple[Any, ...]
@@ -70,16 +71,6 @@ _GROUP_EVENTS = 1000
 _MAX_BACKLOG = 100_000
 """Events in memory; with more, the caller waits for the disk."""
 _FLUSH_S = 30.0
-
-
-class Reissued(NamedTuple):
-    """A prompt that is to run again."""
-
-    ticket: int
-    prompt_id: PromptId
-    is_counted: bool
-    issued_at: int
-    issued_unix_s: float
 
 
 class LedgerFile:
@@ -153,11 +144,14 @@ class LedgerFile:
             for statement in _ROLLBACK:
                 self._database.execute(statement, {"position": position})
 
-    def read_issued(self) -> list[Reissued]:
+    def read_issued(self) -> list[Prompt]:
         """Return the prompts that wait to run, in the order of their tickets."""
-        columns = "ticket, epoch, idx, is_counted, issued_at, issued_unix_s"
+        columns = "epoch, idx, ticket, is_counted, issued_at, issued_unix_s"
         rows = self._database.execute(f"SELECT {columns} FROM prompts WHERE state = 'issued' ORDER BY ticket")
-        return [Reissued(row[0], PromptId(row[1], row[2]), bool(row[3]), row[4], row[5]) for row in rows]
+        return [
+            Prompt(PromptId(epoch, index), ticket=ticket, is_counted=bool(counted), issued_at=at, issued_unix_s=unix_s)
+            for epoch, index, ticket, counted, at, unix_s in rows
+        ]
 
     def read_counts(self) -> tuple[int, Counter[str]]:
         """Return the last ticket and how many prompts are in which state, and were retried for which reason."""

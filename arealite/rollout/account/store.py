@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from arealite.rollout.account.stored_batch import columns_of
-from arealite.rollout.attempt import FinishedEpisode
+from arealite.rollout.episode import Episode
 from arealite.utils.disk import writing
 
 _FLUSH_S = 120.0
@@ -33,7 +33,7 @@ class RolloutStore:
         self._num_batches: Counter[str] = Counter()
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
 
-    def append(self, name: str, finished: Sequence[FinishedEpisode], trained_step: int | None) -> None:
+    def append(self, name: str, finished: Sequence[Episode], trained_step: int | None) -> None:
         """Queue the samples for `<name>.jsonl` and return at once."""
         self.check()
         self._last = self._thread.submit(self._write, name, list(finished), trained_step, self._last)
@@ -68,9 +68,7 @@ class RolloutStore:
         finally:
             self._thread.shutdown(wait=self._last is None or self._last.done())
 
-    def _write(
-        self, name: str, finished: list[FinishedEpisode], step: int | None, previous: Future[None] | None
-    ) -> None:
+    def _write(self, name: str, finished: list[Episode], step: int | None, previous: Future[None] | None) -> None:
         if previous is not None:
             previous.result()
         batch = self._num_batches[name]
@@ -81,21 +79,21 @@ class RolloutStore:
             for one in finished:
                 file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
 
-    def _lines(self, one: FinishedEpisode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
-        tokenizer = self._tokenizer_of(one.submission.workflow)
+    def _lines(self, one: Episode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
+        tokenizer = self._tokenizer_of(one.prompt.workflow)
         tensors = dict(one.trajectory.items())
         for sample in range(one.trajectory.batch_size[0]):
             columns = columns_of({key: tensor[sample] for key, tensor in tensors.items()})
             tokens, loss_mask = columns["input_ids"], columns["loss_mask"]
             start = loss_mask.index(1) if 1 in loss_mask else len(tokens)
             yield {
-                "prompt_id": str(one.episode.prompt_id),
+                "prompt_id": str(one.prompt_id),
                 "sample": sample,
-                "attempt": one.episode.attempt,
+                "attempt": one.attempt,
                 "prompt": tokenizer and tokenizer.decode(tokens[:start]),
                 "completion": tokenizer and tokenizer.decode(tokens[start:]),
                 **columns,
-                "server": ",".join(sorted(one.episode.servers)),
+                "server": ",".join(sorted(one.servers)),
                 "trained_step": step,
                 "batch": batch,
             }

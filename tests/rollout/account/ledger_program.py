@@ -5,7 +5,8 @@ import random
 import sys
 
 from arealite.api.io_struct import PromptId
-from arealite.rollout.account.ledger import Ledger, SampleRecord
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
 BATCH = 8
@@ -17,12 +18,13 @@ def main(path: str, seed: int) -> None:
     ledger.rollback(0)
     issued, version, ready = 0, 0, []
     while True:
-        prompt_ids = [PromptId(0, issued + offset) for offset in range(BATCH)]
+        prompts = [Prompt(PromptId(0, issued + offset)) for offset in range(BATCH)]
         issued += BATCH
-        for ticket in ledger.issue(prompt_ids, cursor={"position": issued}):
+        ledger.issue(prompts, cursor={"position": issued})
+        for prompt in prompts:
             if rng.random() < 0.9:
-                ledger.start(ticket, attempt=0, head_version=version)
-                ready += finish(ledger, rng, ticket)
+                ledger.start(prompt, head_version=version)
+                ready += finish(ledger, rng, prompt)
         if len(ready) >= BATCH:
             ledger.train(ready[:BATCH], version)
             ready, version = ready[BATCH:], version + 1
@@ -31,17 +33,17 @@ def main(path: str, seed: int) -> None:
             print(json.dumps({"position": position, "issued": issued, "counts": ledger.counts}), flush=True)
 
 
-def finish(ledger: Ledger, rng: random.Random, ticket: int) -> list[int]:
+def finish(ledger: Ledger, rng: random.Random, prompt: Prompt) -> list[Prompt]:
     """End some of the episodes, and return what may be trained on."""
     samples = [SampleRecord(sample, 10 + sample, 0.5, 0, "127.0.0.1:1") for sample in range(3)]
     outcome = rng.random()
     if outcome < 0.1:
-        ledger.fail(ticket, "timeout", samples, 0.5)
+        ledger.fail(prompt, "timeout", samples, 0.5)
     elif outcome < 0.2:
-        ledger.retry(ticket, "server_error")
+        ledger.retry(prompt, "server_error")
     elif outcome < 0.9:
-        ledger.accept(ticket, samples, 0.5)
-        return [ticket]
+        ledger.accept(prompt, samples, 0.5)
+        return [prompt]
     return []
 
 

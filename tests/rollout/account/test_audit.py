@@ -16,7 +16,8 @@ from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.account.audit import audit, passed_ids
 from arealite.rollout.account.bias import Settled, bias_of
-from arealite.rollout.account.ledger import Ledger, SampleRecord
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
 CURSOR = {
@@ -35,16 +36,17 @@ def make_run(folder: Path, cursor: dict | None = CURSOR) -> Path:
     """Step 0 trains 0-0 and 0-1, step 1 trains 0-2; 0-3 fails, 1-0 is rejected, 1-1 is pending."""
     account = StalenessAccount(batch_size=2, max_head_offpolicyness=9, max_concurrent=9)
     ledger = Ledger(str(folder / "ledger.sqlite"), account)
-    tickets = ledger.issue(list(passed_ids(CURSOR)), cursor=cursor)
-    for ticket in tickets[:5]:
-        ledger.start(ticket, attempt=0, head_version=0)
-    for ticket in tickets[:3]:
-        ledger.accept(ticket, [SampleRecord(0, 10 * ticket, 1.0, 0, "a:1"), SampleRecord(1, 4, 1.0, 2, "b:1")], 1.0)
-    ledger.fail(tickets[3], "reward_timeout", latency_s=60.0)
-    ledger.reject(tickets[4], "filter", [SampleRecord(0, 7, 2.0, 1, "a:1")], 2.0)
-    ledger.train(tickets[:2], 0)
+    prompts = [Prompt(prompt_id) for prompt_id in passed_ids(CURSOR)]
+    ledger.issue(prompts, cursor=cursor)
+    for prompt in prompts[:5]:
+        ledger.start(prompt, head_version=0)
+    for tokens, prompt in zip((10, 20, 30), prompts):
+        ledger.accept(prompt, [SampleRecord(0, tokens, 1.0, 0, "a:1"), SampleRecord(1, 4, 1.0, 2, "b:1")], 1.0)
+    ledger.fail(prompts[3], "reward_timeout", latency_s=60.0)
+    ledger.reject(prompts[4], "filter", [SampleRecord(0, 7, 2.0, 1, "a:1")], 2.0)
+    ledger.train(prompts[:2], 0)
     ledger.note_checkpoint(0, ledger.flush())
-    ledger.train(tickets[2:3], 1)
+    ledger.train(prompts[2:3], 1)
     ledger.close()
     rollouts = folder / "rollouts"
     rollouts.mkdir()
@@ -146,10 +148,11 @@ def test_prompts_without_a_dataloader_are_counted_too(tmp_path: Path) -> None:
     ledger = Ledger(
         str(tmp_path / "ledger.sqlite"), StalenessAccount(batch_size=1, max_head_offpolicyness=0, max_concurrent=1)
     )
-    (ticket,) = ledger.issue([PromptId(-1, 0)], cursor=None)
-    ledger.start(ticket, attempt=0, head_version=0)
-    ledger.accept(ticket, [], 1.0)
-    ledger.train([ticket], 0)
+    prompt = Prompt(PromptId(-1, 0))
+    ledger.issue([prompt], cursor=None)
+    ledger.start(prompt, head_version=0)
+    ledger.accept(prompt, [], 1.0)
+    ledger.train([prompt], 0)
     ledger.close()
     (tmp_path / "rollouts").mkdir()
     show(tmp_path / "rollouts" / "step_0.jsonl", "-1-0")

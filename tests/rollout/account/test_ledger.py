@@ -23,8 +23,9 @@ from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.dataset.loader import PromptLoader
 from arealite.rollout.account.audit import audit
-from arealite.rollout.account.ledger import Ledger, SampleRecord
+from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.ledger_file import open_for_reading
+from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
 OPEN = ("issued", "running", "accepted")
@@ -35,6 +36,10 @@ SAMPLES = st.lists(st.integers(1, 500), max_size=3).map(
 
 def new_account() -> StalenessAccount:
     return StalenessAccount(batch_size=2, max_head_offpolicyness=3, max_concurrent=9)
+
+
+def names(prompts: list[Prompt]) -> list[tuple[int, PromptId]]:
+    return [(prompt.ticket, prompt.prompt_id) for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.account, self.consumed = new_account(), 0
+        self.prompts_by_ticket: dict[int, Prompt] = getattr(self, "prompts_by_ticket", {})
         self.ledger = Ledger(self.path, self.account)
 
     def teardown(self) -> None:
@@ -110,8 +116,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def issue(self) -> None:
         rows = next(self.prompts)
         cursor = self.loader.state_dict()
-        tickets = self.ledger.issue([row["prompt_id"] for row in rows], cursor=cursor)
+        prompts = [Prompt(row["prompt_id"]) for row in rows]
+        self.ledger.issue(prompts, cursor=cursor)
+        tickets = [prompt.ticket for prompt in prompts]
         assert tickets == list(range(len(self.now.fates) + 1, len(self.now.fates) + 1 + len(rows)))
+        self.prompts_by_ticket |= dict(zip(tickets, prompts))
         fates = {ticket: Fate(row["prompt_id"], True) for ticket, row in zip(tickets, rows)}
         self.tell(story=replace(self.now, fates=self.now.fates | fates, cursor=cursor, loader=cursor))
 
@@ -119,21 +128,24 @@ class LedgerMachine(RuleBasedStateMachine):
     def issue_beside_the_account(self) -> None:
         prompt_id = PromptId(-1, self.num_unnamed)
         self.num_unnamed += 1
-        (ticket,) = self.ledger.issue([prompt_id], cursor=None, is_counted=False)
-        self.tell(story=replace(self.now, fates=self.now.fates | {ticket: Fate(prompt_id, False)}))
+        prompt = Prompt(prompt_id)
+        self.ledger.issue([prompt], cursor=None, is_counted=False)
+        self.prompts_by_ticket[prompt.ticket] = prompt
+        self.tell(story=replace(self.now, fates=self.now.fates | {prompt.ticket: Fate(prompt_id, False)}))
 
     @precondition(lambda self: self.tickets("issued"))
     @rule(data=st.data(), attempt=st.integers(0, 2), head_version=st.integers(0, 2))
     def start(self, data: st.DataObject, attempt: int, head_version: int) -> None:
         ticket = self.pick(data, "issued")
-        self.ledger.start(ticket, attempt=attempt, head_version=head_version)
+        self.prompts_by_ticket[ticket].attempt = attempt
+        self.ledger.start(self.prompts_by_ticket[ticket], head_version)
         self.tell(ticket, state="running", attempt=attempt, head_version=head_version)
 
     @precondition(lambda self: self.tickets("running"))
     @rule(data=st.data(), kind=st.sampled_from(["timeout", "reward_crash"]))
     def retry(self, data: st.DataObject, kind: str) -> None:
         ticket = self.pick(data, "running")
-        self.ledger.retry(ticket, kind)
+        self.ledger.retry(self.prompts_by_ticket[ticket], kind)
         self.now = replace(self.now, retried=self.now.retried + Counter([kind]))
         self.tell(ticket, state="issued")
 
@@ -141,14 +153,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), samples=SAMPLES, latency_s=st.floats(0, 9))
     def accept(self, data: st.DataObject, samples: list[SampleRecord], latency_s: float) -> None:
         ticket = self.pick(data, "running")
-        self.ledger.accept(ticket, samples, latency_s)
+        self.ledger.accept(self.prompts_by_ticket[ticket], samples, latency_s)
         self.tell(ticket, state="accepted", latency_s=latency_s, samples=tuple(samples))
 
     @precondition(lambda self: self.tickets("running"))
     @rule(data=st.data(), samples=SAMPLES, latency_s=st.none() | st.floats(0, 9), is_failure=st.booleans())
     def drop(self, data: st.DataObject, samples: list[SampleRecord], latency_s: float | None, is_failure: bool) -> None:
         ticket = self.pick(data, "running")
-        (self.ledger.fail if is_failure else self.ledger.reject)(ticket, "parse", samples, latency_s)
+        drop = self.ledger.fail if is_failure else self.ledger.reject
+        drop(self.prompts_by_ticket[ticket], "parse", samples, latency_s)
         state = "failed" if is_failure else "rejected"
         self.tell(ticket, state=state, reason="parse", latency_s=latency_s, samples=tuple(samples))
 
@@ -156,7 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reject_accepted(self, data: st.DataObject) -> None:
         ticket = self.pick(data, "accepted")
-        self.ledger.reject(ticket, "overdue")
+        self.ledger.reject(self.prompts_by_ticket[ticket], "overdue")
         self.tell(ticket, state="rejected", reason="overdue")
 
     @precondition(lambda self: self.tickets("accepted"))
@@ -164,7 +177,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def train(self, data: st.DataObject) -> None:
         tickets = data.draw(st.lists(st.sampled_from(self.tickets("accepted")), unique=True, min_size=1))
         version = self.now.version
-        self.ledger.train(tickets, version)
+        self.ledger.train([self.prompts_by_ticket[ticket] for ticket in tickets], version)
         fates = {t: replace(self.now.fates[t], state="trained", trained_version=version) for t in tickets}
         self.consumed += sum(fate.is_counted for fate in fates.values())
         self.tell(story=replace(self.now, fates=self.now.fates | fates, version=version + 1))
@@ -173,11 +186,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def illegal_transitions_are_refused(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.now.fates)))
-        state = self.now.fates[ticket].state
+        prompt, state = self.prompts_by_ticket[ticket], self.now.fates[ticket].state
         attempts = {
-            "issued": lambda: self.ledger.start(ticket, attempt=0, head_version=0),
-            "running": lambda: self.ledger.accept(ticket, [], 0.0),
-            "accepted": lambda: self.ledger.train([ticket], 0),
+            "issued": lambda: self.ledger.start(prompt, 0),
+            "running": lambda: self.ledger.accept(prompt, [], 0.0),
+            "accepted": lambda: self.ledger.train([prompt], 0),
         }
         for needed, attempt in attempts.items():
             if needed != state:
@@ -203,16 +216,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.open()
         position = data.draw(st.sampled_from(self.flushed))
         if self.position:
-            with pytest.raises(AssertionError, match="must be rolled back first"):
-                self.ledger.issue([PromptId(9, 9)], cursor=None)
+            with pytest.raises(AssertionError, match=r"call rollback\(position\) before"):
+                self.ledger.issue([Prompt(PromptId(9, 9))], cursor=None)
         pending = self.ledger.rollback(position)
         if again:
             self.ledger.close()
             self.open()
-            assert self.ledger.rollback(position) == pending
+            assert names(self.ledger.rollback(position)) == names(pending)
+        self.prompts_by_ticket |= {prompt.ticket: prompt for prompt in pending}
         self.now = self.stories[position]
         self.now = replace(self.now, fates={ticket: fate.reopened() for ticket, fate in self.now.fates.items()})
-        assert pending == [(ticket, self.now.fates[ticket].prompt_id) for ticket in self.tickets("issued")]
+        assert names(pending) == [(ticket, self.now.fates[ticket].prompt_id) for ticket in self.tickets("issued")]
         self.stories = {at: story for at, story in self.stories.items() if at < position} | {position: self.now}
         self.stories[self.position] = self.now
         self.flushed = [at for at in self.flushed if at <= position]
@@ -291,18 +305,19 @@ TestLedgerMachine.settings = settings(max_examples=settings.default.max_examples
 def test_a_life_by_hand(tmp_path: Path) -> None:
     account = new_account()
     ledger = Ledger(str(tmp_path / "ledger.sqlite"), account)
-    first, second = ledger.issue([PromptId(0, 7), PromptId(0, 3)], cursor=None)
-    ledger.start(first, attempt=0, head_version=0)
+    first, second = Prompt(PromptId(0, 7)), Prompt(PromptId(0, 3))
+    ledger.issue([first, second], cursor=None)
+    ledger.start(first, 0)
     assert account.running == {0: 1} and ledger.counts == Counter(issued=1, running=1)
     ledger.accept(first, [SampleRecord(0, 12, 0.5, 1, "127.0.0.1:1")], 0.75)
     kept = ledger.flush()
     ledger.train([first], 0)
     assert account.consumed == 1 and ledger.counts == Counter(issued=1, trained=1)
-    ledger.start(second, attempt=0, head_version=0)
+    ledger.start(second, 0)
     ledger.fail(second, "environment")
     ledger.close()
     ledger = Ledger(str(tmp_path / "ledger.sqlite"), new_account())
-    assert ledger.rollback(kept) == [(first, PromptId(0, 7)), (second, PromptId(0, 3))]
+    assert names(ledger.rollback(kept)) == [(1, PromptId(0, 7)), (2, PromptId(0, 3))]
     assert ledger.counts == Counter(issued=2)
     ledger.close()
 
@@ -310,13 +325,14 @@ def test_a_life_by_hand(tmp_path: Path) -> None:
 def test_a_batch_is_trained_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     account = new_account()
     ledger = Ledger(None, account)
-    tickets = ledger.issue([PromptId(0, 0), PromptId(0, 1)], cursor=None)
-    ledger.start(tickets[0], attempt=0, head_version=0)
-    ledger.accept(tickets[0], [], 0.1)
+    prompts = [Prompt(PromptId(0, 0)), Prompt(PromptId(0, 1))]
+    ledger.issue(prompts, cursor=None)
+    ledger.start(prompts[0], 0)
+    ledger.accept(prompts[0], [], 0.1)
     with pytest.raises(AssertionError, match="ticket 2 must be accepted: it is issued"):
-        ledger.train(tickets, 0)
+        ledger.train(prompts, 0)
     with pytest.raises(AssertionError, match=r"hold an episode once: got tickets \[1, 1\]"):
-        ledger.train([1, 1], 0)
+        ledger.train([prompts[0], prompts[0]], 0)
     assert ledger.counts == Counter(accepted=1, issued=1) and account.consumed == 0
     assert ledger.flush() == 3 and list(tmp_path.iterdir()) == []
 
@@ -325,7 +341,7 @@ def test_readers_see_a_transition_soon_without_a_flush(tmp_path: Path) -> None:
     ledger = Ledger(str(tmp_path / "ledger.sqlite"), new_account())
     delays = []
     for index in range(20):
-        ledger.issue([PromptId(0, index)], cursor=None)
+        ledger.issue([Prompt(PromptId(0, index))], cursor=None)
         noted = time.monotonic()
         while audit(tmp_path).issued <= index and time.monotonic() < noted + 10:
             time.sleep(0.001)
@@ -399,13 +415,14 @@ import resource, sys
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.prompts import Prompt
 from arealite.rollout.staleness import StalenessAccount
 ledger = Ledger(sys.argv[1], StalenessAccount(batch_size=1, max_head_offpolicyness=0, max_concurrent=1))
 resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
 calls = [ledger.check, ledger.flush, ledger.close]
 try:
     while True:
-        ledger.issue([PromptId(0, 0)] * 100, cursor=None)
+        ledger.issue([Prompt(PromptId(0, 0)) for _ in range(100)], cursor=None)
         ledger.flush()
 except LedgerError:
     for call in calls:

@@ -16,8 +16,8 @@ from arealite.api.io_struct import PromptId
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.account.stored_batch import read_batches
-from arealite.rollout.attempt import FinishedEpisode, Submission
 from arealite.rollout.episode import Episode
+from arealite.rollout.prompts import Prompt
 from arealite.rollout.trajectory import assemble_batch
 
 
@@ -26,9 +26,10 @@ class NoWorkflow(RolloutWorkflow):
         raise NotImplementedError
 
 
-def finished(index: int, trajectory: TensorDict) -> FinishedEpisode:
-    prompt_id = PromptId(0, index)
-    return FinishedEpisode(Submission({"prompt_id": prompt_id}, NoWorkflow()), Episode(prompt_id, 0, 0, 1), trajectory)
+def finished(index: int, trajectory: TensorDict) -> Episode:
+    episode = Episode(Prompt(PromptId(0, index), workflow=NoWorkflow()), attempt=0, head_version=0, seed=1)
+    episode.trajectory = trajectory
+    return episode
 
 
 def trajectory_of(generator: torch.Generator, num_rows: int, extra: bool) -> TensorDict:

@@ -1,0 +1,103 @@
+"""Batches that staleness does not throttle: a fixed list of prompts, run now, with a concurrency of its own.
+
+Synchronous batches and evaluations run here. Invariants: a batch returns when every episode has ended, so it never
+waits for what can't come; an evaluation holds completions of one version of the weights only; no more episodes start
+than may run at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from arealite.api.errors import EpisodeError
+from arealite.rollout.episode import Episode, EpisodeRunner
+from arealite.rollout.prompts import Prompt
+
+logger = logging.getLogger("arealite.rollout")
+
+
+class UnthrottledBatches:
+    """Runs lists of prompts, in the event loop."""
+
+    def __init__(self, *, max_concurrent: int) -> None:
+        self._max_concurrent = max_concurrent
+        self._num_running = 0
+        self._may_start = asyncio.Event()
+        """Set and replaced when another episode may start."""
+
+    def set_max_concurrent(self, max_concurrent: int) -> None:
+        """Set the concurrency limit; running episodes are not interrupted (in the loop)."""
+        self._max_concurrent = max_concurrent
+        self._wake()
+
+    async def train(self, runner: EpisodeRunner, prompts: list[Prompt], *, version: int) -> list[Episode]:
+        """Run episodes whose accepted results are trained on at this version."""
+        episodes = await self._run(runner, prompts, head_version=version)
+        runner.ledger.train([one.prompt for one in episodes], version)
+        return episodes
+
+    async def evaluate(self, runner: EpisodeRunner, prompts: list[Prompt]) -> list[Episode]:
+        """Run evaluation episodes; those that other weights than the newest sampled run again."""
+        episodes = await self._run(runner, prompts, head_version=0)
+        versions = [_versions(one) for one in episodes]
+        newest = max((max(some) for some in versions if some), default=0)
+        outdated = [one.prompt for one, some in zip(episodes, versions) if some - {newest}]
+        if not outdated:
+            return episodes
+        logger.warning("%d evaluation episodes saw older weights than %d: they run again", len(outdated), newest)
+        prompts = [Prompt(one.prompt_id, one.row, one.workflow, attempt=one.attempt) for one in outdated]
+        again = await self._run(runner, prompts, head_version=newest)
+        newer = {version for one in again for version in _versions(one)} - {newest}
+        if newer or len(again) < len(outdated):
+            raise EpisodeError(
+                f"an evaluation must use one version of the weights: got {newest} and {sorted(newer) or 'older ones'}. "
+                "Publish weights to every server, and not during an evaluation."
+            )
+        return [one for one, some in zip(episodes, versions) if not some - {newest}] + again
+
+    async def _run(self, runner: EpisodeRunner, prompts: list[Prompt], *, head_version: int) -> list[Episode]:
+        """Return the episodes that were accepted; the first error ends all others."""
+        runner.ledger.issue(prompts, cursor=None, is_counted=False)
+        tasks: list[asyncio.Task[Episode | None]] = []
+        try:
+            for prompt in prompts:
+                while self._num_running >= self._max_concurrent:
+                    await self._may_start.wait()
+                runner.check()
+                self._num_running += 1
+                tasks.append(asyncio.create_task(_run_to_the_end(runner, prompt, head_version)))
+                tasks[-1].add_done_callback(self._note_end)
+            return [one for one in await asyncio.gather(*tasks) if one is not None]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _note_end(self, _: asyncio.Task[Episode | None]) -> None:
+        self._num_running -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._may_start.set()
+        self._may_start = asyncio.Event()
+
+
+async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: int) -> Episode | None:
+    """Return the accepted episode; None if it was rejected or failed."""
+    while True:
+        episode = runner.start(prompt, head_version)
+        outcome = await runner.run(episode)
+        if not isinstance(outcome, Exception) or not runner.retry(episode, outcome):
+            break
+    runner.record_end(episode, outcome)
+    if isinstance(outcome, Exception | str):
+        runner.budgets.check()
+        return None
+    runner.budgets.accept()
+    return episode
+
+
+def _versions(episode: Episode) -> set[int]:
+    """Return the versions of the weights that sampled its tokens."""
+    trajectory = episode.trajectory
+    return set(trajectory["versions"][trajectory["loss_mask"].bool()].tolist())
