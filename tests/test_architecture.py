@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "server": {"api", "utils", "generation"},
     "inference": {"api", "utils", "rollout"},
     "engine": {"api", "utils", "algorithms", "inference.remote_engine"},
-    "weights": {"api", "utils", "engine", "inference", "rollout.account.stored_batch"},
+    "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward", "rollout.builder"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
     "trainer": {

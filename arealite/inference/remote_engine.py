@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -33,6 +34,7 @@ from arealite.inference.completions import Canary, Generator
 from arealite.inference.discovery import Membership
 from arealite.inference.pool import ServerSet, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
+from arealite.rollout.account.replay import Replay
 from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.event_loop import Errand
 from arealite.rollout.executor import RolloutExecutor
@@ -41,9 +43,7 @@ from arealite.utils import heartbeat
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.secret import ensure_secret, secret_of_environment
-from arealite.weights.replay import Player
 
-T = TypeVar("T")
 NextStep = Literal["again", "enough", "no"]
 """After a publication that failed: try it once more, go on without it, or raise."""
 
@@ -67,8 +67,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._errand = Errand(self._catch_up)
         self._rate_from = (time.monotonic(), 0)
         """When `metrics` was last called, and how many tokens had been sampled."""
-        self._player: Player | None = None
-        """Takes the executor's place in a replay."""
+        self._replay: Replay | None = None
         self._exchange = RankZeroExchange()
         self.canary_gap: float | None = None
         """Largest difference per token between a server's logprobs and the trainer's at the last publication."""
@@ -83,7 +82,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if _rank() != 0:
             return
         if self.config.replay_from:
-            self._player = Player(self.config.replay_from)
+            self._replay = Replay(self.config.replay_from, self)
             return
         addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(SERVER_ADDRS_VARIABLE, ""))
         if not addresses and not self.config.num_servers:
@@ -147,7 +146,7 @@ class RemoteInferenceEngine(InferenceEngine):
     def _catch_up(self) -> None:
         """Bring stale servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""
         if self.on_stale is not None and self.servers.stale:
-            self._exchange.play(self.on_stale)
+            self._exchange.run_on_every_rank(self.on_stale)
 
     # Generation
 
@@ -194,10 +193,12 @@ class RemoteInferenceEngine(InferenceEngine):
     def after_failed_update(self, *, only_stale: bool, may_repeat: bool) -> NextStep:
         """Tell every rank whether a publication that failed may be tried again, perhaps when a server is there
         (collective). When only stale servers were to catch up it is `enough` if none is left, or others are live."""
+        if self._exchange.is_receiver:
+            return cast("NextStep", self._exchange.receive(None))
         decide = self._after_failed_catch_up if only_stale else self._after_failed_publication
-        return self._exchange.scatter(
-            lambda world_size: [self._require_executor().loop.run(decide(may_repeat))] * world_size
-        )
+        with self._exchange.collecting():
+            next_step = self._require_executor().loop.run(decide(may_repeat))
+        return self._exchange.send([next_step] * self._exchange.num_ranks)
 
     async def _after_failed_publication(self, may_repeat: bool) -> NextStep:
         self._receiver.give_up()
@@ -272,20 +273,21 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         """Queue one episode and return at once (rank 0)."""
-        if self._player is None:
-            self._require_executor().submit(data, workflow)
+        self._rollouts().submit(data, workflow)
 
     def wait(
         self, count: int, timeout: float | None = None, should_accept: Callable[[TensorDict], bool] | None = None
     ) -> TensorDict:
         """Return `count` accepted trajectories, oldest first (rank 0). Raises TimeoutError, and then loses nothing."""
-        if self._player is not None:
-            return self._player.play(self._version)
-        return self._require_executor().wait(count, timeout, should_accept)
+        return self._rollouts().wait(count, timeout, should_accept)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
         """Run one episode per item of rank 0's `data` now and return this rank's share of what was accepted."""
-        return self._share_out(lambda: self._require_executor().run_all(data, workflow))
+        if self._exchange.is_receiver:
+            return self._exchange.receive(self.on_stale)
+        with self._collecting():
+            batch = self._rollouts().run_all(data, workflow)
+        return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
 
     def prepare_batch(
         self,
@@ -294,38 +296,34 @@ class RemoteInferenceEngine(InferenceEngine):
         should_accept: Callable[[TensorDict], bool] | None = None,
     ) -> TensorDict:
         """Keep episodes in flight and return this rank's share of the next batch of bounded staleness."""
-        return self._share_out(lambda: self._require_executor().prepare_batch(dataloader, workflow, should_accept))
-
-    def _share_out(self, collect: Callable[[], TensorDict]) -> TensorDict:
-        """Collect a batch on rank 0, or play one, and return this rank's share."""
-
-        def shares(world_size: int) -> list[TensorDict]:
-            batch = collect() if self._player is None else self._player.play(self._version)
-            return split_batch(batch, world_size)
-
-        return self._scatter(shares)
-
-    def _scatter(self, produce: Callable[[int], list[T]]) -> T:
-        """Give every rank its part of what rank 0 waits for, and let servers catch up meanwhile."""
-        if self.servers.stale:
-            self._errand.want()
-        return self._exchange.scatter(produce, self.on_stale)
+        if self._exchange.is_receiver:
+            return self._exchange.receive(self.on_stale)
+        with self._collecting():
+            batch = self._rollouts().prepare_batch(dataloader, workflow, should_accept)
+        return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return means over all samples.
 
         `num_failed` counts the items that are in no mean, because their episode failed or was rejected.
         """
+        if self._exchange.is_receiver:
+            return self._exchange.receive(self.on_stale)
+        with self._collecting():
+            batch = self._rollouts().run_all(data, workflow, is_evaluation=True)
+            means = _means(batch) | {"num_failed": float(len(data) - batch["group_index"].unique().numel())}
+        return self._exchange.send([means] * self._exchange.num_ranks)
 
-        def evaluate(world_size: int) -> list[dict[str, float]]:
-            if self._player is None:
-                batch = self._require_executor().run_all(data, workflow, is_evaluation=True)
-            else:
-                batch = self._player.play(self._version, is_evaluation=True)
-            num_failed = len(data) - batch["group_index"].unique().numel()
-            return [_means(batch) | {"num_failed": float(num_failed)}] * world_size
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Collect on rank 0 while the others receive, and let servers catch up meanwhile."""
+        if self.servers.stale:
+            self._errand.want()
+        with self._exchange.collecting():
+            yield
 
-        return self._scatter(evaluate)
+    def _rollouts(self) -> RolloutExecutor | Replay:
+        return self._replay or self._require_executor()
 
     def pause(self) -> None:
         """Start no new episodes; generation goes on."""

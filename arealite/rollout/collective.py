@@ -1,14 +1,14 @@
 """How what rank 0 collected reaches every rank.
 
-While rank 0 still produces, it may make all ranks do something together, an *interlude*. Invariant: every rank leaves
-the exchange, with its part or with rank 0's error; a rank that fails alone in an interlude leaves at once, as no other
-can hear of it before its process ends. The exchange has a gloo group of its own, so it never mixes with collectives of
-training and works whatever backend those use.
+While rank 0 collects and the others receive, rank 0 may run a collective callback. Invariant: every rank leaves with
+its part or with rank 0's error; a rank on which the callback fails alone leaves at once, as no other can hear of it
+before its process ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,65 +26,65 @@ _TIMEOUT = timedelta(days=1)
 
 
 class RankZeroExchange:
-    """Runs something on rank 0 and gives each rank its part. Every rank calls it in the same order."""
+    """Gives each rank its part of what rank 0 collects; ranks use it in the same order.
+
+    It has a gloo group of its own, so it never mixes with collectives of training, whatever backend those use.
+    """
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._is_open = False
-        """Whether rank 0 is producing, and all others wait for it."""
+        """Whether the other ranks receive."""
         self._has_left = False
-        """Whether rank 0 has left an interlude in which the others may still be."""
+        """Whether rank 0 has left a callback in which the others may still be."""
 
-    def scatter(self, produce: Callable[[int], list[T]], interlude: Callable[[], None] | None = None) -> T:
-        """Call `produce(world_size)` on rank 0 and return the entry of this rank.
+    @property
+    def num_ranks(self) -> int:
+        """How many parts to send."""
+        return dist.get_world_size() if dist.is_initialized() else 1
 
-        Other ranks run `interlude` as often as rank 0 calls `play` meanwhile.
-        """
-        if _is_alone():
-            return produce(1)[0]
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        if dist.get_rank() != 0:
-            return self._receive(interlude)
-        world_size = dist.get_world_size()
-        was_open, self._is_open = self._is_open, True  # an interlude may scatter
+    @property
+    def is_receiver(self) -> bool:
+        """Whether this rank calls `receive`."""
+        return dist.is_initialized() and dist.get_rank() != 0
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Let the other ranks wait for what the block collects; its error is raised on every rank (rank 0)."""
+        was_open, self._is_open = self._is_open, self.num_ranks > 1  # a callback may collect
+        if self._is_open:
+            self._own_group()
         try:
-            parts = produce(world_size)
+            yield
         except BaseException as error:
-            if not self._has_left:
-                self._send([_Message(error=f"{type(error).__name__}: {error}")] * world_size)
+            if self._is_open and not self._has_left:
+                self._send([_Message(error=f"{type(error).__name__}: {error}")] * self.num_ranks)
             raise
         finally:
             self._is_open = was_open
-        self._send([_Message(part) for part in parts])
+
+    def send(self, parts: list[T]) -> T:
+        """Give every rank its part and return that of rank 0."""
+        if self.num_ranks > 1:
+            self._send([_Message(part) for part in parts])
         return parts[0]
 
-    def play(self, interlude: Callable[[], None]) -> bool:
-        """Run an interlude on every rank (called on rank 0); return False if the others can't hear of it now."""
-        if self._is_open:
-            self._send([_Message(is_interlude=True)] * dist.get_world_size())
-        elif not _is_alone():
-            return False
-        try:
-            interlude()
-        except BaseException as error:
-            self._has_left = self._is_open and not is_agreed(error)
-            raise
-        return True
+    def receive(self, callback: Callable[[], None] | None) -> Any:
+        """Return this rank's part, and run the callback as often as rank 0 does meanwhile.
 
-    def _receive(self, interlude: Callable[[], None] | None) -> Any:
-        """Take this rank's part. An interlude that fails on every rank does so on rank 0, whose error ends the wait."""
+        One that fails on every rank fails on rank 0 too, whose error ends the wait.
+        """
         failure: Exception | None = None
         while True:
             received: list[Any] = [None]
             with heartbeat.waiting("what rank 0 collects", on="ranks"):
-                dist.scatter_object_list(received, None, src=0, group=self._group)
+                dist.scatter_object_list(received, None, src=0, group=self._own_group())
             heartbeat.tick()
             message: _Message = received[0]
-            if message.is_interlude:
-                assert interlude is not None, "rank 0 plays what every rank has"
+            if message.is_callback:
+                assert callback is not None, "rank 0 runs what every rank has"
                 try:
-                    interlude()
+                    callback()
                 except Exception as error:
                     if not is_agreed(error):
                         raise
@@ -96,18 +96,31 @@ class RankZeroExchange:
                 raise failure
             return message.part
 
+    def run_on_every_rank(self, callback: Callable[[], None]) -> None:
+        """Run a callback on this rank and on those that receive (rank 0); do nothing while others do not listen."""
+        if self._is_open:
+            self._send([_Message(is_callback=True)] * self.num_ranks)
+        elif self.num_ranks > 1:
+            return
+        try:
+            callback()
+        except BaseException as error:
+            self._has_left = self._is_open and not is_agreed(error)
+            raise
+
     def _send(self, messages: list[_Message]) -> None:
-        dist.scatter_object_list([None], messages, src=0, group=self._group)
+        dist.scatter_object_list([None], messages, src=0, group=self._own_group())
+
+    def _own_group(self) -> dist.ProcessGroup | None:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        return self._group
 
 
 @dataclass(frozen=True)
 class _Message:
-    """What rank 0 tells another rank."""
+    """What rank 0 sends to another rank."""
 
     part: Any = None
     error: str | None = None
-    is_interlude: bool = False
-
-
-def _is_alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
+    is_callback: bool = False

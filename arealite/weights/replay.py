@@ -1,43 +1,16 @@
-"""Replay: a step of an earlier run once more, from its stored batches, without servers and bit for bit.
+"""Replay of a training step: publishing weights means comparing them with what the run published as that version.
 
-The run's own script runs again with `rollout.replay_from` set (`arealite replay` arranges that). Batches then come from
-a `Player`, and publishing weights means comparing them with what the run published under that version, so the first
-step that differs is the one that is named. Only what the stored batches do not determine may differ: timing, rollouts.
+The run's own script runs again with `rollout.replay_from` set (`arealite replay` arranges that), without servers. Its
+batches come from `rollout.account.replay`. The first version that differs ends the program.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from pathlib import Path
-
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.rollout.account.stored_batch import read_batches
 from arealite.weights.log import read_weights
-
-
-class Player:
-    """Hands out the batches of a run again, in their order. Lives on rank 0."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder) / "rollouts"
-        self._unplayed: dict[str, deque[TensorDict]] = {}
-
-    def play(self, version: int, *, is_evaluation: bool = False) -> TensorDict:
-        """Return the next batch that was handed out at this version."""
-        path = self._folder / f"{'eval_' * is_evaluation}step_{version}.jsonl"
-        if path.name not in self._unplayed:
-            self._unplayed[path.name] = deque(read_batches(path) if path.exists() else [])
-        if not self._unplayed[path.name]:
-            raise ConfigError(
-                f"{path} must hold each batch that the script asks for: got no more. "
-                "Replay with the script and config of the run."
-            )
-        return self._unplayed[path.name].popleft()
 
 
 def compare_weights(actor: FSDPPPOActor, config: InferenceEngineConfig, version: int) -> None:

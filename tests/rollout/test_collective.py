@@ -19,56 +19,51 @@ WORLD_SIZE = 2
 
 
 def run_rank(rank: int, port: int, results: Any) -> None:
-    """Scatter, fail on rank 0, scatter again, then with interludes: the second fails everywhere, the last on rank 1."""
+    """Collect, fail on rank 0, collect again, then with callbacks: the second fails everywhere, the last on rank 1."""
     store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     exchange = RankZeroExchange()
     outcomes: list[object] = []
-    for step in range(3):
-
-        def produce(world_size: int, step: int = step) -> list[str]:
-            assert dist.get_rank() == 0
-            if step == 1:
-                raise ZeroDivisionError("no rollouts today")
-            return [f"step {step} part {part} of {world_size}" for part in range(world_size)]
-
-        try:
-            outcomes.append(exchange.scatter(produce))
-        except (ZeroDivisionError, EpisodeError) as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    played: list[float] = []
+    called: list[float] = []
 
     def fail() -> None:
         raise ArithmeticError("this one fails")
 
-    def interlude() -> None:
+    def callback() -> None:
         total = torch.tensor(float(rank + 1))
         dist.all_reduce(total)
-        played.append(total.item())
-        if len(played) == 2:
+        called.append(total.item())
+        if len(called) == 2:
             agreed(fail)
-        if len(played) == 4 and rank == 1:
+        if len(called) == 4 and rank == 1:
             fail()
-        if len(played) == 4:
+        if len(called) == 4:
             dist.all_reduce(total)
 
-    def produce_with(num_interludes: int) -> list[str]:
-        for _ in range(num_interludes):
-            assert exchange.play(interlude)
-        return [f"part {part}" for part in range(WORLD_SIZE)]
+    def share(name: str, *, calls_back: bool = False, fails: bool = False) -> str:
+        if exchange.is_receiver:
+            return exchange.receive(callback)
+        with exchange.collecting():
+            if calls_back:
+                exchange.run_on_every_rank(callback)
+            if fails:
+                raise ZeroDivisionError("no rollouts today")
+        return exchange.send([f"{name} part {part} of {exchange.num_ranks}" for part in range(exchange.num_ranks)])
 
-    assert rank != 0 or not exchange.play(interlude), "nobody listens"
-    for num_interludes in (1, 1, 1):
+    if rank == 0:
+        exchange.run_on_every_rank(callback)
+        assert called == [], "nobody listens"
+    for step in range(6):
         try:
-            outcomes.append(exchange.scatter(lambda _, count=num_interludes: produce_with(count), interlude))
+            outcomes.append(share(f"step {step}", calls_back=step > 2, fails=step == 1))
         except (ArithmeticError, EpisodeError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
-    outcomes.append(played)
+    outcomes.append(called)
     results.put((rank, outcomes))
     results.close()
     results.join_thread()
     with pytest.raises(ArithmeticError if rank else RuntimeError):  # who fails alone leaves, and the others notice
-        exchange.scatter(lambda _: produce_with(1), interlude)
+        share("step 6", calls_back=True)
     os._exit(0)
 
 
@@ -87,7 +82,7 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
     for rank in range(WORLD_SIZE):
         assert outcomes[rank][0] == f"step 0 part {rank} of 2"
         assert outcomes[rank][2] == f"step 2 part {rank} of 2"
-        assert outcomes[rank][3] == outcomes[rank][5] == f"part {rank}"
+        assert outcomes[rank][3] == f"step 3 part {rank} of 2" and outcomes[rank][5] == f"step 5 part {rank} of 2"
         assert "ArithmeticError: this one fails" in outcomes[rank][4]
         assert outcomes[rank][6] == [3.0, 3.0, 3.0]
     assert outcomes[0][1] == "ZeroDivisionError: no rollouts today"
@@ -95,8 +90,8 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
 
 
 def test_alone_it_is_a_plain_call() -> None:
-    played: list[int] = []
-    assert RankZeroExchange().play(lambda: played.append(1)) and played == [1]
-    assert RankZeroExchange().scatter(lambda world_size: [world_size]) == 1
-    with pytest.raises(ZeroDivisionError):
-        RankZeroExchange().scatter(lambda world_size: [1 // 0])
+    exchange, called = RankZeroExchange(), []
+    exchange.run_on_every_rank(lambda: called.append(1))
+    assert called == [1] and not exchange.is_receiver and exchange.send([exchange.num_ranks]) == 1
+    with pytest.raises(ZeroDivisionError), exchange.collecting():
+        _ = 1 // 0
