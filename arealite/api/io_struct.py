@@ -6,7 +6,6 @@ Token lists are Python lists of ints; trajectories are TensorDicts (see `workflo
 from __future__ import annotations
 
 import math
-import os
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
+from arealite.api.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from arealite.api.engine_api import TrainEngine
@@ -160,7 +160,7 @@ class WeightUpdateMeta:
     @classmethod
     def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:
         """Send through a checkpoint folder in the run folder, removed once every server has loaded it."""
-        path = os.path.join(saver.fileroot, saver.experiment_name, saver.trial_name, "weight_update")
+        path = str(RunFolder(saver).weight_update)
         return cls(type="disk", path=path, version=version, timeout_s=timeout_s)
 
     @classmethod

@@ -18,10 +18,11 @@ from rich.table import Table
 import arealite
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.cli.tiny_model import write_tiny_model
 from arealite.launcher.local import launch
 from arealite.trainer.report.report import write_report
-from arealite.trainer.run_folder import run_folder, write_text
+from arealite.utils.files import write_atomically
 
 SFT_STEPS = 1000
 """Enough for the written steps to be right, on three seeds of three."""
@@ -34,12 +35,14 @@ def quickstart(overrides: Sequence[str]) -> int:
     examples = _examples_folder()
     sft_steps, argv = _split(examples, overrides)
     config, _ = load_expr_config([*argv, "actor.path=to-be-made"], GRPOConfig)
-    run = run_folder(config.stats_logger)
-    if (run / "metrics.jsonl").exists():
-        raise ConfigError(f"trial_name must be new: got {config.trial_name}, and {run} has results. Choose another.")
+    run = RunFolder(config)
+    if run.metrics.exists():
+        raise ConfigError(
+            f"trial_name must be new: got {config.trial_name}, and {run.path} has results. Choose another."
+        )
 
     console.rule("[bold]1/3[/bold] a tiny model with random weights")
-    model = write_tiny_model(out=run / "tiny_model", corpus=None, seed=config.seed)
+    model = write_tiny_model(out=run.path / "tiny_model", corpus=None, seed=config.seed)
     console.print(f"a quarter million parameters in {model}")
 
     console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns to write steps, and the habit of not doing so")
@@ -58,7 +61,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     if status != 0:
         return status
     sft_s = time.monotonic() - sft_began
-    fine_tuned = run.with_name(sft_trial) / "checkpoints" / f"step_{sft_steps - 1}"
+    fine_tuned = RunFolder(run.path.with_name(sft_trial)).checkpoints / f"step_{sft_steps - 1}"
 
     console.rule("[bold]3/3[/bold] asynchronous GRPO: it finds out that writing the steps pays")
     rl_began = time.monotonic()
@@ -68,12 +71,11 @@ def quickstart(overrides: Sequence[str]) -> int:
     now = time.monotonic()
     times_s = {"sft_s": sft_s, "rl_s": now - rl_began, "wall_s": now - began}
 
-    summary_path = run / "summary.json"
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) | {k: round(v, 1) for k, v in times_s.items()}
-    write_text(summary_path, json.dumps(summary, indent=2) + "\n")
+    summary = json.loads(run.summary.read_text(encoding="utf-8")) | {k: round(v, 1) for k, v in times_s.items()}
+    write_atomically(run.summary, json.dumps(summary, indent=2) + "\n")
     _show(console, summary)
-    console.print(f"summary  {summary_path}", soft_wrap=True, highlight=False)
-    console.print(f"report   {write_report(run)}", soft_wrap=True, highlight=False)
+    console.print(f"summary  {run.summary}", soft_wrap=True, highlight=False)
+    console.print(f"report   {write_report(run.path)}", soft_wrap=True, highlight=False)
     return 0
 
 

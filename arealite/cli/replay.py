@@ -14,9 +14,10 @@ from pathlib import Path
 import yaml
 
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.launcher.local import launch
 from arealite.trainer.checkpoint import checkpoints, find_damage
-from arealite.trainer.run_folder import config_of_step
+from arealite.trainer.records import config_of_step
 from arealite.weights.log import read_weights, threads_of
 
 _NEVER = 10**9
@@ -25,24 +26,24 @@ _NEVER = 10**9
 
 def replay(run_folder: str, step: int) -> int:
     """Replay a step and return the exit status: 0 the weights are bit-identical, 1 they differ, 2 it can't be done."""
-    folder = Path(run_folder).resolve()
-    record = _read(folder / "run.json")
-    config_path = config_of_step(folder, step)
+    run = RunFolder(Path(run_folder).resolve())
+    record = _read(run.command)
+    config_path = config_of_step(run, step)
     config = _read(config_path)
-    checkpoint = _newest_before(folder, step)
-    _check(folder, first=0 if checkpoint is None else checkpoint[0] + 1, last=step)
+    checkpoint = _newest_before(run, step)
+    _check(run, first=0 if checkpoint is None else checkpoint[0] + 1, last=step)
     with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
         if checkpoint is not None:
-            recover = Path(scratch) / config["experiment_name"] / config["trial_name"] / "recover"
+            recover = RunFolder(Path(scratch) / config["experiment_name"] / config["trial_name"]).recover
             recover.mkdir(parents=True)
             (recover / checkpoint[1].name).symlink_to(checkpoint[1], target_is_directory=True)
         overrides = [
             *_scratch_only(scratch),
             f"recover.mode={'disabled' if checkpoint is None else 'resume'}",
             f"recover.freq_steps={_NEVER}",
-            f"rollout.replay_from={folder}",
+            f"rollout.replay_from={run.path}",
             f"rollout.replay_step={step}",
-            f"launcher.trainer_threads={threads_of(folder, step + 1)}",
+            f"launcher.trainer_threads={threads_of(run.path, step + 1)}",
         ]
         return launch(record["entry"], ["--config", str(config_path), *overrides])
 
@@ -58,28 +59,28 @@ def _scratch_only(scratch: str) -> Iterator[str]:
     yield "stats_logger.tensorboard.path=null"
 
 
-def _newest_before(folder: Path, step: int) -> tuple[int, Path] | None:
+def _newest_before(run: RunFolder, step: int) -> tuple[int, Path] | None:
     """Return step and path of the newest whole checkpoint that was taken before a step."""
-    found = [(taken, path) for taken, path in checkpoints(folder / "recover") if taken < step]
+    found = [(taken, path) for taken, path in checkpoints(run.recover) if taken < step]
     return next(((taken, path) for taken, path in sorted(found, reverse=True) if find_damage(path) is None), None)
 
 
-def _check(folder: Path, *, first: int, last: int) -> None:
+def _check(run: RunFolder, *, first: int, last: int) -> None:
     """Refuse what the run folder can't tell."""
-    if config_of_step(folder, first) != config_of_step(folder, last):
+    if config_of_step(run, first) != config_of_step(run, last):
         raise ConfigError(
             f"step {last} must have a checkpoint of its own configuration to start from: got none since "
-            f"{config_of_step(folder, first).name}. Choose a later step."
+            f"{config_of_step(run, first).name}. Choose a later step."
         )
-    missing = [n for n in range(first, last + 1) if not (folder / "rollouts" / f"step_{n}.jsonl").exists()]
+    missing = [n for n in range(first, last + 1) if not (run.rollouts / f"step_{n}.jsonl").exists()]
     if missing:
         raise ConfigError(
-            f"{folder / 'rollouts'} must hold steps {first} to {last}: got no step_{missing[0]}.jsonl. "
+            f"{run.rollouts} must hold steps {first} to {last}: got no step_{missing[0]}.jsonl. "
             "Choose a step that the run has trained."
         )
-    if last + 1 not in read_weights(folder):
+    if last + 1 not in read_weights(run.path):
         raise ConfigError(
-            f"{folder / 'weights.jsonl'} must hold the fingerprint of version {last + 1}: got none. "
+            f"{run.weights_log} must hold the fingerprint of version {last + 1}: got none. "
             "Run with rollout.weight_check.fingerprint=true, and choose a step that the run has finished."
         )
 

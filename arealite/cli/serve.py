@@ -16,7 +16,8 @@ from pathlib import Path
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan.jobs import check_model, registry_flags, run_folder, server_job, visible_gpus
+from arealite.api.run_folder import RunFolder
+from arealite.launcher.plan.jobs import check_model, registry_flags, server_job, visible_gpus
 from arealite.launcher.plan.plan import Placement
 from arealite.launcher.plan.server_commands import check_installed, check_server_block
 from arealite.utils.environment import SECRET_VARIABLE
@@ -98,7 +99,7 @@ def _check(config: GRPOConfig) -> list[str]:
 
 
 def _kept_secret(config: GRPOConfig) -> str:
-    file = run_folder(config) / SECRET_FILE
+    file = RunFolder(config).secret
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError as error:

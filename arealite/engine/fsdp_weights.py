@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
 from arealite.utils.distributed import all_reduce, raise_on_every_rank
+from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
 
@@ -57,8 +59,7 @@ def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: t
 def _show(partial: str, meta: WeightUpdateMeta) -> None:
     """Put a whole checkpoint where the receivers look."""
     assert meta.path is not None, "an update through the disk needs a path"
-    shutil.rmtree(meta.path, ignore_errors=True)
-    os.rename(partial, meta.path)
+    publish_folder(Path(partial), Path(meta.path))
 
 
 def send_whole_model(

@@ -23,7 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
-from arealite.utils.disk import writing
+from arealite.utils.files import writing
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
+from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.backends.base import Dialect
 from arealite.inference.backends.sglang import SGLangDialect
@@ -114,7 +114,7 @@ class RemoteInferenceEngine(InferenceEngine):
         """Return the secret of the run, which is ours to make if no launcher did."""
         if not self.config.fileroot:
             return secret_of_environment()
-        folder = Path(self.config.fileroot) / self.config.experiment_name / self.config.trial_name
+        folder = RunFolder(self.config).path
         folder.mkdir(parents=True, exist_ok=True)
         return ensure_secret(folder)
 

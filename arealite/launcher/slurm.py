@@ -25,7 +25,8 @@ from pathlib import Path
 
 from arealite.api.cli_args import GRPOConfig, LauncherConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan.jobs import check_model, run_folder
+from arealite.api.run_folder import RunFolder
+from arealite.launcher.plan.jobs import check_model
 from arealite.launcher.plan.plan import Plan, make_plan
 from arealite.launcher.plan.server_commands import check_server_block
 from arealite.launcher.plan.text import plan_lines
@@ -65,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         script = batch_script(config, plan, entry=entry, argv=args.argv)
         if args.dry_run:
             print("\n".join(plan_lines(config, plan, by="Slurm", entry=entry, argv=args.argv)))
-            print(f"\n{run_folder(config) / 'job.sbatch'}:\n{script}", end="")
+            print(f"\n{RunFolder(config).path / 'job.sbatch'}:\n{script}", end="")
             return 0
-        folder = run_folder(config).absolute()
+        folder = RunFolder(config).path.absolute()
         job = _submit(folder, script)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def batch_script(config: run.Config, plan: Plan, *, entry: Path, argv: Sequence[str]) -> str:
     """Return the script for sbatch. The user's arguments come last, as the last of two equal ones counts."""
-    launcher, folder = config.launcher, run_folder(config).absolute()
+    launcher, folder = config.launcher, RunFolder(config).path.absolute()
     cpus, mebibytes = _needs(launcher, plan)
     may_restart = config.recover.mode in ("auto", "fault")
     options = [

@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan.jobs import run_folder, trainer_job
+from arealite.api.run_folder import RunFolder
+from arealite.launcher.plan.jobs import trainer_job
 from arealite.launcher.plan.plan import Placement, Plan
 from arealite.launcher.supervise.run import Config, checked_plan, entry_script, parse, read_config
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED
 from arealite.utils.environment import SECRET_VARIABLE
-from arealite.utils.secret import SECRET_FILE, ensure_secret
+from arealite.utils.secret import ensure_secret
 
 RENDEZVOUS_PORT = 29400
 MAX_RESTARTS = 3
@@ -34,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_config(entry_script(args.entry), args.argv)
         plan = checked_plan(config)
         if not args.dry_run:
-            run_folder(config).mkdir(parents=True, exist_ok=True)
-            ensure_secret(run_folder(config))
+            RunFolder(config).path.mkdir(parents=True, exist_ok=True)
+            ensure_secret(RunFolder(config).path)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED
@@ -47,7 +48,7 @@ def command_lines(config: Config, plan: Plan, *, entry: str, argv: Sequence[str]
     """Return the lines to paste into a shell of each machine, all in the same folder of a shared file system."""
     yield "# on every machine, with the addresses by which they reach each other"
     yield "export " + " ".join(f"HOST{node}=ADDRESS" for node in range(plan.num_nodes))
-    yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(run_folder(config) / SECRET_FILE))})"
+    yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(RunFolder(config).secret))})"
     for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
         yield f"# machine {node}"
         for one in placements:

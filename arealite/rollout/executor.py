@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId, RolloutStat
+from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
@@ -64,9 +64,9 @@ class RolloutExecutor:
             overdue=config.overdue,
         )
         budgets = Budgets(config)
-        folder = _run_folder(config)
-        self._store = None if folder is None else RolloutStore(os.path.join(folder, "rollouts"))
-        self._ledger = Ledger(None if folder is None else os.path.join(folder, "ledger.sqlite"), self._account)
+        run = RunFolder(config) if config.fileroot else None
+        self._store = None if run is None else RolloutStore(str(run.rollouts))
+        self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
         self._runner = EpisodeRunner(config, engine, ledger=self._ledger, budgets=budgets)
         # Evaluations count for the budgets, but nothing of them is kept.
         self._evaluation_runner = EpisodeRunner(config, engine, ledger=Ledger(None, self._account), budgets=budgets)
@@ -418,8 +418,3 @@ def _accept_any(trajectory: TensorDict) -> bool:
 
 def _id_key(episode: Episode) -> tuple[int, int]:
     return episode.prompt_id.epoch, episode.prompt_id.index
-
-
-def _run_folder(config: InferenceEngineConfig) -> str | None:
-    """Return where the run's files are; without a fileroot there are none."""
-    return os.path.join(config.fileroot, config.experiment_name, config.trial_name) if config.fileroot else None

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
-from arealite.trainer.run_folder import publish_folder
+from arealite.utils.files import publish_folder
 
 MANIFEST = "manifest.json"
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from arealite.api.errors import CheckpointError
+from arealite.api.run_folder import RunFolder
 from arealite.trainer import checkpoint
-from arealite.trainer.run_folder import read_rows
-from arealite.utils.disk import explain
 from arealite.utils.distributed import agreed
+from arealite.utils.files import explain, read_jsonl
 from arealite.utils.heartbeat import waiting
 
 FACTS = "state.json"
@@ -104,7 +104,9 @@ class Write:
             folder = self._path.parent
             checkpoint.seal(self._unfinished, files)
             checkpoint.publish(self._unfinished, self._path)
-            scores = _scores(read_rows(folder.parent), [step for step, _ in checkpoint.checkpoints(folder)])
+            scores = _scores(
+                read_jsonl(RunFolder(folder.parent).metrics), [step for step, _ in checkpoint.checkpoints(folder)]
+            )
             checkpoint.prune(folder, keep_last=self._keep_last, scores=scores)
 
 

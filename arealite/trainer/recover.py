@@ -27,12 +27,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
+from arealite.api.run_folder import RunFolder
 from arealite.trainer import checkpoint
 from arealite.trainer.checkpoint_writer import FACTS, Snapshot, Write, cause_of, on_cpu, rng_name
-from arealite.trainer.run_folder import read_rows, run_folder, summarize
+from arealite.trainer.records import summarize
 from arealite.utils.distributed import all_reduce_numbers, is_restarted, raise_on_every_rank
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.file_lock import file_lock
+from arealite.utils.files import read_jsonl
 from arealite.utils.frequency import Frequency
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
 
@@ -82,17 +84,17 @@ class Recover:
     def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec) -> None:
         self._is_enabled = config.mode != "disabled"
         self._keep_last = config.keep_last
-        self._run_folder = run_folder(config)
-        self._folder = self._run_folder / "recover"
+        self._run = RunFolder(config)
+        self._folder = self._run.recover
         self._frequency = Frequency.from_config(config, ft_spec)
         self._write: Write | None = None
         self._lock = ExitStack()
         self._found: Path | None = None
         if _rank() == 0:
-            self._lock.enter_context(file_lock(self._run_folder / ".trainer.lock", timeout_s=LOCK_TIMEOUT_S))
+            self._lock.enter_context(file_lock(self._run.trainer_lock, timeout_s=LOCK_TIMEOUT_S))
             self._found = _choose(self._folder, config.mode)
             if self._found is None:
-                _replace(self._run_folder)
+                _replace(self._run)
 
     def load(
         self,
@@ -115,7 +117,7 @@ class Recover:
             return 0
         step = self._read(found[0])
         if _rank() == 0:
-            for folder in (self._folder, self._run_folder / "checkpoints"):
+            for folder in (self._folder, self._run.checkpoints):
                 _remove_undone(folder, step)
             print(f"going on after step {step}, from {found[0]}", flush=True)
         return step + 1
@@ -237,17 +239,16 @@ def _choose(folder: Path, mode: str) -> Path | None:
     return None
 
 
-def _replace(run_folder: Path) -> None:
+def _replace(run: RunFolder) -> None:
     """Remove what an earlier run did with its prompts and could go on from; `StatsLogger` removes what it told."""
-    rows, checkpoints = read_rows(run_folder), run_folder / "recover"
-    ledger = list(run_folder.glob("ledger.sqlite*"))
-    if rows or ledger or checkpoints.exists():
+    rows, ledger = read_jsonl(run.metrics), list(run.path.glob(f"{run.ledger.name}*"))
+    if rows or ledger or run.recover.exists():
         num_steps = summarize(rows, max_head_offpolicyness=None)["steps"]
-        print(f"replacing the run of {num_steps} steps in {run_folder}", flush=True)
-    checkpoint.remove(checkpoints)  # first and at once: a checkpoint is worth nothing without its ledger
+        print(f"replacing the run of {num_steps} steps in {run.path}", flush=True)
+    checkpoint.remove(run.recover)  # first and at once: a checkpoint is worth nothing without its ledger
     for path in ledger:
         path.unlink()
-    shutil.rmtree(run_folder / "rollouts", ignore_errors=True)
+    shutil.rmtree(run.rollouts, ignore_errors=True)
 
 
 def _remove_undone(folder: Path, step: int) -> None:

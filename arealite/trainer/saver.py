@@ -16,8 +16,9 @@ from arealite.api.cli_args import SaverConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
-from arealite.trainer.run_folder import publish_folder, run_folder
+from arealite.api.run_folder import RunFolder
 from arealite.utils.distributed import raise_on_every_rank
+from arealite.utils.files import publish_folder
 from arealite.utils.frequency import Frequency
 
 
@@ -25,7 +26,7 @@ class Saver:
     """Decides when to save, and saves. Every rank calls it once per step."""
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec) -> None:
-        self._folder = run_folder(config) / "checkpoints"
+        self._folder = RunFolder(config).checkpoints
         self._frequency = Frequency.from_config(config, ft_spec)
         self._last: Path | None = None
 

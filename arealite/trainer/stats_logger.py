@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, StatsLoggerConfig, to_yaml
 from arealite.api.io_struct import FinetuneSpec
+from arealite.api.run_folder import RunFolder
 from arealite.trainer.progress import LiveProgress
+from arealite.trainer.records import summarize, undo_from, write_config
 from arealite.trainer.report.report import write_report
-from arealite.trainer.run_folder import read_rows, run_folder, summarize, undo_from, write_config, write_text
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import heartbeat
-from arealite.utils.disk import writing
+from arealite.utils.files import read_jsonl, write_atomically, writing
 from arealite.utils.stats import Reduction, StatsTracker
 
 logger = logging.getLogger("arealite.stats")
@@ -106,18 +107,18 @@ class _Writer:
         experiment: BaseExperimentConfig | None,
         start_step: int,
     ) -> None:
-        self._folder = run_folder(config)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        undo_from(self._folder, start_step)
+        self._run = run = RunFolder(config)
+        run.path.mkdir(parents=True, exist_ok=True)
+        undo_from(run, start_step)
         resolved: dict[str, Any] = {}
         bound = None
         if experiment is not None:
-            write_config(self._folder, to_yaml(experiment), start_step=start_step)
+            write_config(run, to_yaml(experiment), start_step=start_step)
             resolved = dataclasses.asdict(experiment)
             bound = experiment.rollout.max_head_offpolicyness if isinstance(experiment, GRPOConfig) else None
         self._bound = bound
-        self._sinks = open_sinks(config, folder=self._folder, resolved=resolved, start_step=start_step)
-        self._rows = (self._folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
+        self._rows = run.metrics.open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
         self._line_freq_steps = config.line_freq_steps
         self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=bound)
@@ -147,10 +148,10 @@ class _Writer:
             self.progress.close()
         for sink in self._sinks:
             sink.close()
-        whole = summarize(read_rows(self._folder), max_head_offpolicyness=self._bound) | dict(summary)
-        write_text(self._folder / "summary.json", json.dumps(whole, indent=2) + "\n")
-        write_report(self._folder)
-        print(f"done: {self._folder / 'report.html'}", flush=True)
+        whole = summarize(read_jsonl(self._run.metrics), max_head_offpolicyness=self._bound) | dict(summary)
+        write_atomically(self._run.summary, json.dumps(whole, indent=2) + "\n")
+        report = write_report(self._run.path)
+        print(f"done: {report}", flush=True)
 
     def _warn_of_nulls(self, step: int, keys: set[str]) -> None:
         """Warn once per metric, or a diverged run would drown its own log."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.utils.environment import SECRET_VARIABLE
+from arealite.utils.files import write_atomically
 
 SECRET_FILE = ".secret"
 _SCHEME = "Bearer "
@@ -29,11 +30,7 @@ def ensure_secret(run_folder: Path) -> str:
     kept = path.read_text(encoding="ascii").strip() if path.exists() else ""
     secret = secret_of_environment() or kept or secrets.token_hex(32)
     if secret != kept:
-        unfinished = path.with_name(f"{SECRET_FILE}.unfinished")
-        unfinished.unlink(missing_ok=True)
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(f"{secret}\n")
-        unfinished.replace(path)
+        write_atomically(path, f"{secret}\n", mode=0o600)
     return secret
 
 

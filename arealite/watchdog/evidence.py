@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from arealite.utils.disk import free_space
+from arealite.utils.files import free_space
 from arealite.utils.heartbeat import STACKS_SIGNAL
 from arealite.utils.processes import catches, cpu_seconds, descendants, identity, machine, send_signal, state_of
 from arealite.utils.secret import authorization

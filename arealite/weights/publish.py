@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from concurrent.futures import Future
 
 import torch.distributed as dist
 
 from arealite.api.engine_api import TrainEngine
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils import heartbeat
@@ -125,7 +125,7 @@ def _new_update(
 ) -> WeightUpdateMeta:
     """Describe the update. Requests wait until the servers are proved, who are idle until then and answer at once."""
     config, is_disk = rollout.config, rollout.config.weight_update == "disk"
-    path = os.path.join(config.fileroot, config.experiment_name, config.trial_name, "weight_update")
+    path = str(RunFolder(config).weight_update)
     return WeightUpdateMeta(
         "disk" if is_disk else "nccl",
         version=version,

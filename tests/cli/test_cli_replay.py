@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from arealite.api.run_folder import RunFolder
 from arealite.cli.main import main
 from arealite.cli.tiny_model import write_tiny_model
-from arealite.trainer.run_folder import write_config
+from arealite.trainer.records import write_config
 from arealite.weights.log import read_weights
 
 REPOSITORY = Path(__file__).parents[2]
@@ -106,8 +107,8 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_steps_before_and_after_a_change_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 0 and 1 have one config, later ones another: a replay can't start in one and end in the other."""
-    write_config(tmp_path, "lr: 1", start_step=0)
-    write_config(tmp_path, "lr: 2", start_step=2)
+    write_config(RunFolder(tmp_path), "lr: 1", start_step=0)
+    write_config(RunFolder(tmp_path), "lr: 2", start_step=2)
     (tmp_path / "run.json").write_text("{}")
     assert main(["replay", str(tmp_path), "--step", "3"]) == 2
     error = capsys.readouterr().err

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from chaos.experiment import Experiment
 
-from arealite.trainer.run_folder import read_rows
+from arealite.api.run_folder import RunFolder
+from arealite.utils.files import read_jsonl
 from arealite.utils.processes import describe_exit, exit_status
 
 _LOOK_S = 0.05
@@ -34,7 +35,7 @@ def wait_until(what: str, is_so: Callable[[], object], timeout_s: float) -> None
 
 def last_step(experiment: Experiment) -> int:
     """Return the last step that a run has told of; -1 before the first one."""
-    return max((int(row["step"]) for row in read_rows(experiment.run_folder)), default=-1)
+    return max((int(row["step"]) for row in read_jsonl(RunFolder(experiment.run_folder).metrics)), default=-1)
 
 
 def skip(reason: str) -> int:

@@ -20,8 +20,9 @@ from typing import Any
 from chaos.experiment import Experiment
 from chaos.victims import role_of
 
+from arealite.api.run_folder import RunFolder
 from arealite.cli.tiny_model import write_tiny_model
-from arealite.trainer.run_folder import read_rows
+from arealite.utils.files import read_jsonl
 from arealite.utils.processes import descendants, kill_tree
 from cluster.common import Program, last_step, program
 from cluster.followed import ClusterRun, say, tell_result
@@ -135,7 +136,7 @@ class Elastic:
         return int(rows[-1]["servers/live"]) if rows else 0
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [row for row in read_rows(self.run.experiment.run_folder) if "servers/live" in row]
+        return [row for row in read_jsonl(RunFolder(self.run.experiment.run_folder).metrics) if "servers/live" in row]
 
 
 def suffer(elastic: Elastic, stack: contextlib.ExitStack) -> None:

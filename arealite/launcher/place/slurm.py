@@ -22,9 +22,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from arealite.api.cli_args import GRPOConfig, LauncherConfig
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.launcher.place.base import Seat
 from arealite.launcher.place.relay import RelaySeat
-from arealite.launcher.plan.jobs import run_folder
 from arealite.launcher.plan.plan import Placement, Plan
 from arealite.launcher.plan.server_commands import check_installed
 from arealite.launcher.supervise import run
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = run.read_config(run.entry_script(args.entry), args.argv)
         nodes = _control("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
-        with file_lock(run_folder(config) / ".launcher.lock", timeout_s=_OLD_LIFE_S):
+        with file_lock(RunFolder(config).launcher_lock, timeout_s=_OLD_LIFE_S):
             pass
     except (ConfigError, TimeoutError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

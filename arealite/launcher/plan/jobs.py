@@ -34,11 +34,6 @@ def check_model(config: GRPOConfig | SFTConfig) -> None:
         raise ConfigError(f"{key} must be a folder or a hub id: got {path}, which does not exist. Correct {key}.")
 
 
-def run_folder(config: GRPOConfig | SFTConfig) -> Path:
-    """Return the folder of the run's files."""
-    return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
-
-
 def server_job(config: GRPOConfig, placement: Placement, host: str, devices: Mapping[str, str], secret: str) -> Job:
     """Describe a server, which listens at `host`, picks its own port and registers for the run."""
     command = server_command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))

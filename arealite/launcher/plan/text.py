@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.run_folder import RunFolder
 from arealite.launcher.place.base import Job
-from arealite.launcher.plan.jobs import run_folder, server_job, trainer_job
+from arealite.launcher.plan.jobs import server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers
 
 _SHOWN_VARIABLES = ("OMP_NUM_THREADS",)
@@ -23,7 +24,7 @@ def plan_lines(
     devices = f"{plan.gpus_per_node} GPUs each" if plan.gpus_per_node else "CPUs only"
     machines = "1 machine" if plan.num_nodes == 1 else f"{plan.num_nodes} machines"
     yield f"{config.experiment_name}/{config.trial_name}: {config.allocation_mode} on {machines}, {devices} ({by})"
-    yield f"run folder: {run_folder(config)}"
+    yield f"run folder: {RunFolder(config).path}"
     for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
         yield f"machine {node}"
         for one in placements:
@@ -56,7 +57,7 @@ def _trainers(config: GRPOConfig | SFTConfig, plan: Plan, *, entry: str | Path, 
             master=(f"<machine {one.node}>", "<a free port>"),
             entry=Path(entry),
             argv=argv,
-            scratch=run_folder(config) / ".torchrun",
+            scratch=RunFolder(config).path / ".torchrun",
             is_restart=False,
         )
 

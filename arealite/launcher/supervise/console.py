@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from arealite.utils.disk import explain
+from arealite.utils.files import explain
 
 Show = Literal["all", "warnings", "nothing"]
 

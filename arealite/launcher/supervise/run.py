@@ -22,16 +22,18 @@ import yaml
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.launcher.place.base import Job, Place, Seat
-from arealite.launcher.plan.jobs import check_model, run_folder, server_job, trainer_job
+from arealite.launcher.plan.jobs import check_model, server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan
 from arealite.launcher.plan.server_commands import check_server_block
 from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
 from arealite.utils.environment import SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.file_lock import file_lock
+from arealite.utils.files import write_atomically
 from arealite.utils.name_resolve import NameEntryNotFoundError, NameRepository, NameResolveError, make_repository
-from arealite.utils.secret import SECRET_FILE, ensure_secret
+from arealite.utils.secret import ensure_secret
 from arealite.utils.server_record import ServerRecord, servers_root
 from arealite.watchdog.stall import StallPolicy
 
@@ -105,7 +107,7 @@ def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart:
             plan = checked_plan(config)
             backend.check(config, plan)
             _check_resume(config)
-            held.enter_context(file_lock(run_folder(config) / ".launcher.lock", timeout_s=_LOCK_TIMEOUT_S))
+            held.enter_context(file_lock(RunFolder(config).launcher_lock, timeout_s=_LOCK_TIMEOUT_S))
         except (ConfigError, TimeoutError) as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return CONFIG_FAILED
@@ -165,8 +167,8 @@ class _Run:
     backend: Backend
 
     @property
-    def folder(self) -> Path:
-        return run_folder(self.config)
+    def folder(self) -> RunFolder:
+        return RunFolder(self.config)
 
     @property
     def servers_root(self) -> str:
@@ -177,13 +179,13 @@ class _Run:
 async def _run(run: _Run, restart: str | None) -> int:
     """Run to the end, and start again what failed as often as `recover` allows."""
     config, folder = run.config, run.folder
-    if not (folder / "recover").exists() and restart is None:
-        for log in (folder / "logs").glob("*.log"):  # of a run that this one replaces
+    if not folder.recover.exists() and restart is None:
+        for log in folder.logs.glob("*.log"):  # of a run that this one replaces
             log.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
     record = {"entry": str(run.entry), "argv": run.argv}
-    (folder / "run.json").write_text(json.dumps(record) + "\n", encoding="utf-8")  # `arealite replay` reads it
-    secret = ensure_secret(folder)
+    write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
+    secret = ensure_secret(folder.path)
     retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
     for attempt in range(retries + 1):
         supervisor = await _attempt(run, secret, restart)
@@ -199,7 +201,7 @@ async def _run(run: _Run, restart: str | None) -> int:
 async def _attempt(run: _Run, secret: str, restart: str | None) -> Supervisor:
     """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
     config, plan = run.config, run.plan
-    log_folder, scratch = run.folder / "logs", run.folder / ".torchrun"
+    log_folder, scratch = run.folder.logs, run.folder.path / ".torchrun"
     log_folder.mkdir(parents=True, exist_ok=True)
     names = make_repository(**dataclasses.asdict(config.cluster.name_resolve)) if plan.servers else None
     place: Place | None = None
@@ -273,14 +275,14 @@ def _start_servers(
         invitation=None
         if run.plan.trainers
         else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
-        f"{run.folder / SECRET_FILE}) {SERVER_ADDRS_VARIABLE}=",
+        f"{run.folder.secret}) {SERVER_ADDRS_VARIABLE}=",
     )
     supervisor.start_servers(place, servers, [seats[one.name] for one in servers], describe, policy)
 
 
 def _check_resume(config: Config) -> None:
     """Refuse to resume what has no checkpoint, before anything starts; whether one is whole is the trainer's to say."""
-    folder = run_folder(config) / "recover"
+    folder = RunFolder(config).recover
     if config.recover.mode == "resume" and not any(folder.glob("step_*")):
         raise ConfigError(
             f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."

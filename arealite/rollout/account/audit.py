@@ -23,6 +23,7 @@ from typing import Any
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
+from arealite.api.run_folder import RunFolder
 from arealite.rollout.account.bias import Bias, Settled, bias_of
 from arealite.rollout.account.ledger_file import count_states, open_for_reading, transaction
 from arealite.utils.data_order import passed_prompts
@@ -87,9 +88,9 @@ class _Story:
 
 def audit(run_folder: str | os.PathLike[str]) -> Audit:
     """Compare cursor, rollouts and ledger of a run."""
-    folder = Path(run_folder)
-    story = _read_story(folder / "ledger.sqlite")
-    shown, repeated = read_trained(folder / "rollouts")
+    run = RunFolder(run_folder)
+    story = _read_story(run.ledger)
+    shown, repeated = read_trained(run.rollouts)
     lost, notes = _lost(story, shown)
     counts = story.counts
     return Audit(

@@ -23,7 +23,7 @@ from typing import Any
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.prompts import Prompt
-from arealite.utils.disk import free_space
+from arealite.utils.files import free_space
 
 Row = tuple[Any, ...]
 Event = Mapping[str, Iterable[Row]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from tensordict import TensorDict
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.stored_batch import read_batches
 from arealite.rollout.prompts import Row, ShouldAccept
@@ -19,7 +19,7 @@ class Replay:
     """Takes the executor's place on rank 0: returns the run's batches of the engine's version in their order."""
 
     def __init__(self, folder: str, engine: InferenceEngine) -> None:
-        self._folder = Path(folder) / "rollouts"
+        self._folder = RunFolder(folder).rollouts
         self._engine = engine
         self._left: dict[str, deque[TensorDict]] = {}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from arealite.rollout.account.stored_batch import columns_of
 from arealite.rollout.episode import Episode
-from arealite.utils.disk import writing
+from arealite.utils.files import writing
 
 _FLUSH_S = 120.0
 """Deadline of what is still to be written."""

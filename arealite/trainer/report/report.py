@@ -16,9 +16,11 @@ import yaml
 from plotly.offline import get_plotlyjs
 
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
+from arealite.trainer.records import summarize
 from arealite.trainer.report.charts import charts
 from arealite.trainer.report.samples import before_after, stored_steps, trajectories
-from arealite.trainer.run_folder import read_rows, summarize, write_text
+from arealite.utils.files import read_jsonl, write_atomically
 
 _PAGE = Path(__file__).with_name("page")
 _FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
@@ -34,27 +36,27 @@ def write_report(run_dir: Path | str) -> Path:
             f"a run folder must hold {' or '.join(_FILES_OF_RUNS)}: got none in {folder}. "
             "Pass <fileroot>/<experiment>/<trial>."
         )
-    path = folder / "report.html"
-    write_text(path, _render(folder))
-    return path
+    run = RunFolder(folder)
+    write_atomically(run.report, _render(run))
+    return run.report
 
 
-def _render(folder: Path) -> str:
-    config_text = _read(folder / "config.yaml")
+def _render(run: RunFolder) -> str:
+    config_text = _read(run.config)
     config = yaml.safe_load(config_text) or {}
-    rows = read_rows(folder)
+    rows = read_jsonl(run.metrics)
     bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
-    summary = summarize(rows, max_head_offpolicyness=bound) | json.loads(_read(folder / "summary.json") or "{}")
-    num_steps = len(stored_steps(folder, "step_"))
+    summary = summarize(rows, max_head_offpolicyness=bound) | json.loads(_read(run.summary) or "{}")
+    num_steps = len(stored_steps(run.rollouts, "step_"))
     data = {
         "charts": charts(rows, staleness_bound=bound),
-        "beforeAfter": before_after(folder),
-        "trajectories": trajectories(folder),
+        "beforeAfter": before_after(run.rollouts),
+        "trajectories": trajectories(run.rollouts),
         "numStoredSteps": num_steps,
     }
     parts = {
-        "title": html.escape(_title(folder, config)),
-        "lead": html.escape(_lead(config, summary, is_finished=(folder / "summary.json").exists())),
+        "title": html.escape(_title(run.path, config)),
+        "lead": html.escape(_lead(config, summary, is_finished=run.summary.exists())),
         "cards": "\n".join(_card(label, value, note) for label, value, note in _cards(rows, summary)),
         "config": html.escape(config_text),
         "hidden_config": "" if config_text else "hidden",

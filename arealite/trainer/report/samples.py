@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from arealite.utils.files import iter_jsonl
 
 MAX_STEPS = 12
 MAX_SAMPLES = 300
@@ -15,8 +15,8 @@ MAX_CHARACTERS = 6000
 
 
 def stored_steps(folder: Path, prefix: str) -> dict[int, Path]:
-    """Return the files `<prefix><N>.jsonl` of `rollouts/` by N, ascending."""
-    found = {path.stem.removeprefix(prefix): path for path in (folder / "rollouts").glob(f"{prefix}*.jsonl")}
+    """Return the files `<prefix><N>.jsonl` by N, ascending."""
+    found = {path.stem.removeprefix(prefix): path for path in folder.glob(f"{prefix}*.jsonl")}
     return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
 
 
@@ -27,7 +27,7 @@ def trajectories(folder: Path) -> list[dict[str, Any]]:
     return [
         _trajectory(line, step)
         for step in shown
-        for line in itertools.islice(_lines(steps[step]), MAX_SAMPLES // len(shown))
+        for line in itertools.islice(iter_jsonl(steps[step]), MAX_SAMPLES // len(shown))
     ]
 
 
@@ -67,17 +67,9 @@ def _change(was_correct: bool, is_correct: bool) -> str:
     return "lost" if was_correct else "never"
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield whole lines; the last one of a run that is still going may not be."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
 def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
     """Return the first sample of each prompt by its index in the data set."""
-    return {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in _lines(path) if line["sample"] == 0}
+    return {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in iter_jsonl(path) if line["sample"] == 0}
 
 
 def _spread(items: list[int], count: int) -> list[int]:

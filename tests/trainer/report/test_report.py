@@ -104,7 +104,7 @@ def test_headline_numbers(tmp_path: Path) -> None:
 
 
 def test_before_and_after_pairs_by_prompt(tmp_path: Path) -> None:
-    found = before_after(make_run(tmp_path))
+    found = before_after(make_run(tmp_path) / "rollouts")
     assert found is not None
     assert (found["first"], found["last"]) == (0, 4)
     assert [pair["change"] for pair in found["pairs"]] == ["learned", "never", "never", "kept"]
@@ -115,7 +115,7 @@ def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:
     for step in (0, 4):
         lines = [sample(i, step=step, reward=0 if i < 90 else step == 4) for i in range(100)]
         write_jsonl(tmp_path / f"rollouts/eval_step_{step}.jsonl", lines)
-    found = before_after(tmp_path)
+    found = before_after(tmp_path / "rollouts")
     assert found is not None
     assert found["counts"] == {"learned": 10, "kept": 0, "lost": 0, "never": 90}
     assert [pair["change"] for pair in found["pairs"]] == ["never"] * 15 + ["learned"] * 10
@@ -123,7 +123,7 @@ def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:
 
 def test_a_trajectory_tells_its_versions(tmp_path: Path) -> None:
     make_run(tmp_path)
-    row = trajectories(tmp_path)[-1]
+    row = trajectories(tmp_path / "rollouts")[-1]
     assert (row["step"], row["num_tokens"], row["versions"]) == (3, 3, [[2, 2], [3, 1]])
     assert row["mean_logprob"] == pytest.approx(-0.6)
 
@@ -136,7 +136,7 @@ def test_samples_are_spread_over_the_run(num_steps: int, num_lines: int) -> None
             write_jsonl(
                 folder / f"rollouts/step_{step}.jsonl", [sample(i, step=step, reward=0) for i in range(num_lines)]
             )
-        rows = trajectories(folder)
+        rows = trajectories(folder / "rollouts")
     steps = sorted({row["step"] for row in rows})
     assert (steps[0], steps[-1], len(steps)) == (0, num_steps - 1, min(num_steps, 12))
     assert len(rows) == len(steps) * min(num_lines, 300 // len(steps))

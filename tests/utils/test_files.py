@@ -1,4 +1,4 @@
-"""Errors of writers that name the file, the cause and the free space."""
+"""Files appear whole, cut lines are no rows, and failed writes name the file, the cause and the free space."""
 
 from __future__ import annotations
 
@@ -6,13 +6,41 @@ import errno
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from arealite.utils.disk import explain, free_space, writing
+from arealite.utils.files import explain, free_space, publish_folder, read_jsonl, write_atomically, writing
+
+
+def test_a_file_appears_whole_with_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    (tmp_path / ".secret.unfinished").write_text("what a crash left")
+    write_atomically(path, "old", mode=0o600)
+    reader = path.open()
+    write_atomically(path, b"new", mode=0o600)
+    assert (reader.read(), path.read_text()) == ("old", "new"), "a reader sees one of the two, never a mix"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="must be writable: got FileNotFoundError"):
+        write_atomically(tmp_path / "missing" / "file", "text")
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / "partial").mkdir()
+        (tmp_path / "partial" / name).touch()
+        publish_folder(tmp_path / "partial", tmp_path / "final")
+    assert [path.name for path in tmp_path.rglob("*")] == ["final", "second"]
+
+
+def test_rows_are_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert read_jsonl(path) == []
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step')
+    assert read_jsonl(path) == [{"step": 0}, {"step": 1}]
 
 
 def test_a_failed_write_is_explained(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""Where a run keeps its files: below `<fileroot>/<experiment_name>/<trial_name>/`. Nothing is created here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+
+class _HasFileroot(Protocol):
+    fileroot: str
+
+
+class _Block(_HasFileroot, Protocol):
+    experiment_name: str
+    trial_name: str
+
+
+class _Experiment(Protocol):
+    experiment_name: str
+    trial_name: str
+
+    @property
+    def cluster(self) -> _HasFileroot: ...
+
+
+class RunFolder:
+    """The paths of a run's files, from an experiment's config, a block that knows its run, or the folder itself."""
+
+    def __init__(self, run: _Experiment | _Block | str | os.PathLike[str]) -> None:
+        if isinstance(run, (str, os.PathLike)):
+            self.path = Path(run)
+        else:
+            root: _HasFileroot = run.cluster if hasattr(run, "cluster") else run
+            self.path = Path(root.fileroot) / run.experiment_name / run.trial_name
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
+        self.weights_log = self.path / "weights.jsonl"
+        self.ledger = self.path / "ledger.sqlite"
+        self.rollouts = self.path / "rollouts"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        """Models that the saver wrote."""
+        self.recover = self.path / "recover"
+        """Checkpoints to resume from."""
+        self.weight_update = self.path / "weight_update"
+        """Model of a weight update through the disk, while it lasts."""
+        self.command = self.path / "run.json"
+        """Entry script and arguments of the run."""
+        self.secret = self.path / ".secret"
+        self.launcher_lock = self.path / ".launcher.lock"
+        self.trainer_lock = self.path / ".trainer.lock"

@@ -1,0 +1,75 @@
+"""What a run says of its steps: their configs, metrics and summary.
+
+A run that resumes from step N first drops what was written about steps from N on: see `undo_from`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from arealite.api.run_folder import RunFolder
+from arealite.utils.files import read_jsonl, write_atomically
+
+
+def config_of_step(run: RunFolder, step: int) -> Path:
+    """Return the file with the config under which a step was trained: `config.yaml`, or that of an earlier process.
+
+    `config_until_<S>.yaml` holds that of the steps before S, when a run resumed from a checkpoint with another one.
+    """
+    later = [end for end in _ends_of_configs(run) if end > step]
+    return _earlier_config(run, min(later)) if later else run.config
+
+
+def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
+    """Write the config of the steps from `start_step` on, and keep that of those before if it is another one."""
+    earlier = config_of_step(run, start_step - 1)
+    before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
+    for end in _ends_of_configs(run):
+        if end >= start_step:
+            _earlier_config(run, end).unlink()
+    if before != text:
+        write_atomically(_earlier_config(run, start_step), before)
+    write_atomically(run.config, text)
+
+
+def _earlier_config(run: RunFolder, end: int) -> Path:
+    return run.path / f"config_until_{end}.yaml"
+
+
+def _ends_of_configs(run: RunFolder) -> list[int]:
+    return [int(path.stem.rpartition("_")[2]) for path in run.path.glob("config_until_*.yaml")]
+
+
+def undo_from(run: RunFolder, step: int) -> None:
+    """Drop metrics and summaries from step `step` on; those steps will be redone.
+
+    Rollouts belong to the rollout engine, checkpoints to `recover`.
+    """
+    rows = [row for row in read_jsonl(run.metrics) if row["step"] < step]
+    write_atomically(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    for path in (run.summary, run.report):
+        path.unlink(missing_ok=True)
+
+
+def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
+    """Return a run in a few numbers; what its rows do not tell is left out."""
+    summary: dict[str, Any] = {
+        "steps": sum("optim/grad_norm" in row for row in rows),
+        "wall_s": sum(_values(rows, "time/step_s")),
+    }
+    if trained := _values(rows, "perf/trained_tokens"):
+        summary["trained_tokens"] = int(sum(trained))
+    if generated := _values(rows, "rollout/generated_tokens"):
+        summary["generated_tokens"] = int(generated[-1])
+    if staleness := _values(rows, "staleness/max"):
+        summary |= {"staleness_max": int(max(staleness)), "max_head_offpolicyness": max_head_offpolicyness}
+    for name in ("accuracy", "answer_tokens"):
+        if values := _values(rows, f"eval/{name}"):
+            summary |= {f"{name}_before": values[0], f"{name}_after": values[-1]}
+    return summary
+
+
+def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]

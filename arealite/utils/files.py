@@ -1,0 +1,76 @@
+"""Files that appear whole under their final name or not at all, and errors of writing that name file and disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
+    """Write a file that readers see whole or not at all; `mode` is cut by the umask."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with writing(path):
+        unfinished.unlink(missing_ok=True)
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+        unfinished.replace(path)
+
+
+def publish_folder(unfinished: Path, path: Path) -> None:
+    """Give a finished folder its final name, in place of one that has it."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    unfinished.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; without a file there are none."""
+    return list(iter_jsonl(path)) if path.exists() else []
+
+
+def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Read a file of JSON lines row by row; a last line that a crash cut off is no row."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+@contextlib.contextmanager
+def writing(path: str | Path, *others: type[Exception]) -> Iterator[None]:
+    """Re-raise an OSError (or one of `others`) of the block with the path, the free space and advice."""
+    errors: tuple[type[Exception], ...] = (OSError, *others)
+    try:
+        yield
+    except errors as error:
+        raise OSError(explain(error, path)) from error
+
+
+def explain(error: BaseException, path: str | Path) -> str:
+    """Say what must be writable, what came, the free space there, and what to do."""
+    return (
+        f"{path} must be writable: got {type(error).__name__}: {error}, with {free_space(path)}. "
+        "Make room there, or set cluster.fileroot to another disk."
+    )
+
+
+def free_space(path: str | Path) -> str:
+    """Say how much of the disk under a path, which need not exist, is free."""
+    folder = Path(path).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    usage, nodes = shutil.disk_usage(folder), os.statvfs(folder)
+    text = f"{_size(usage.free)} of {_size(usage.total)} free in {folder}"
+    return text if nodes.f_favail or not nodes.f_files else f"{text} and no inode left"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
