@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import testing_forks
 import tiny_models
 import torch
 from aiohttp import web
@@ -28,12 +27,11 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.pool import ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.network import free_port
 from arealite.utils.secret import ensure_secret
 from arealite.weights.publish import publish_weights
 
 PROMPT = [5, 9, 13, 4]
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 class WatchedServer(LiteServer):
@@ -234,9 +232,7 @@ def test_a_publication_is_done_again_without_who_dies_in_it(
     registry.put("server-1", dies.address)
     actor, rollout = start(stack, registry, model_path, 2, weight_update=way, fileroot=str(tmp_path / "runs"))
     rollout.config.weight_update_timeout = 8.0  # the group of a server that only plays dead stays connected
-    began = time.monotonic()
     publish_weights(actor, rollout, version=1)
-    assert time.monotonic() - began < 20
     assert dies.is_dead and stays.engine.version == "1"
     batch = rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=8))
     assert set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {1}
@@ -262,7 +258,7 @@ def test_a_newcomer_that_does_not_fit_is_turned_away(
     """It serves a model of other shapes."""
     good = serving(stack)
     registry.put("server-0", good.address)
-    actor, rollout = start(stack, registry, model_path, 1)
+    actor, rollout = start(stack, registry, model_path, 1, weight_update_timeout=5.0)
     publish_weights(actor, rollout, version=1)
     other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
     stack.enter_context(serve(other))
@@ -327,7 +323,7 @@ def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
     """A newcomer of another shape tears the update of servers that do not keep their old weights."""
     good = serving(stack)
     registry.put("server-0", good.address)
-    actor, rollout = start(stack, registry, model_path, 1)
+    actor, rollout = start(stack, registry, model_path, 1, weight_update_timeout=5.0)
     rollout._dialect.keeps_old_weights = False
     publish_weights(actor, rollout, version=1)
     other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
@@ -388,61 +384,29 @@ def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
     assert pending.result().batch_size[0] == 16
 
 
-RANK = """
-import sys
-import torch
-import torch.distributed as dist
-from testing_registry import RUN, Registry
-from testing_workflows import SamplingWorkflow
-from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOActorConfig
-from arealite.api.io_struct import FinetuneSpec
-from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.weights.publish import publish_weights
-torch.set_num_threads(1)
-_, model_path, folder = sys.argv
-actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.05)))
-actor.initialize(None, FinetuneSpec(1, 10, 1))
-rollout = RemoteInferenceEngine(InferenceEngineConfig(
-    backend="lite", num_servers=1, name_resolve=Registry(folder).config, consumer_batch_size=4, setup_timeout=100, **RUN
-))
-rollout.initialize(None, None)
-publish_weights(actor, rollout, version=3)
-print("published", flush=True)
-workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
-data = [{"input_ids": [5, 9, 13, index]} for index in range(3, 7)]
-for _ in range(2):
-    batch = rollout.rollout_batch(data, workflow)
-    versions = sorted(set(batch["versions"][batch["loss_mask"].bool()].tolist()))
-    print(batch.batch_size[0], versions, flush=True)
-rollout.destroy()
-actor.destroy()
-"""
+def sample_twice(test: Connection, model_path: str, folder: Path) -> None:
+    """A rank that reports the publication and what it got of two batches."""
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        actor, rollout = start(stack, Registry(folder), model_path, 1)
+        publish_weights(actor, rollout, version=3)
+        test.send("published")
+        workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
+        for _ in range(2):
+            batch = rollout.rollout_batch(rows(4), workflow)
+            test.send((batch.batch_size[0], sorted(set(batch["versions"][batch["loss_mask"].bool()].tolist()))))
 
 
 def test_all_ranks_help_a_server_to_catch_up(registry: Registry, model_path: str, tmp_path: Path) -> None:
     """The only server dies in the middle of a batch; the next one gets the weights of both ranks' shards."""
-    torch.set_num_threads(1)
-    ranks: list[subprocess.Popen[str]] = []
-    port = str(free_port("127.0.0.1"))
     with serve(WatchedServer()) as first, serve(WatchedServer(seed=8)) as second:
         registry.put("server-0", first.address)
-        try:
-            for index in ("0", "1"):
-                torchrun = {"RANK": index, "WORLD_SIZE": "2", "LOCAL_RANK": index, "MASTER_PORT": port}
-                env = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-                env["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parents[1])))
-                command = [sys.executable, "-c", RANK, model_path, str(tmp_path)]
-                ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-            assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["published\n"] * 2
+        with testing_forks.two_ranks(sample_twice, model_path, tmp_path) as ranks:
+            assert [rank.receive() for rank in ranks] == ["published"] * 2
             until(lambda: first.engine.stats().generated_tokens > 60)
             first.kill()
             registry.put("server-1", second.address)
-            outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-            assert [rank.returncode for rank in ranks] == [0, 0]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
-    assert outputs == ["2 [3]\n2 [3]\n"] * 2
+            for _ in range(2):
+                assert [rank.receive() for rank in ranks] == [(2, [3])] * 2
+            assert [rank.end() for rank in ranks] == [0, 0]
     assert "/end_weight_update" in second.calls[: second.calls.index("/generate")]
