@@ -1,15 +1,11 @@
 """Two processes over gloo must do what one does."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
+import testing_forks
 import torch
+import two_rank_program
 from training_cases import actor_config, train_config, write_model
 from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
 
@@ -19,7 +15,6 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.utils.fingerprint import fingerprint, model_fingerprint
 
 SPEC = FinetuneSpec(1, 100, 10)
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.xdist_group("two_ranks")
 
 
@@ -46,33 +41,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def two(one: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each of two processes finds."""
     out = tmp_path_factory.mktemp("two")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
-    }
-    command = [sys.executable, str(HERE / "two_rank_program.py"), one["path"], one["resumed_path"], str(out)]
-    ranks = []
-    for rank in range(2):
-        with open(out / f"rank{rank}.log", "w") as log:
-            variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        deadline = time.monotonic() + 120
-        while {rank.poll() for rank in ranks} <= {None, 0} and None in {rank.poll() for rank in ranks}:
-            assert time.monotonic() < deadline, "two ranks must finish in 120 s"
-            time.sleep(0.1)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    logs = "\n".join((out / f"rank{rank}.log").read_text() for rank in range(2))
-    assert [rank.returncode for rank in ranks] == [0, 0], logs
+    with testing_forks.two_ranks(two_rank_program.main, one["path"], one["resumed_path"], out) as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0]
     return {"out": out, "ranks": [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]}
 
 

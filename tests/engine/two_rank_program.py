@@ -1,6 +1,6 @@
-"""What each of two ranks runs in `test_fsdp_two_ranks.py`; results go to the folder given as the last argument."""
+"""What each of two ranks runs in `test_fsdp_two_ranks.py`; results go to a folder."""
 
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ def ppo_steps(actor: FSDPPPOActor, batch: TensorDict) -> dict[str, object]:
     return {"metrics": metrics, "params": full_params(actor), "advantages": batch["advantages"]}
 
 
-def main(model_path: str, resumed_path: str, out: Path) -> None:
+def main(_: Connection, model_path: str, resumed_path: str, out: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, object] = {}
     for name, shares in SHARES.items():
@@ -79,7 +79,3 @@ def main(model_path: str, resumed_path: str, out: Path) -> None:
     found["idle"] = ppo_steps(actor, TRAJECTORIES[[] if rank == 0 else list(range(len(TRAJECTORIES)))])
     actor.destroy()
     torch.save(found, out / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

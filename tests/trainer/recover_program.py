@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,8 @@ def train(
         engine.destroy()
 
 
-if __name__ == "__main__":
+def train_on_ranks(_: Connection, model: str, out: Path, runs: list[dict[str, Any]]) -> None:
+    """Do runs one after the other on all ranks, and keep what each rank found."""
     torch.set_num_threads(1)
-    model, out = sys.argv[1], Path(sys.argv[2])
-    for index, options in enumerate(json.loads(sys.argv[3])):
-        found = train(model, out, **options)
-        torch.save(found, out / f"found_{index}_rank{os.environ['RANK']}.pt")
+    for index, options in enumerate(runs):
+        torch.save(train(model, out, **options), out / f"found_{index}_rank{os.environ['RANK']}.pt")

@@ -8,16 +8,14 @@ import os
 import random
 import resource
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import testing_forks
 import torch
-from recover_program import train
+from recover_program import train, train_on_ranks
 from training_cases import write_model
 
 from arealite.api.cli_args import RecoverConfig
@@ -26,7 +24,6 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.checkpoint import entries_of, find_damage, seal
 from arealite.trainer.recover import Recover
 
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.xdist_group("recover")
 
 
@@ -236,23 +233,8 @@ def test_two_runs_do_not_share_a_folder(model: str, tmp_path: Path, monkeypatch:
 
 def run_on_two_ranks(model: str, out: Path, runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Do runs one after the other on two ranks; return by run what each rank found."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE.parents[1]),
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "recover_program.py"), model, str(out), json.dumps(runs)]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with testing_forks.two_ranks(train_on_ranks, model, out, runs) as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0]
     return [
         [torch.load(out / f"found_{index}_rank{rank}.pt", weights_only=False) for rank in range(2)]
         for index in range(len(runs))
