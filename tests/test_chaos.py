@@ -46,7 +46,7 @@ def write_run(folder: Path, *, num_forgotten: int = 0) -> Experiment:
     prompts = [Prompt(PromptId(0, index)) for index in range(4)]
     ledger.issue(prompts, cursor=CURSOR)
     for step, of_step in enumerate((prompts[:2], prompts[2:])):
-        account.move_to(step)
+        account.set_version(step)
         for prompt in of_step:
             ledger.start(prompt, head_version=step)
             ledger.accept(prompt, [SampleRecord(sample, 2, 0.1, 0, "a:1") for sample in range(2)], 0.1)

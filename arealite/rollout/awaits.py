@@ -1,7 +1,6 @@
-"""Where running episodes are: since when each runs, and the line of user code that it awaits at.
+"""Where running episodes are: since when each runs, and the line of user code at which it awaits.
 
-An attempt is entered with `running`; looking is free for those that run, and may be done from any thread, which then
-may see a task in the middle of a change.
+May be read from any thread, which can then see a task in the middle of a change; episodes pay nothing for it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _runs: dict[_Run, None] = {}
 
 @contextlib.contextmanager
 def running(name: str) -> Iterator[None]:
-    """Note that the current task runs an episode; its start and its end are progress."""
+    """List the current task's episode while the block runs; its start and its end count as progress."""
     task = asyncio.current_task()
     assert task is not None, "an episode runs in a task"
     run = _Run(name, time.monotonic(), task)
@@ -70,12 +69,12 @@ def awaited_lines(task: asyncio.Task[Any]) -> list[SourceLine]:
         lines += _lines_of(following.get_coro())
         following = getattr(following, "_fut_waiter", None)
         unfinished = [child for child in getattr(following, "_children", ()) if not child.done()]
-        following = unfinished[0] if unfinished else following  # of a gather, its first
+        following = unfinished[0] if unfinished else following  # the first of a gather
     return lines
 
 
 def _lines_of(coroutine: Any) -> Iterator[SourceLine]:
-    """Walk down the `await`s of coroutines; what an `async for` awaits can't be seen."""
+    """Walk down the `await`s of coroutines; an `async for` hides what it awaits."""
     while isinstance(coroutine, CoroutineType):
         frame = coroutine.cr_frame
         yield line_of(coroutine.cr_code, frame and frame.f_lineno)

@@ -301,7 +301,7 @@ class RolloutExecutor:
         self._advance()
 
     async def _set_version(self, version: int) -> None:
-        self._account.move_to(version)
+        self._account.set_version(version)
         self._reject([one for one in self._ready if self._account.is_overdue(one.head_version)], OVERDUE)
         if self.config.overdue == "drop":
             for episode in [one for one in self._running if self._account.is_overdue(one.head_version)]:

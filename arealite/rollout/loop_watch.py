@@ -1,8 +1,8 @@
-"""Watches an event loop from outside: how late it runs, and which line of a workflow keeps it from turning.
+"""Watches an event loop from another thread: how late it runs, and which line of a workflow blocks it.
 
-A callback in the loop notes how late it was called; a thread beside it notices when the callback is overdue and looks
-at the stack of the loop's thread. Invariant: a blocked loop is noticed within 1.25 times `blocking_call_s`, while the
-call still blocks, unless C code keeps Python's lock all the time (then the launcher notices).
+A callback in the loop measures its own lag; when it is overdue, the thread reads the stack of the loop's thread.
+Invariant: a blocked loop is reported within 1.25 times `blocking_call_s`, while the call still blocks, unless C code
+holds the GIL all the time (then the launcher reports it).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _KEPT_LAGS = 4096
 
 @dataclass(frozen=True)
 class BlockingCall:
-    """A line that keeps the loop from turning, and since when (monotonic)."""
+    """A line that blocks the loop, and since when (monotonic)."""
 
     line: SourceLine
     since: float
 
 
 class LoopWatch:
-    """The health of the loop of one thread. Built in that thread, before the loop runs."""
+    """The lag of one thread's loop. Built in that thread, before the loop runs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, blocking_call_s: float, max_blocked_s: float) -> None:
         self.blocking: BlockingCall | None = None
@@ -55,7 +55,7 @@ class LoopWatch:
         self._thread.start()
 
     def metrics(self) -> dict[str, float]:
-        """Return how late the loop was since the last call, a call that blocks it now included."""
+        """Return how late the loop was since the last call, counting a call that blocks it now."""
         lags = sorted([*(self._lags.popleft() for _ in range(len(self._lags))), self._overdue_s()])
         return {
             "perf/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))],
@@ -63,7 +63,7 @@ class LoopWatch:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return what a report on the loop shows."""
+        """Return the loop's state for a stall report."""
         blocking = self.blocking
         return {
             "overdue_s": round(self._overdue_s(), 3),
@@ -95,26 +95,26 @@ class LoopWatch:
                 self.given_up.set_exception(self._too_long())
 
     def _look(self, since: float) -> None:
-        """Note what the loop's thread does; a thread that waits for events is only short of a processor."""
+        """Record the line that blocks; a thread in select() is not blocking the loop, it is waiting for CPU time."""
         lines, passed = lines_of_frame(sys._current_frames().get(self._loop_thread)), self._passing
         if not lines or lines[0].function.endswith("Selector.select"):
             return
         line, self._passing = users_line(lines), lines[0]
-        if line is None and self._passing != passed:  # asyncio itself, on its way from one call that blocks to the next
+        if line is None and self._passing != passed:  # asyncio itself, between two calls that block
             return
         line = line or lines[0]
         self.blocking = BlockingCall(line, since)
         if line not in self._reported:
             self._reported.add(line)
             logger.warning(
-                "%s blocks the rollout loop for %.1f s already: no other episode goes on meanwhile. Await it, or call "
+                "%s blocks the rollout loop for %.1f s already: no other episode runs meanwhile. Await it, or call "
                 "it through asyncio.to_thread.",
                 line,
                 time.monotonic() - since,
             )
 
     def _too_long(self) -> EpisodeTimeoutError:
-        where = "code that can't be seen" if self.blocking is None else str(self.blocking.line)
+        where = "code that has no Python frame" if self.blocking is None else str(self.blocking.line)
         return EpisodeTimeoutError(
             f"the rollout loop must turn within {self._max_blocked_s:g} s: {where} blocks it. Await there, or call it "
             "through asyncio.to_thread."

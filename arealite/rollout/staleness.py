@@ -9,10 +9,9 @@ consumes one batch. Two rules follow:
   `(h + eta - v) * batch_size` unconsumed episodes with a head <= `h`: what later batches can still take in time.
   Waiting only for running episodes with `h <= v - eta` is not enough: too many may become overdue at once.
 
-Invariant: a batch of the oldest finished episodes, taken when both rules hold, has a staleness <= `eta`. The servers'
-part of the proof, that a token is never older than its episode's head, is checked on arrival (`trajectory.py`).
-The waiting rule is one of three policies for the *overdue*: `drop` does not wait, and who drops what became overdue
-keeps the bound; `train` does not wait either, calls nothing overdue, and has no bound.
+Invariant: a batch of the oldest finished episodes, taken when both rules hold, has a staleness <= `eta`. That a token
+is never older than its episode's head is checked on arrival (`trajectory.py`). Waiting is one of three policies for
+*overdue* episodes: `drop` rejects them instead, which keeps the bound too; `train` trains on them, without any bound.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class StalenessAccount:
         self.running: Counter[int] = Counter()
         self.ready: Counter[int] = Counter()
         self.consumed = version * batch_size
-        """By the run, also by a process before a recovery."""
+        """Episodes consumed by the run, counting those before a recovery."""
 
-    def move_to(self, version: int) -> None:
-        """Move to another version. Each earlier one counts as a consumed batch, whoever consumed it."""
+    def set_version(self, version: int) -> None:
+        """Set the trainer's version. Each earlier one counts as a consumed batch, whoever consumed it."""
         self.version = version
         self.consumed = max(self.consumed, version * self.batch_size)
 
@@ -75,7 +74,7 @@ class StalenessAccount:
         return finished >= count
 
     def start(self, head_version: int) -> None:
-        """Note a running episode."""
+        """Count a running episode."""
         self.running[head_version] += 1
 
     def finish(self, head_version: int) -> None:

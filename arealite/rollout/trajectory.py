@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
+from arealite.utils.micro_batch import split_balanced
 from arealite.utils.tensors import concat_padded_tensors
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -63,7 +64,7 @@ def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
         if not np.isfinite(values).all():
             raise TrajectoryError(
                 f"trajectory[{key!r}] must be finite: got {values[~np.isfinite(values)][0]}. "
-                "Reject the episode or mend what computes it."
+                "Reject the episode or fix what computes it."
             )
     is_sampled = _array(trajectory, "loss_mask") != 0
     if (is_sampled & (_array(trajectory, "attention_mask") == 0)).any():
@@ -85,7 +86,7 @@ def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
 
 
 def _array(trajectory: TensorDict, key: str) -> np.ndarray[Any, Any]:
-    """Return a key as numpy sees it: unlike torch, it keeps Python's lock, which would be long in coming back."""
+    """Return a key as a numpy array: unlike torch, numpy keeps the GIL, which a busy process is slow to give back."""
     try:
         return trajectory[key].numpy()
     except (TypeError, RuntimeError) as error:
@@ -96,7 +97,7 @@ def _array(trajectory: TensorDict, key: str) -> np.ndarray[Any, Any]:
 
 
 def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:
-    """Join the trajectories of episodes in the given order; `group_index` numbers the episodes."""
+    """Join trajectories `[b, S]` in the given order to a batch `[B, S]`; `group_index [B]` numbers the episodes."""
     batch = concat_padded_tensors(trajectories)
     sizes = torch.tensor([one.batch_size[0] for one in trajectories])
     batch["group_index"] = torch.repeat_interleave(torch.arange(len(trajectories)), sizes)
@@ -110,15 +111,5 @@ def split_batch(batch: TensorDict, num_shares: int) -> list[TensorDict]:
     group_index: torch.Tensor = batch["group_index"]
     tokens = torch.zeros(int(group_index.max()) + 1, dtype=torch.int64)
     tokens.index_add_(0, group_index, batch["attention_mask"].sum(1))
-    owner = torch.tensor(balance(tokens.tolist(), num_shares))[group_index]
-    return [batch[owner == share] for share in range(num_shares)]
-
-
-def balance(sizes: Sequence[int], num_shares: int) -> list[int]:
-    """Return the share of each item: the largest first, each to the smallest share so far."""
-    loads = [0] * num_shares
-    owner = [0] * len(sizes)
-    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
-        owner[item] = min(range(num_shares), key=loads.__getitem__)
-        loads[owner[item]] += sizes[item]
-    return owner
+    shares = split_balanced(tokens.tolist(), num_shares)
+    return [batch[torch.isin(group_index, torch.tensor(groups, dtype=torch.int64))] for groups in shares]

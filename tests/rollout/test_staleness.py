@@ -83,7 +83,7 @@ class Simulation:
             for server in self.rng.sample(range(self.num_servers), self.num_servers):
                 self.server_versions[server] = self.version + 1
                 self.pass_time(self.rng.uniform(0, 1))
-            self.account.move_to(self.version + 1)
+            self.account.set_version(self.version + 1)
         return self.staleness
 
     def step(self) -> None:
@@ -163,7 +163,7 @@ def test_more_than_a_batch_may_be_due_at_once() -> None:
     assert account.can_take(2)  # the other 4 fit into versions 1 and 2
     for _ in range(2):
         account.consume(0)
-    account.move_to(1)
+    account.set_version(1)
     for _ in range(2):
         account.start(1)
         account.finish(1)
@@ -193,7 +193,7 @@ def test_capacity_after_recovery(is_known_at_start: bool) -> None:
     """A process that starts at version 10 has consumed nothing itself; its first batch is the run's 11th."""
     version = 10 if is_known_at_start else 0
     account = StalenessAccount(batch_size=4, max_head_offpolicyness=2, max_concurrent=100, version=version)
-    account.move_to(10)
+    account.set_version(10)
     assert account.capacity() == 12
     for _ in range(4):
         account.start(10)
@@ -214,7 +214,7 @@ def test_bound_zero_is_synchronous() -> None:
     account.consume(0)
     account.consume(0)
     assert account.capacity() == 0
-    account.move_to(1)
+    account.set_version(1)
     assert account.capacity() == 2
 
 

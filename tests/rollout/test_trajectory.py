@@ -10,7 +10,7 @@ from testing_workflows import waiting_trajectory
 
 from arealite.api.io_struct import PromptId
 from arealite.rollout.episode import sampling_seed
-from arealite.rollout.trajectory import assemble_batch, balance, split_batch
+from arealite.rollout.trajectory import assemble_batch, split_batch
 from arealite.utils.tensors import concat_padded_tensors
 
 
@@ -40,17 +40,18 @@ def test_a_split_keeps_groups_whole_and_loses_nothing(shapes: list[tuple[int, in
     assert sorted(joined.tolist()) == sorted(batch["input_ids"].tolist())
 
 
-@given(sizes=st.lists(st.integers(0, 1000), max_size=50), shares=st.integers(1, 8))
-def test_balance_is_near_the_best(sizes: list[int], shares: int) -> None:
-    loads = [0] * shares
-    for size, owner in zip(sizes, balance(sizes, shares)):
-        loads[owner] += size
-    assert max(loads) <= sum(sizes) / shares + max(sizes, default=0)
+@given(sizes=st.lists(st.integers(2, 100), min_size=1, max_size=30), shares=st.integers(1, 8))
+def test_shares_have_about_equal_tokens(sizes: list[int], shares: int) -> None:
+    batch = assemble_batch([group(index, 1, size) for index, size in enumerate(sizes)])
+    loads = [int(part["attention_mask"].sum()) for part in split_batch(batch, shares)]
+    assert max(loads) <= sum(sizes) / shares + max(sizes)
 
 
-def test_balance_by_hand() -> None:
-    assert balance([5, 1, 4, 4], 2) == [0, 0, 1, 1]  # 5 | 4, then 4 | 4+4 > 5, so 1 goes to the first
-    assert balance([3, 3], 3) == [0, 1]
+def test_a_split_by_hand() -> None:
+    batch = assemble_batch([group(index, 1, size) for index, size in enumerate([5, 2, 4, 4])])
+    # 5 | 4, then 4 | 4 + 4 > 5, so 2 goes to the first
+    assert [part["group_index"].tolist() for part in split_batch(batch, 2)] == [[0, 1], [2, 3]]
+    assert [part["group_index"].tolist() for part in split_batch(batch[:2], 3)] == [[0], [1], []]
 
 
 def test_sampling_seeds_differ_by_what_names_a_completion() -> None:

@@ -1,21 +1,19 @@
-"""Whether a run lost or repeated a prompt: its folder, read without believing the ledger about itself.
+"""Whether a run lost or repeated a prompt, by evidence that does not come from its ledger alone.
 
-What the run was to do is told by the dataloader's cursor, what it did by `rollouts/step_<N>.jsonl`. *Lost* prompts lie
-before the cursor, are in no such file and no row explains them as rejected, failed or pending; a row that says
-trained explains nothing. *Repeated* prompts are in the files of two steps, or a sample of them is twice in one. A line
-cut off by a crash is as good as none.
-
-May run beside the living run. Then the batch handed out last can count as lost for the moment until its rollouts are
-written.
+The dataloader's cursor says which prompts the run was to train, `rollouts/step_<N>.jsonl` which ones it did. A prompt
+is *lost* if it lies before the cursor, is in no such file, and the ledger does not call it rejected, failed or pending
+(`trained` explains nothing). It is *repeated* if it is in the files of two steps, or a sample of it is twice in one. A
+line cut off by a crash does not count. An audit may run beside the run: the batch handed out last can then count as
+lost until its rollouts are written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.api.run_folder import RunFolder
-from arealite.rollout.account.bias import Bias, Settled, bias_of
+from arealite.rollout.account.bias import Bias, EndedPrompt, bias_of
 from arealite.rollout.account.ledger_file import count_states, open_for_reading, transaction
 from arealite.utils.data_order import passed_prompts
 
@@ -57,7 +55,7 @@ class Audit:
     lost_ids: list[str]
     repeated_ids: list[str]
     notes: list[str] = field(default_factory=list)
-    """Sentences for whoever wonders about a number."""
+    """Sentences that explain a number."""
     bias: list[Bias] = field(default_factory=list)
 
     @property
@@ -71,45 +69,43 @@ class Audit:
         return self.adds_up and not self.lost and not self.repeated
 
 
-@dataclass(frozen=True)
-class _Story:
-    """What the ledger says, at one moment."""
-
-    issued: int
-    counts: Counter[str]
-    provisional: int
-    samples: dict[str, dict[str, int]]
-    checkpoint_step: int | None
-    cursor: dict[str, Any] | None
-    explained: set[PromptId]
-    """Rejected, failed or pending."""
-    settled: list[Settled]
-
-
 def audit(run_folder: str | os.PathLike[str]) -> Audit:
     """Compare cursor, rollouts and ledger of a run."""
     run = RunFolder(run_folder)
-    story = _read_story(run.ledger)
+    with _reading(run.ledger) as database:
+        (issued,) = database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()
+        (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
+        last_step = -1 if checkpoint_step is None else checkpoint_step
+        (provisional,) = database.execute(
+            "SELECT count(*) FROM prompts WHERE trained_version > ?", (last_step,)
+        ).fetchone()
+        cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
+        explained = {
+            PromptId(*row) for row in database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'")
+        }
+        counts, samples, ended = count_states(database), _sample_totals(database), _ended(database)
+    cursor = json.loads(cursors[0][0]) if cursors else None
     shown, repeated = read_trained(run.rollouts)
-    lost, notes = _lost(story, shown)
-    counts = story.counts
+    lost, notes = _lost(cursor, shown | explained)
+    if lost and provisional:
+        notes = ["Lost prompts that are trained provisionally come back when the run is resumed."]
     return Audit(
-        issued=story.issued,
+        issued=issued,
         trained=counts["trained"],
-        provisional=story.provisional,
-        rejected=_total(counts, "rejected_"),
-        failed=_total(counts, "failed_"),
+        provisional=provisional,
+        rejected=sum(count for name, count in counts.items() if name.startswith("rejected_")),
+        failed=sum(count for name, count in counts.items() if name.startswith("failed_")),
         pending=sum(counts[state] for state in _OPEN),
         lost=None if lost is None else len(lost),
         repeated=len(repeated),
         states=dict(sorted(counts.items())),
-        samples=story.samples,
-        checkpoint_step=story.checkpoint_step,
-        cursor=story.cursor,
+        samples=samples,
+        checkpoint_step=checkpoint_step,
+        cursor=cursor,
         lost_ids=_names(lost or set()),
         repeated_ids=_names(repeated),
         notes=notes,
-        bias=[bias_of(story.settled, by="latency_s"), bias_of(story.settled, by="tokens")],
+        bias=[bias_of(ended, by="latency_s"), bias_of(ended, by="tokens")],
     )
 
 
@@ -151,48 +147,25 @@ def _parsed(name: bytes) -> PromptId:
     return PromptId(int(epoch), int(index))
 
 
-def _lost(story: _Story, shown: set[PromptId]) -> tuple[set[PromptId] | None, list[str]]:
-    if story.cursor is None:
+def _lost(cursor: Mapping[str, Any] | None, found: set[PromptId]) -> tuple[set[PromptId] | None, list[str]]:
+    """Return the prompts before the cursor that are not among the found ones; None, and why, if that is unknown."""
+    if cursor is None:
         return None, ["lost is unknown: the ledger holds no cursor of a dataloader (one without state_dict has none)."]
     try:
-        passed = set(passed_ids(story.cursor))
+        return set(passed_ids(cursor)) - found, []
     except KeyError as error:
-        return None, [f"lost is unknown: the dataloader's cursor has no {error}, so what it passed can't be told."]
-    lost = passed - shown - story.explained
-    if lost and story.provisional:
-        return lost, ["Lost prompts that are trained provisionally come back when the run is resumed."]
-    return lost, []
+        return None, [f"lost is unknown: the dataloader's cursor has no {error}, so the prompts before it are unknown."]
 
 
-def _read_story(path: Path) -> _Story:
-    database = open_for_reading(path)
-    try:
-        with transaction(database, "DEFERRED"):
-            return _story(database)
-    except sqlite3.DatabaseError as error:
-        raise LedgerError(f"{path} must be whole: got {error}. Use another copy.") from error
-    finally:
-        database.close()
-
-
-def _story(database: sqlite3.Connection) -> _Story:
-    (issued,) = database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()
-    (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
-    (provisional,) = database.execute(
-        "SELECT count(*) FROM prompts WHERE trained_version > ?", (-1 if checkpoint_step is None else checkpoint_step,)
-    ).fetchone()
-    cursor = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchone()
-    explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'")
-    return _Story(
-        issued=issued,
-        counts=count_states(database),
-        provisional=provisional,
-        samples=_sample_totals(database),
-        checkpoint_step=checkpoint_step,
-        cursor=None if cursor is None else json.loads(cursor[0]),
-        explained={PromptId(epoch, index) for epoch, index in explained},
-        settled=_settled(database),
-    )
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a ledger for queries that see one moment."""
+    with contextlib.closing(open_for_reading(path)) as database:
+        try:
+            with transaction(database, "DEFERRED"):
+                yield database
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(f"{path} must be whole: got {error}. Use another copy.") from error
 
 
 def _sample_totals(database: sqlite3.Connection) -> dict[str, dict[str, int]]:
@@ -206,16 +179,12 @@ def _sample_totals(database: sqlite3.Connection) -> dict[str, dict[str, int]]:
     }
 
 
-def _settled(database: sqlite3.Connection) -> list[Settled]:
+def _ended(database: sqlite3.Connection) -> list[EndedPrompt]:
     rows = database.execute(
         "SELECT state, reason, prompts.latency_s, avg(tokens) FROM prompts LEFT JOIN samples USING (ticket) "
         "WHERE state NOT IN ('issued', 'running', 'accepted') GROUP BY ticket ORDER BY ticket"
     )
-    return [Settled(f"{state}_{reason}" if reason else state, *measures) for state, reason, *measures in rows]
-
-
-def _total(counts: Counter[str], prefix: str) -> int:
-    return sum(count for name, count in counts.items() if name.startswith(prefix))
+    return [EndedPrompt(f"{state}_{reason}" if reason else state, *measures) for state, reason, *measures in rows]
 
 
 def _names(prompt_ids: set[PromptId]) -> list[str]:

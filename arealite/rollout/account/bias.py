@@ -1,12 +1,11 @@
-"""Whether a run trains on the prompts it issued, or on the quick and short ones among them.
+"""Whether a run trains on all kinds of prompts that it issued, or on the quick and short ones among them.
 
-Settled prompts are sorted by a measure and cut into ten parts of (nearly) equal size. If what was dropped does not
-depend on the measure, the share that was trained is the same in all; the slowest (longest) part is compared with the
-fastest (shortest) by the difference of two proportions:
+Prompts that ended are sorted by a measure and cut into ten parts of (nearly) equal size. The trained share of the
+slowest (longest) part is compared with that of the fastest (shortest) by the difference of two proportions:
 
     p_high - p_low,    standard error = sqrt(p (1 - p) (1 / n_high + 1 / n_low))
 
-with the pooled share `p`: the spread that chance alone gives if both parts are trained alike.
+with the pooled share `p`. A difference within two errors is what chance gives if dropping ignores the measure.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Measure = Literal["latency_s", "tokens"]
 
 
 @dataclass(frozen=True)
-class Settled:
-    """One prompt that was trained, rejected or failed, and what is known of it."""
+class EndedPrompt:
+    """A prompt that was trained, rejected or failed."""
 
     outcome: str
     """`trained`, `rejected_<reason>` or `failed_<kind>`."""
@@ -34,7 +33,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Part:
-    """A tenth of the settled prompts."""
+    """A tenth of the prompts that ended."""
 
     low: float
     """Smallest value of the measure."""
@@ -52,7 +51,7 @@ class Bias:
 
     measure: Measure
     unmeasured: int
-    """Settled prompts without a value, which are in no part."""
+    """Prompts without a value, which are in no part."""
     parts: list[Part]
     """Ascending; fewer than ten if there are fewer prompts."""
     difference: float | None
@@ -60,9 +59,9 @@ class Bias:
     standard_error: float | None
 
 
-def bias_of(settled: Sequence[Settled], *, by: Measure, num_parts: int = 10) -> Bias:
+def bias_of(ended: Sequence[EndedPrompt], *, by: Measure, num_parts: int = 10) -> Bias:
     """Compare the outcomes of prompts of different latency or length."""
-    measured = [(value, one) for one in settled if (value := getattr(one, by)) is not None]
+    measured = [(value, one) for one in ended if (value := getattr(one, by)) is not None]
     measured.sort(key=lambda pair: pair[0])
     num_parts = min(num_parts, len(measured))
     cuts = [len(measured) * part // num_parts for part in range(num_parts + 1)] if measured else []
@@ -71,10 +70,10 @@ def bias_of(settled: Sequence[Settled], *, by: Measure, num_parts: int = 10) -> 
     if len(parts) > 1:
         difference = parts[-1].trained_share - parts[0].trained_share
         error = _pooled_error(parts[0], parts[-1])
-    return Bias(by, len(settled) - len(measured), parts, difference, error)
+    return Bias(by, len(ended) - len(measured), parts, difference, error)
 
 
-def _part(measured: Sequence[tuple[float, Settled]]) -> Part:
+def _part(measured: Sequence[tuple[float, EndedPrompt]]) -> Part:
     count = len(measured)
     outcomes = Counter(one.outcome for _, one in measured)
     trained = outcomes.pop("trained", 0)

@@ -1,11 +1,8 @@
 """The ledger's SQLite file: one writer thread, group commits, readers at any time.
 
-What one transition writes (an event: rows by table) is in one transaction, and transactions keep the order of events,
-so the file always holds a prefix of what was noted. A commit survives the death of the process, a flush also that of
-the machine. Rows travel as JSON, one statement per table and commit: the writer needs the interpreter lock a few
-times per commit instead of once per row, and does not lag behind a busy event loop.
-
-What the rows mean is left to `ledger.py`; `audit.py` reads them.
+An event (the rows of one transition, by table) is written in one transaction, and transactions keep the order of
+events, so the file always holds a prefix of them. A commit survives the death of the process, a flush also that of the
+node. What the rows mean is left to `ledger.py`; `audit.py` reads them.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ _ROLLBACK = (
 _GROUP_S = 0.01
 """How long a commit waits for more events."""
 _GROUP_EVENTS = 1000
-"""So many do not wait. A commit takes no more, as making their JSON stops the event loop."""
+"""Largest commit, which does not wait; a larger one would stop the event loop while its JSON is made."""
 _MAX_BACKLOG = 100_000
 """Events in memory; with more, the caller waits for the disk."""
 _FLUSH_S = 30.0
@@ -80,19 +77,19 @@ class LedgerFile:
         self.path = path
         self._database = _open_for_writing(path)
         self._queue: deque[tuple[int, Event]] = deque()
-        self._noted, self._urgent = threading.Event(), threading.Event()
+        self._has_events, self._urgent = threading.Event(), threading.Event()
         self._progress = threading.Condition()
         self._committed = self._synced = self._wanted = self.last_position()
         self._is_closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write_on, name="arealite-ledger", daemon=True)
+        self._thread = threading.Thread(target=self._write_until_closed, name="arealite-ledger", daemon=True)
         self._thread.start()
 
     def append(self, position: int, event: Event) -> None:
-        """Note an event that belongs to a position, and return at once."""
+        """Queue an event that belongs to a position, and return at once."""
         self._queue.append((position, event))
-        if not self._noted.is_set():
-            self._noted.set()
+        if not self._has_events.is_set():
+            self._has_events.set()
         if len(self._queue) >= _GROUP_EVENTS:
             self._urgent.set()
             if len(self._queue) >= _MAX_BACKLOG:
@@ -103,7 +100,7 @@ class LedgerFile:
         with self._progress:
             self._wanted = max(self._wanted, position)
             self._urgent.set()
-            self._noted.set()
+            self._has_events.set()
             self._progress.wait_for(lambda: self._synced >= position or self._error is not None, _FLUSH_S)
         self.check()
         if self._synced < position:
@@ -121,10 +118,10 @@ class LedgerFile:
             ) from self._error
 
     def close(self) -> None:
-        """Write what was noted and let the file go."""
+        """Write what is queued and close the file."""
         self._is_closing = True
         self._urgent.set()
-        self._noted.set()
+        self._has_events.set()
         self._thread.join(_FLUSH_S)
         if self._thread.is_alive():
             raise LedgerError(f"{self.path} must be closed within {_FLUSH_S:g} s: it was not. Look at the disk.")
@@ -139,7 +136,7 @@ class LedgerFile:
         return int(found[0]) if found else 0
 
     def rollback(self, position: int) -> None:
-        """Undo what was written after a position, and reopen what was not settled at it."""
+        """Undo what was written after a position, and reopen the prompts that had not ended by then."""
         with transaction(self._database):
             for statement in _ROLLBACK:
                 self._database.execute(statement, {"position": position})
@@ -160,14 +157,14 @@ class LedgerFile:
 
     # The writer thread
 
-    def _write_on(self) -> None:
+    def _write_until_closed(self) -> None:
         try:
             while not (self._is_closing and not self._queue):
                 if not self._queue:
-                    self._noted.wait()
+                    self._has_events.wait()
                 if len(self._queue) < _GROUP_EVENTS:
                     self._urgent.wait(_GROUP_S)
-                self._noted.clear()
+                self._has_events.clear()
                 self._urgent.clear()
                 self._commit([self._queue.popleft() for _ in range(min(len(self._queue), _GROUP_EVENTS))])
                 self._sync()
@@ -188,6 +185,7 @@ class LedgerFile:
         rows["meta"] = {("position",): ("position", position)}
         with transaction(self._database):
             for table, changed in rows.items():
+                # One statement per table: one per row would ask a busy event loop for the GIL each time, and lag.
                 self._database.execute(_WRITE[table], (json.dumps(list(changed.values())),))
         self._committed = position
 
@@ -210,7 +208,7 @@ def open_for_reading(path: str | os.PathLike[str]) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def transaction(database: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Do all or nothing; for readers (`DEFERRED`) see one moment."""
+    """Commit the block or roll it back; `DEFERRED` readers see one moment."""
     database.execute(f"BEGIN {kind}")
     try:
         yield

@@ -1,7 +1,7 @@
 """The rollouts of a run on disk: one JSON line per sample, appended by a thread of its own.
 
-Invariant: lines of one file are in the order in which batches were handed out, and a write that failed raises at
-the next call, so a run never goes on without its record.
+Invariant: lines of one file are in the order in which batches were handed out, and a write that failed raises at the
+next call, so a run never continues without its record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from arealite.rollout.episode import Episode
 from arealite.utils.files import writing
 
 _FLUSH_S = 120.0
-"""Deadline of what is still to be written."""
+"""Deadline for writing what is queued."""
 
 
 class RolloutStore:

@@ -1,13 +1,11 @@
-"""Batches read back from the lines of `rollouts/step_<N>.jsonl`, equal to what was handed out, bit for bit.
+"""Batches read back from the lines of `rollouts/step_<N>.jsonl`, bit for bit as they were handed out.
 
-A line holds the real tokens of one row. Every other key of a row is in `more`, and `dtypes` names those that are not
-the usual ones. Numbers survive JSON exactly, as floats are written so that they read back the same. Padding is not
-stored: what is read back is padded to its longest row, with zeros.
+A line holds one row without its padding (batches that are read back are padded to their longest row, with zeros):
+`more` has the keys beyond the usual ones, `dtypes` the types that are not the usual ones.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from arealite.rollout.trajectory import assemble_batch
+from arealite.utils.files import iter_jsonl
 from arealite.utils.tensors import concat_padded_tensors
 
 _PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
@@ -31,7 +30,7 @@ Line = Mapping[str, Any]
 
 
 def columns_of(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what a line says of a row of a trajectory; `read_batches` turns it back."""
+    """Return a row of a trajectory as JSON values; `read_batches` inverts it."""
     is_real = row["attention_mask"].bool()
     dtypes = {key: str(row[key].dtype).removeprefix("torch.") for key in sorted(row)}
     return {
@@ -45,8 +44,7 @@ def columns_of(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def read_batches(path: Path) -> list[TensorDict]:
     """Return the batches of a file in the order in which they were handed out."""
     batches: list[list[list[TensorDict]]] = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for line in iter_jsonl(path):
         if line["batch"] == len(batches):
             batches.append([])
         if line["sample"] == 0:
@@ -65,5 +63,5 @@ def _row(line: Line) -> TensorDict:
 
 
 def _real(values: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-    """Leave the padding out of a key that has an entry per token."""
+    """Drop the padding of a key that has an entry per token."""
     return values[is_real] if values.shape[:1] == is_real.shape else values

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.account.audit import audit, passed_ids
-from arealite.rollout.account.bias import Settled, bias_of
+from arealite.rollout.account.bias import EndedPrompt, bias_of
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
@@ -174,8 +174,8 @@ def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
 
 def test_bias_by_hand() -> None:
     """20 prompts in 10 parts of 2: the fastest are trained, of the slowest one is dropped."""
-    settled = [Settled("trained", float(second), None) for second in range(1, 20)]
-    settled.append(Settled("failed_timeout", 20.0, None))
+    settled = [EndedPrompt("trained", float(second), None) for second in range(1, 20)]
+    settled.append(EndedPrompt("failed_timeout", 20.0, None))
     found = bias_of(settled, by="latency_s")
     assert [part.settled for part in found.parts] == [2] * 10
     assert (found.parts[0].low, found.parts[0].high, found.parts[-1].low) == (1, 2, 19)
@@ -188,8 +188,8 @@ def test_bias_by_hand() -> None:
 def test_dropping_the_slow_is_seen_and_dropping_at_random_is_not() -> None:
     rng = random.Random(2)
     latencies = [rng.expovariate(1) for _ in range(5000)]
-    by_age = [Settled("trained" if s < 3 or rng.random() < 0.5 else "rejected_overdue", s, None) for s in latencies]
-    by_chance = [Settled("trained" if rng.random() < 0.8 else "rejected_filter", s, None) for s in latencies]
+    by_age = [EndedPrompt("trained" if s < 3 or rng.random() < 0.5 else "rejected_overdue", s, None) for s in latencies]
+    by_chance = [EndedPrompt("trained" if rng.random() < 0.8 else "rejected_filter", s, None) for s in latencies]
     biased, fair = bias_of(by_age, by="latency_s"), bias_of(by_chance, by="latency_s")
     assert biased.difference is not None and biased.standard_error is not None
     assert fair.difference is not None and fair.standard_error is not None
@@ -202,7 +202,7 @@ def test_dropping_the_slow_is_seen_and_dropping_at_random_is_not() -> None:
     st.lists(st.tuples(st.sampled_from(["trained", "failed_parse", "rejected_filter"]), st.none() | st.floats(0, 9)))
 )
 def test_each_prompt_is_in_one_part(found: list[tuple[str, float | None]]) -> None:
-    bias = bias_of([Settled(outcome, latency_s, None) for outcome, latency_s in found], by="latency_s")
+    bias = bias_of([EndedPrompt(outcome, latency_s, None) for outcome, latency_s in found], by="latency_s")
     assert sum(part.settled for part in bias.parts) + bias.unmeasured == len(found)
     assert all(part.settled > 0 for part in bias.parts) and len(bias.parts) <= 10
     assert all(one.high <= other.low for one, other in zip(bias.parts, bias.parts[1:]))
