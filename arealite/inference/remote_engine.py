@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
@@ -36,7 +35,6 @@ from arealite.inference.pool import ServerSet, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.replay import Replay
 from arealite.rollout.collective import RankZeroExchange
-from arealite.rollout.event_loop import Errand
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import heartbeat
@@ -64,7 +62,6 @@ class RemoteInferenceEngine(InferenceEngine):
         """None if the servers are someone else's, who never come and go."""
         self.on_stale: Callable[[], None] | None = None
         """Publishes the current weights to servers that lack them (collective); who publishes first leaves it here."""
-        self._errand = Errand(self._catch_up)
         self._rate_from = (time.monotonic(), 0)
         """When `metrics` was last called, and how many tokens had been sampled."""
         self._replay: Replay | None = None
@@ -93,7 +90,7 @@ class RemoteInferenceEngine(InferenceEngine):
             )
         self._collector = QuietCollector()
         self._executor = RolloutExecutor(self.config, self)
-        self._executor.errand = self._errand
+        self._executor.catch_up = self._catch_up
         try:
             self._executor.loop.run(self._connect(addresses))
         except BaseException:
@@ -141,7 +138,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._membership is not None:
             self._executor.set_capacity(len(self.servers.live) / self.config.num_servers)
         if self.servers.stale:
-            self._errand.want()
+            self._executor.wants_catch_up.set()
 
     def _catch_up(self) -> None:
         """Bring stale servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""
@@ -285,7 +282,7 @@ class RemoteInferenceEngine(InferenceEngine):
         """Run one episode per item of rank 0's `data` now and return this rank's share of what was accepted."""
         if self._exchange.is_receiver:
             return self._exchange.receive(self.on_stale)
-        with self._collecting():
+        with self._exchange.collecting():
             batch = self._rollouts().run_all(data, workflow)
         return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
 
@@ -298,7 +295,7 @@ class RemoteInferenceEngine(InferenceEngine):
         """Keep episodes in flight and return this rank's share of the next batch of bounded staleness."""
         if self._exchange.is_receiver:
             return self._exchange.receive(self.on_stale)
-        with self._collecting():
+        with self._exchange.collecting():
             batch = self._rollouts().prepare_batch(dataloader, workflow, should_accept)
         return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
 
@@ -309,18 +306,10 @@ class RemoteInferenceEngine(InferenceEngine):
         """
         if self._exchange.is_receiver:
             return self._exchange.receive(self.on_stale)
-        with self._collecting():
+        with self._exchange.collecting():
             batch = self._rollouts().run_all(data, workflow, is_evaluation=True)
             means = _means(batch) | {"num_failed": float(len(data) - batch["group_index"].unique().numel())}
         return self._exchange.send([means] * self._exchange.num_ranks)
-
-    @contextmanager
-    def _collecting(self) -> Iterator[None]:
-        """Collect on rank 0 while the others receive, and let servers catch up meanwhile."""
-        if self.servers.stale:
-            self._errand.want()
-        with self._exchange.collecting():
-            yield
 
     def _rollouts(self) -> RolloutExecutor | Replay:
         return self._replay or self._require_executor()

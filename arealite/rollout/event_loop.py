@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
 from typing import Any, TypeVar, cast
 
@@ -30,17 +30,18 @@ _WIND_UP_ROUNDS = 3
 """A task that is cancelled may have started another."""
 
 
-class Errand:
-    """What a thread that waits for the loop does meanwhile whenever someone wants it, in its own stack."""
+class Flag:
+    """Ends a wait for the loop early; set from any thread, cleared by the one that waits."""
 
-    def __init__(self, do: Callable[[], None]) -> None:
-        self.do = do
-        self.wanted: Future[None] = Future()
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
 
-    def want(self) -> None:
-        """Have it done once, now or in the next wait (from any thread)."""
-        with contextlib.suppress(InvalidStateError):  # it is wanted already
-            self.wanted.set_result(None)
+    def set(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # it is set already
+            self.future.set_result(None)
+
+    def clear(self) -> None:
+        self.future = Future()
 
 
 class EventLoopThread:
@@ -73,35 +74,43 @@ class EventLoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], errand: Errand | None = None) -> T:
-        """Run a coroutine and return its result; it is cancelled if the caller is interrupted or its errand fails."""
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result; it is cancelled if the caller is interrupted."""
+        with self.running(coroutine) as pending:
+            self.wait(pending)
+        return self.result(pending)
+
+    @contextlib.contextmanager
+    def running(self, coroutine: Coroutine[Any, Any, T]) -> Iterator[Future[T]]:
+        """Start a coroutine that the block waits for; it is cancelled if the block fails."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
                 "a blocking call must come from outside the rollout loop: got one from a workflow or reward. "
                 "Await agenerate there instead."
             )
-        future = self.submit(coroutine)
+        pending = self.submit(coroutine)
         try:
-            name = cast("Any", coroutine).__qualname__
-            with heartbeat.waiting(f"the rollout loop to finish {name}", on="rollout"):
-                ends = cast("set[Future[Any]]", {future, self._ended, self.watch.given_up})
-                while errand is not None:
-                    wait(ends | {errand.wanted}, return_when=FIRST_COMPLETED)
-                    if any(end.done() for end in ends):
-                        break
-                    errand.wanted = Future()
-                    errand.do()
-                wait(ends, return_when=FIRST_COMPLETED)
+            with heartbeat.waiting(f"the rollout loop to finish {cast('Any', coroutine).__qualname__}", on="rollout"):
+                yield pending
         except BaseException:
-            future.cancel()
+            pending.cancel()
             raise
-        if not future.done():
+
+    def wait(self, pending: Future[Any], flag: Flag | None = None) -> bool:
+        """Wait until a coroutine or the loop has ended, or the flag is set; return False if it is only the flag."""
+        ends = {pending, self._ended, self.watch.given_up}
+        wait(ends | ({flag.future} if flag else set()), return_when=FIRST_COMPLETED)
+        return any(end.done() for end in ends)
+
+    def result(self, pending: Future[T]) -> T:
+        """Return the result of a coroutine that `wait` has waited for."""
+        if not pending.done():
             if not self._ended.done():
                 self.watch.given_up.result()
             raise self._ended_error() from self._cause
         try:
-            return future.result()
+            return pending.result()
         except CancelledError:
             raise self._ended_error() from self._cause
 

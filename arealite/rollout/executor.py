@@ -14,7 +14,7 @@ import asyncio
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
@@ -28,7 +28,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Episode, EpisodeRunner
-from arealite.rollout.event_loop import Errand, EventLoopThread
+from arealite.rollout.event_loop import EventLoopThread, Flag
 from arealite.rollout.failures import BY_FILTER, OVERDUE, Budgets
 from arealite.rollout.prompts import Prompt, PromptSource, Row, ShouldAccept, named
 from arealite.rollout.staleness import StalenessAccount
@@ -86,8 +86,10 @@ class RolloutExecutor:
         self._source: PromptSource | None = None
         self._reopened: list[Prompt] | None = None
         """Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode."""
-        self.errand: Errand | None = None
-        """What the trainer's thread does when it is wanted while it waits for episodes."""
+        self.wants_catch_up = Flag()
+        """Set when servers joined that lack the current weights."""
+        self.catch_up: Callable[[], None] = self.wants_catch_up.clear
+        """Brings them the weights, in the trainer's thread while it waits for episodes."""
         self.loop = EventLoopThread(
             "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
         )
@@ -111,13 +113,13 @@ class RolloutExecutor:
             return 0 if self._account.can_take(batch_size) else None
 
         source = self._begin_with(dataloader, workflow, should_accept)
-        while num_prompts := self.loop.run(self._wait_until(num_wanted, batch_size), self.errand):
+        while num_prompts := self._wait_for(self._wait_until(num_wanted, batch_size)):
             rows: list[Row] = []
             while len(rows) < num_prompts:
                 rows += source.pull()
             prompts = [Prompt(row["prompt_id"], row, workflow, should_accept) for row in rows]
             self.loop.run(self._issue(prompts, source.cursor()))
-        return self._hand_out(self.loop.run(self._take(batch_size), self.errand))
+        return self._hand_out(self._wait_for(self._take(batch_size)))
 
     def submit(self, row: Row, workflow: RolloutWorkflow) -> None:
         """Queue one episode and return at once."""
@@ -131,7 +133,7 @@ class RolloutExecutor:
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         """Return `count` accepted trajectories, oldest first."""
-        return self._hand_out(self.loop.run(self._take(count, timeout, should_accept), self.errand))
+        return self._hand_out(self._wait_for(self._take(count, timeout, should_accept)))
 
     def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
         """Run one episode per row now, also while paused, and return what was accepted.
@@ -145,13 +147,22 @@ class RolloutExecutor:
             run = self._unthrottled.evaluate(self._evaluation_runner, prompts)
         else:
             run = self._unthrottled.train(self._runner, prompts, version=self._account.version)
-        episodes = self.loop.run(run, self.errand)
+        episodes = self._wait_for(run)
         if not episodes:
             raise EpisodeError(
                 f"at least one of {len(rows)} episodes must be accepted: got none (in this run: "
                 f"{self._ledger.causes()}). Look at the workflow and its reward."
             )
         return self._hand_out(episodes, is_evaluation=is_evaluation)
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Wait for what the loop does; whenever servers ask for it meanwhile, let them catch up and wait again."""
+        self.wants_catch_up.set()  # some may have joined when nobody waited
+        with self.loop.running(coroutine) as pending:
+            while not self.loop.wait(pending, self.wants_catch_up):
+                self.wants_catch_up.clear()
+                self.catch_up()
+        return self.loop.result(pending)
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=_id_key)

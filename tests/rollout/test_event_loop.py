@@ -18,7 +18,7 @@ import pytest
 
 from arealite.api.errors import EpisodeTimeoutError
 from arealite.rollout import awaits, loop_watch
-from arealite.rollout.event_loop import Errand, EventLoopThread
+from arealite.rollout.event_loop import EventLoopThread, Flag
 from arealite.utils.source_lines import SourceLine
 
 
@@ -243,29 +243,31 @@ async def slow_coroutine_reward(prompt, completions, prompt_ids, completion_ids)
     return 0.0
 
 
-def test_an_errand_is_run_by_the_thread_that_waits(loop) -> None:
-    threads: list[int] = []
+def test_a_flag_ends_a_wait_early(loop) -> None:
+    """Set by any thread, while the coroutine continues."""
+    flag, cleared = Flag(), asyncio.Event()
 
-    async def want_twice() -> str:
-        for count in (1, 2):
-            errand.want()
-            errand.want()
-            while len(threads) < count:
-                await asyncio.sleep(0.01)
+    async def set_twice() -> str:
+        for _ in range(2):
+            flag.set()
+            flag.set()
+            await cleared.wait()
+            cleared.clear()
         return "the end"
 
-    async def answer() -> int:
-        return threading.get_ident()
+    num_waits = 0
+    with loop.running(set_twice()) as pending:
+        while not loop.wait(pending, flag):
+            flag.clear()
+            num_waits += 1
+            loop.run(asyncio.sleep(0))  # the loop serves others meanwhile
+            loop.call_soon(cleared.set)
+    assert (num_waits, loop.result(pending)) == (2, "the end")
+    flag.set()
+    assert loop.run(asyncio.sleep(0, "who does not ask for it does not see it"))
 
-    def do() -> None:
-        assert loop.run(answer()) != threading.get_ident(), "the loop turns meanwhile"
-        threads.append(threading.get_ident())
 
-    errand = Errand(do)
-    assert loop.run(want_twice(), errand) == "the end"
-    assert threads == [threading.get_ident()] * 2
-    errand.want()
-    assert loop.run(answer()) and len(threads) == 2, "who has no time for it does not do it"
+def test_what_the_block_waits_for_is_cancelled_if_the_block_fails(loop) -> None:
     cancelled = threading.Event()
 
     async def wait_until_cancelled() -> None:
@@ -274,7 +276,10 @@ def test_an_errand_is_run_by_the_thread_that_waits(loop) -> None:
         finally:
             cancelled.set()
 
-    errand.do = lambda: [][0]
-    with pytest.raises(IndexError):
-        loop.run(wait_until_cancelled(), errand)
+    flag = Flag()
+    flag.set()
+    with pytest.raises(IndexError), loop.running(wait_until_cancelled()) as pending:
+        loop.run(asyncio.sleep(0))
+        assert not loop.wait(pending, flag)
+        raise IndexError
     assert cancelled.wait(10)
