@@ -43,15 +43,15 @@ def _run(environment: dict[str, str], program: Callable[..., object], arguments:
 
 
 @dataclass
-class Rank:
-    """One of the ranks of a group, and the pipe between its program and the test."""
+class Fork:
+    """A process, and the pipe between its program and the test."""
 
     process: ForkServerProcess
     pipe: Connection
 
     def receive(self) -> Any:
         """Return what the program sends next."""
-        assert self.pipe.poll(DEADLINE_S), f"a rank must send something within {DEADLINE_S:.0f} s"
+        assert self.pipe.poll(DEADLINE_S), f"the program must send something within {DEADLINE_S:.0f} s"
         return self.pipe.recv()
 
     def end(self) -> int | None:
@@ -61,23 +61,27 @@ class Rank:
 
 
 @contextlib.contextmanager
-def two_ranks(program: Callable[..., object], *arguments: Any) -> Iterator[list[Rank]]:
-    """Run `program(pipe, *arguments)` as two ranks of one group, as torchrun does; kill what the block leaves."""
-    ranks: list[Rank] = []
-    with hold_port() as holder:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(holder)), "WORLD_SIZE": "2"}
+def connected(program: Callable[..., object], *arguments: Any, **environment: str) -> Iterator[Fork]:
+    """Run `program(pipe, *arguments)`, and kill it if the block leaves it."""
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        with theirs:
+            process = start(program, theirs, *arguments, **environment)
         try:
-            for rank in ("0", "1"):
-                ours, theirs = multiprocessing.Pipe()
-                with theirs:
-                    process = start(program, theirs, *arguments, **group, RANK=rank, LOCAL_RANK=rank)
-                ranks.append(Rank(process, ours))
-            yield ranks
+            yield Fork(process, ours)
         finally:
-            for one in ranks:
-                one.process.kill()
-                one.process.join()
-                one.pipe.close()
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def two_ranks(program: Callable[..., object], *arguments: Any) -> Iterator[list[Fork]]:
+    """Run `program(pipe, *arguments)` as two ranks of one group, as torchrun does."""
+    with contextlib.ExitStack() as stack:
+        port = str(port_of(stack.enter_context(hold_port())))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        ranks = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+        yield [stack.enter_context(connected(program, *arguments, **rank)) for rank in ranks]
 
 
 def cpu_s() -> float:

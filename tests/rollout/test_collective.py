@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
-from typing import Any
+from multiprocessing.connection import Connection
 
 import pytest
+import testing_forks
 import torch
 import torch.distributed as dist
 
@@ -18,10 +16,10 @@ from arealite.utils.distributed import agreed
 WORLD_SIZE = 2
 
 
-def run_rank(rank: int, port: int, results: Any) -> None:
+def run_rank(test: Connection) -> None:
     """Collect, fail on rank 0, collect again, then with callbacks: the second fails everywhere, the last on rank 1."""
-    store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     exchange = RankZeroExchange()
     outcomes: list[object] = []
     called: list[float] = []
@@ -59,26 +57,15 @@ def run_rank(rank: int, port: int, results: Any) -> None:
         except (ArithmeticError, EpisodeError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     outcomes.append(called)
-    results.put((rank, outcomes))
-    results.close()
-    results.join_thread()
+    test.send(outcomes)
     with pytest.raises(ArithmeticError if rank else RuntimeError):  # who fails alone leaves, and the others notice
         share("step 6", calls_back=True)
-    os._exit(0)
 
 
 def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-    processes = [context.Process(target=run_rank, args=(rank, port, results)) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
-    outcomes = dict(results.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
+    with testing_forks.two_ranks(run_rank) as ranks:
+        outcomes = [rank.receive() for rank in ranks]
+        assert [rank.end() for rank in ranks] == [0, 0]
     for rank in range(WORLD_SIZE):
         assert outcomes[rank][0] == f"step 0 part {rank} of 2"
         assert outcomes[rank][2] == f"step 2 part {rank} of 2"

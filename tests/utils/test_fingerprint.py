@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import pytest
+import testing_forks
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,8 +82,10 @@ def test_names_of_what_differs() -> None:
     assert model_fingerprint(whole) != model_fingerprint(whole | {"c": 1})
 
 
-def test_another_process_computes_the_same() -> None:
-    program = "import torch; from arealite.utils.fingerprint import fingerprint as f; print(f(torch.arange(3e5)))"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    out = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
-    assert int(out) == fingerprint(torch.arange(3e5))
+def tell_fingerprint(test: Connection) -> None:
+    test.send(fingerprint(torch.arange(3e5)))
+
+
+def test_other_processes_compute_the_same() -> None:
+    with testing_forks.two_ranks(tell_fingerprint) as ranks:
+        assert [rank.receive() for rank in ranks] == [fingerprint(torch.arange(3e5))] * 2

@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from rewards import columns_reward, failing_reward
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
@@ -67,16 +68,6 @@ InferenceEngine.register(ScriptedSampler)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return load_hf_tokenizer(make_tiny_model(tmp_path_factory.mktemp("tiny"), [QUESTION], layers=1))
-
-
-def columns_reward(prompt, completions, prompt_ids, completion_ids, **columns) -> float:
-    assert prompt == f"<|user|>{columns.pop('question')}<|end|><|assistant|>"
-    assert columns == {"answer": DATA["answer"]}
-    return len(completions) + len(prompt_ids) / 100 + len(completion_ids) / 10000
-
-
-def failing_reward(**kwargs) -> float:
-    raise KeyError("oops")
 
 
 async def test_a_group_is_sampled_at_once_scored_and_padded(tokenizer) -> None:
