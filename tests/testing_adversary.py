@@ -21,7 +21,18 @@ from arealite.rollout.executor import RolloutExecutor
 RETRIES = 1
 
 
-class HeldWorkflow(RolloutWorkflow):
+class Adversary(RolloutWorkflow):
+    """A workflow whose episodes do not end before `end_one` ends one of them."""
+
+    def num_held(self) -> int:
+        """Return how many episodes have started and have not been ended or dropped."""
+        raise NotImplementedError
+
+    def end_one(self) -> None:
+        raise NotImplementedError
+
+
+class HeldWorkflow(Adversary):
     """Its episodes end when and as the adversary says."""
 
     def __init__(self, rng: random.Random, straggler_share: float) -> None:
@@ -52,10 +63,13 @@ class HeldWorkflow(RolloutWorkflow):
         trajectory["rewards"][0] = -1.0 if outcome == "filter" else 1.0
         return trajectory
 
+    def num_held(self) -> int:
+        self.held = [one for one in self.held if not one[1].done()]  # others were dropped
+        return len(self.held)
+
     def end_one(self) -> None:
         """End an episode of the newest head, or sometimes of any."""
-        self.held = [one for one in self.held if not one[1].done()]  # others were dropped
-        if not self.held:
+        if not self.num_held():
             return
         self.rng.shuffle(self.held)
         if self.rng.random() < self.straggler_share:
@@ -73,10 +87,12 @@ class HeldWorkflow(RolloutWorkflow):
 
 
 class CorneredExecutor(RolloutExecutor):
-    """Lets the adversary move before each wait."""
+    """Lets the adversary move before each wait, when all that may start has started and all ends are recorded."""
 
-    adversary: HeldWorkflow
+    adversary: Adversary
 
     async def _wait_for_change(self, deadline: float | None) -> bool:
+        while self._is_starting or self.adversary.num_held() != len(self._running):
+            await asyncio.sleep(0)
         self.adversary.end_one()
         return await super()._wait_for_change(deadline)

@@ -17,21 +17,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.executor import RolloutExecutor
 from arealite.utils.tensors import concat_padded_tensors
-
-
-def trajectory_of(response: ModelResponse, reward: float) -> TensorDict:
-    """Turn one completion into a trajectory of one row."""
-    num_prompt, num_output = response.input_len, response.output_len
-    row = {
-        "input_ids": torch.tensor([response.input_tokens + response.output_tokens]),
-        "attention_mask": torch.ones(1, num_prompt + num_output, dtype=torch.bool),
-        "loss_mask": torch.tensor([[0] * num_prompt + [1] * num_output]),
-        "logprobs": torch.tensor([[0.0] * num_prompt + response.output_logprobs]),
-        "versions": torch.tensor([[-1] * num_prompt + response.output_versions]),
-        "rewards": torch.tensor([reward]),
-        "no_eos": torch.tensor([response.stop_reason == "length"]),
-    }
-    return TensorDict(row, batch_size=[1])
+from arealite.workflow.rlvr import trajectory_from_response
 
 
 class SamplingWorkflow(RolloutWorkflow):
@@ -46,7 +32,7 @@ class SamplingWorkflow(RolloutWorkflow):
             ModelRequest(data["input_ids"], gconfig, rid=str(data["prompt_id"])) for _ in range(self.gconfig.n_samples)
         ]
         responses = await asyncio.gather(*(engine.agenerate(request) for request in requests))
-        return concat_padded_tensors([trajectory_of(one, float(one.output_tokens[0])) for one in responses])
+        return concat_padded_tensors([trajectory_from_response(one, float(one.output_tokens[0])) for one in responses])
 
 
 def waiting_trajectory(index: int, version: int, length: int = 3) -> TensorDict:
@@ -54,7 +40,7 @@ def waiting_trajectory(index: int, version: int, length: int = 3) -> TensorDict:
     response = ModelResponse(
         [index], [index] * (length - 1), [-1.0] * (length - 1), [version] * (length - 1), "stop", ""
     )
-    return trajectory_of(response, float(index))
+    return trajectory_from_response(response, float(index))
 
 
 @dataclasses.dataclass

@@ -675,6 +675,14 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
     assert evaluated["prompt_id"] == "0-7" and evaluated["trained_step"] is None
 
 
+def test_latency_counts_from_the_first_attempt(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
+    engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="e", trial_name="t")
+    engine.executor.prepare_batch([rows(1, delay_s=0.1)], fail_first(OSError("flaky"), 1))
+    engine.executor.close()
+    (part,) = audit(tmp_path / "e" / "t").bias[0].parts
+    assert 0.2 <= part.low < 30
+
+
 def test_rows_without_a_name_get_new_names_after_a_recovery(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
     config = {"fileroot": str(tmp_path), "experiment_name": "e", "trial_name": "t", "consumer_batch_size": 2}
     workflow, first = WaitingWorkflow(), start(**config)
