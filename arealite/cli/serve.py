@@ -14,11 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import check_model, registry_flags, server_job, visible_gpus
-from arealite.launcher.plan.plan import Placement
+from arealite.launcher.plan.plan import Placement, rollout_of
 from arealite.launcher.plan.server_commands import check_installed, check_server_block
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.name_resolve import NameResolveError, make_repository
@@ -48,7 +49,7 @@ def serve(args: argparse.Namespace) -> int:
     os.execve(command[0], command, os.environ | job.env)
 
 
-def _joined_config(args: argparse.Namespace) -> GRPOConfig:
+def _joined_config(args: argparse.Namespace) -> BaseExperimentConfig:
     """Return the config of the run, from its folder or, where that can't be seen, from the file it was started with."""
     experiment, _, trial = args.join.partition("/")
     if not (experiment and trial) or "/" in trial:
@@ -71,12 +72,12 @@ def _joined_config(args: argparse.Namespace) -> GRPOConfig:
     return config
 
 
-def _config(file: str, overrides: list[str]) -> GRPOConfig:
+def _config(file: str, overrides: list[str]) -> BaseExperimentConfig:
     """Load what servers need to know, also of someone's own config class."""
-    return load_expr_config(["--config", file, *overrides], GRPOConfig, ignore_unknown=True)[0]
+    return load_run_config(["--config", file, *overrides])
 
 
-def _check(config: GRPOConfig) -> list[str]:
+def _check(config: BaseExperimentConfig) -> list[str]:
     """Refuse what can't be served here, and return the GPUs to serve with."""
     mode = AllocationMode.from_str(config.allocation_mode or "d1")
     if mode.gen_dp_size == 0:
@@ -98,7 +99,7 @@ def _check(config: GRPOConfig) -> list[str]:
     return gpus[: mode.gen_instance_size]
 
 
-def _kept_secret(config: GRPOConfig) -> str:
+def _kept_secret(config: BaseExperimentConfig) -> str:
     file = RunFolder(config).secret
     try:
         return file.read_text(encoding="ascii").strip()
@@ -109,11 +110,12 @@ def _kept_secret(config: GRPOConfig) -> str:
         ) from error
 
 
-def _servers(config: GRPOConfig, secret: str) -> list[ServerRecord]:
+def _servers(config: BaseExperimentConfig, secret: str) -> list[ServerRecord]:
     """Return the servers that the run has, which must be of our kind."""
-    if config.rollout.server_addrs:
+    rollout = rollout_of(config)
+    if rollout.server_addrs:
         raise ConfigError(
-            f"rollout.server_addrs must be empty for servers to join: got {','.join(config.rollout.server_addrs)}, and "
+            f"rollout.server_addrs must be empty for servers to join: got {','.join(rollout.server_addrs)}, and "
             "the run asks no others. Serve without --join at one of these addresses."
         )
     names = make_repository(**asdict(config.cluster.name_resolve))
@@ -127,9 +129,9 @@ def _servers(config: GRPOConfig, secret: str) -> list[ServerRecord]:
             f"{SECRET_VARIABLE} or the run folder's {SECRET_FILE} must be the secret of the run: got another one, "
             f"because {error}. Set {SECRET_VARIABLE} to the run's."
         ) from error
-    if others := {one.backend for one in servers} - {config.rollout.backend}:
+    if others := {one.backend for one in servers} - {rollout.backend}:
         raise ConfigError(
-            f"a server must be of the run's backend: got {config.rollout.backend}, and it has {', '.join(others)}. "
+            f"a server must be of the run's backend: got {rollout.backend}, and it has {', '.join(others)}. "
             "Leave allocation_mode as the run has it."
         )
     return servers

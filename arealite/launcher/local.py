@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Place
 from arealite.launcher.place.local import LocalPlace
@@ -41,18 +41,18 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
     return run.launch(entry, argv, run.Backend("this machine", _open_place, check, devices))
 
 
-def _open_place(config: GRPOConfig | SFTConfig, plan: Plan, supervisor: Supervisor) -> Place:
+def _open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor) -> Place:
     return LocalPlace(supervisor.console)
 
 
-def check(config: GRPOConfig | SFTConfig, plan: Plan) -> None:
+def check(config: BaseExperimentConfig, plan: Plan) -> None:
     """Refuse what this machine does not have."""
     if config.cluster.n_nodes != 1:
         raise ConfigError(
             f"cluster.n_nodes must be 1 for the local launcher: got {config.cluster.n_nodes}. Set cluster.n_nodes=1, "
             "or use arealite.launcher.ray, slurm or torchrun."
         )
-    if plan.servers and isinstance(config, GRPOConfig):
+    if plan.servers:
         check_installed(config)
     needed = sum(len(one.devices) for one in plan.placements)
     if needed > len(visible_gpus()) and config.cluster.n_gpus_per_node > 0:
@@ -63,7 +63,7 @@ def check(config: GRPOConfig | SFTConfig, plan: Plan) -> None:
         )
 
 
-def devices(config: GRPOConfig | SFTConfig, placement: Placement) -> Mapping[str, str]:
+def devices(config: BaseExperimentConfig, placement: Placement) -> Mapping[str, str]:
     """Give a job its share of the GPUs that we may use; none on a CPU cluster."""
     names = visible_gpus() if placement.devices else []
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in placement.devices)}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.launcher.place.base import Place
 from arealite.launcher.place.ray import RayPlace, connect
 from arealite.launcher.plan.plan import Placement, Plan
@@ -36,18 +36,18 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
     return run.launch(entry, argv, run.Backend("Ray", _open_place, _check, _devices))
 
 
-def _check(config: GRPOConfig | SFTConfig, plan: Plan) -> None:
+def _check(config: BaseExperimentConfig, plan: Plan) -> None:
     """Connect to the cluster. Whether it has room is no question of now: a seat is waited for."""
-    if plan.servers and isinstance(config, GRPOConfig):
+    if plan.servers:
         check_installed(config)
     connect()
 
 
-def _open_place(config: GRPOConfig | SFTConfig, plan: Plan, supervisor: Supervisor) -> Place:
+def _open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor) -> Place:
     return RayPlace(plan, config.launcher, setup_timeout_s=run.setup_timeout_s(config), say=supervisor.say)
 
 
-def _devices(config: GRPOConfig | SFTConfig, placement: Placement) -> Mapping[str, str]:
+def _devices(config: BaseExperimentConfig, placement: Placement) -> Mapping[str, str]:
     """Ray itself tells jobs their GPUs."""
     return {} if placement.devices else {"CUDA_VISIBLE_DEVICES": ""}
 

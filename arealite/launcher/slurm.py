@@ -23,7 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from arealite.api.cli_args import GRPOConfig, LauncherConfig
+from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import check_model
@@ -58,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         entry = run.entry_script(args.entry)
-        config = run.read_config(entry, args.argv)
+        config = load_run_config(args.argv)
         plan = make_plan(config)
         check_model(config)
-        if isinstance(config, GRPOConfig) and plan.servers:
+        if plan.servers:
             check_server_block(config)
         script = batch_script(config, plan, entry=entry, argv=args.argv)
         if args.dry_run:
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return follow(job, folder / f"slurm-{job}.log")
 
 
-def batch_script(config: run.Config, plan: Plan, *, entry: Path, argv: Sequence[str]) -> str:
+def batch_script(config: BaseExperimentConfig, plan: Plan, *, entry: Path, argv: Sequence[str]) -> str:
     """Return the script for sbatch. The user's arguments come last, as the last of two equal ones counts."""
     launcher, folder = config.launcher, RunFolder(config).path.absolute()
     cpus, mebibytes = _needs(launcher, plan)

@@ -15,11 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import trainer_job
 from arealite.launcher.plan.plan import Placement, Plan
-from arealite.launcher.supervise.run import Config, checked_plan, entry_script, parse, read_config
+from arealite.launcher.supervise.run import checked_plan, entry_script, parse
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import ensure_secret
@@ -32,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the commands and return the exit status."""
     args = parse(argv, prog="python3 -m arealite.launcher.torchrun", description="Print the commands of a run by hand.")
     try:
-        config = read_config(entry_script(args.entry), args.argv)
+        entry_script(args.entry)
+        config = load_run_config(args.argv)
         plan = checked_plan(config)
         if not args.dry_run:
             RunFolder(config).path.mkdir(parents=True, exist_ok=True)
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def command_lines(config: Config, plan: Plan, *, entry: str, argv: Sequence[str]) -> Iterator[str]:
+def command_lines(config: BaseExperimentConfig, plan: Plan, *, entry: str, argv: Sequence[str]) -> Iterator[str]:
     """Return the lines to paste into a shell of each machine, all in the same folder of a shared file system."""
     yield "# on every machine, with the addresses by which they reach each other"
     yield "export " + " ".join(f"HOST{node}=ADDRESS" for node in range(plan.num_nodes))
@@ -58,13 +61,15 @@ def command_lines(config: Config, plan: Plan, *, entry: str, argv: Sequence[str]
                 yield _trainer_command(config, plan, one, entry, argv)
 
 
-def _server_command(config: Config, placement: Placement, argv: Sequence[str]) -> str:
+def _server_command(config: BaseExperimentConfig, placement: Placement, argv: Sequence[str]) -> str:
     serve = f"arealite serve --join {config.experiment_name}/{config.trial_name}"
     variables = _variables(placement, config.launcher.inference_server_env_vars, {})
     return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(argv)}"
 
 
-def _trainer_command(config: Config, plan: Plan, placement: Placement, entry: str, argv: Sequence[str]) -> str:
+def _trainer_command(
+    config: BaseExperimentConfig, plan: Plan, placement: Placement, entry: str, argv: Sequence[str]
+) -> str:
     """Spell a torchrun that finds the others at the trainer's first machine."""
     job = trainer_job(
         *(config, plan, placement, {}, ""),

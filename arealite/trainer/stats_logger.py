@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, StatsLoggerConfig, to_yaml
+from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
 from arealite.trainer.progress import LiveProgress
@@ -115,7 +115,7 @@ class _Writer:
         if experiment is not None:
             write_config(run, to_yaml(experiment), start_step=start_step)
             resolved = dataclasses.asdict(experiment)
-            bound = experiment.rollout.max_head_offpolicyness if isinstance(experiment, GRPOConfig) else None
+            bound = experiment.rollout.max_head_offpolicyness if experiment.rollout is not None else None
         self._bound = bound
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")

@@ -100,6 +100,10 @@ def test_a_run_that_works(check, tiny) -> None:
 def test_a_config_that_cannot_be_read(check, tiny, capsys) -> None:
     status, shown = check(tiny, "sed=1")
     assert status == 2 and "ConfigError: sed must be a key of GRPOConfig" in shown
+    own_class = ENTRY.replace("GRPOConfig", "MyConfig")
+    assert check(tiny, "my_knob=1", entry=own_class)[0] == 0, "the script judges its own keys"
+    status, shown = check(tiny, entry="def train(:")
+    assert status == 2 and "the entry script must be Python: got" in shown
     assert main(["check", "missing.py", "--config", "missing.yaml"]) == 2
     assert "the entry script must be a file: got missing.py" in capsys.readouterr().err
 

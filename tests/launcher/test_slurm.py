@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.config.run import RunConfig, load_run_config
 from arealite.launcher import slurm
 from arealite.launcher.place.slurm import step_command
 from arealite.launcher.plan.plan import Placement, make_plan
@@ -27,8 +27,8 @@ SERVER = Placement("server-3", "server", 1, (2, 3), 3)
 TRAINER = Placement("torchrun-0", "trainer", 0, (), 0, (0, 1))
 
 
-def config_of(*overrides: str) -> GRPOConfig:
-    return load_expr_config(["--config", str(CONFIG), *overrides], GRPOConfig)[0]
+def config_of(*overrides: str) -> RunConfig:
+    return load_run_config(["--config", str(CONFIG), *overrides])
 
 
 def options_of(*overrides: str) -> list[str]:

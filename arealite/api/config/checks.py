@@ -48,11 +48,13 @@ def check_evaluator_data(evaluator: EvaluatorConfig, valid: DatasetConfig | None
         )
 
 
-def check_devices(allocation: AllocationMode | None, text: str, cluster: ClusterSpecConfig, servers: bool) -> None:
-    """Refuse an allocation (`text`) that needs more GPUs than the cluster has; `servers` need some of them."""
+def check_devices(
+    allocation: AllocationMode | None, text: str, cluster: ClusterSpecConfig, servers_are_ours: bool
+) -> None:
+    """Refuse an allocation (`text`) that needs more GPUs than the cluster has; servers of others need none of them."""
     if allocation is None or cluster.n_gpus_per_node == 0:
         return
-    needed = allocation.train_world_size + (allocation.gen_world_size if servers else 0)
+    needed = allocation.train_world_size + (allocation.gen_world_size if servers_are_ours else 0)
     if needed > cluster.n_nodes * cluster.n_gpus_per_node:
         raise ConfigError(
             f"allocation_mode must fit the cluster: got {text}, which needs {needed} GPUs, and "
@@ -91,6 +93,22 @@ def check_broadcast_pipeline(rollout: InferenceEngineConfig, allocation: Allocat
             f"rollout.weight_update must be disk if servers have p > 1: got broadcast and {text}. "
             "Set rollout.weight_update=disk or p1."
         )
+
+
+def check_servers_sample_as_asked(
+    rollout: InferenceEngineConfig,
+    lite: LiteConfig,
+    gconfig: GenerationHyperparameters,
+    eval_gconfig: GenerationHyperparameters,
+) -> None:
+    """Refuse what the chosen servers can't do, or would do differently from others."""
+    check_pause_mode(rollout)
+    check_truncated_sampling(rollout, gconfig)
+    for key, one in (("gconfig", gconfig), ("eval_gconfig", eval_gconfig)):
+        check_token_limits(one, key)
+        check_max_temperature(rollout, one, key)
+        check_stop_strings(rollout, one, key)
+    check_context(rollout, lite, gconfig, eval_gconfig)
 
 
 def check_token_limits(gconfig: GenerationHyperparameters, key: str) -> None:

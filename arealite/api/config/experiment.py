@@ -38,6 +38,9 @@ class BaseExperimentConfig(ConfigBase):
         **_named("recover", fileroot="cluster.fileroot"),
         **_named("stats_logger", fileroot="cluster.fileroot"),
         "cluster.name_resolve.nfs_record_root": "cluster.fileroot",
+        **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
+        "rollout.tokenizer_path": "tokenizer_path",
+        "rollout.name_resolve": "cluster.name_resolve",
         **_same("valid_dataset", "train_dataset", "path", "type", "batch_size", "max_length"),
     }
     """Keys that take another key's value unless they are given."""
@@ -62,6 +65,8 @@ class BaseExperimentConfig(ConfigBase):
     """Training data."""
     valid_dataset: DatasetConfig | None = None
     """Held-out data; None is no evaluation. Path, type, batch size and length follow `train_dataset` unless given."""
+    rollout: InferenceEngineConfig | None = None
+    """Episodes and servers; None is an experiment without servers."""
     saver: SaverConfig = field(default_factory=SaverConfig)
     """Saving."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
@@ -84,11 +89,34 @@ class BaseExperimentConfig(ConfigBase):
         """The parsed `allocation_mode`; None if it is empty."""
         return AllocationMode.from_str(self.allocation_mode) if self.allocation_mode else None
 
+    @property
+    def trained(self) -> tuple[str, TrainEngineConfig]:
+        """Key and block of the model that is trained, which is also the one that is served."""
+        raise NotImplementedError(f"{type(self).__name__} must name the block of its model")
+
+    @property
+    def sampling(self) -> GenerationHyperparameters | None:
+        """How training episodes are sampled; None without servers."""
+        return None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether each rank also holds a frozen copy of the model."""
+        return False
+
     def validate(self) -> None:
-        """Refuse contradictions; experiments add their own."""
+        """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
         checks.warn_same_file(self.train_dataset, self.valid_dataset)
         checks.check_recover_trigger(self.recover)
         checks.check_evaluator_data(self.evaluator, self.valid_dataset)
+        rollout, mode = self.rollout, self.allocation
+        if rollout is not None and mode is not None and mode.gen_backend is not None:
+            checks.check_backend(rollout, mode, self.allocation_mode)
+            rollout.backend = cast(Literal["lite", "sglang", "vllm"], mode.gen_backend)
+            rollout.num_servers = rollout.num_servers or mode.gen_dp_size
+            checks.check_broadcast_pipeline(rollout, mode, self.allocation_mode)
+        servers_are_ours = rollout is None or not rollout.server_addrs
+        checks.check_devices(mode, self.allocation_mode, self.cluster, servers_are_ours)
 
 
 @dataclass
@@ -102,17 +130,22 @@ class SFTConfig(BaseExperimentConfig):
         "model.path": "tokenizer_path",
     }
 
+    rollout: None = None
+    """Fine-tuning has no servers."""
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
     """Training data."""
     model: TrainEngineConfig = field(default_factory=lambda: TrainEngineConfig(optimizer=OptimizerConfig()))
     """The model."""
+
+    @property
+    def trained(self) -> tuple[str, TrainEngineConfig]:
+        return "model", self.model
 
     def validate(self) -> None:
         """Refuse contradictions."""
         super().validate()
         checks.check_optimizer(self.model, "model")
         checks.check_dataset_type(self.train_dataset, "sft")
-        checks.check_devices(self.allocation, self.allocation_mode, self.cluster, servers=True)
 
 
 @dataclass
@@ -121,9 +154,6 @@ class GRPOConfig(BaseExperimentConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.DEFAULTS_FROM,
-        **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
-        "rollout.tokenizer_path": "tokenizer_path",
-        "rollout.name_resolve": "cluster.name_resolve",
         **_named("actor", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
         "actor.node_timeout": "launcher.node_timeout",
         **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
@@ -148,43 +178,37 @@ class GRPOConfig(BaseExperimentConfig):
     ref: PPOActorConfig | None = None
     """The reference of the KL penalty; None is no reference. Path, dtype and memory settings follow `actor`."""
 
+    @property
+    def trained(self) -> tuple[str, TrainEngineConfig]:
+        return "actor", self.actor
+
+    @property
+    def sampling(self) -> GenerationHyperparameters:
+        return self.gconfig
+
+    @property
+    def has_reference(self) -> bool:
+        return self.ref is not None
+
     def validate(self) -> None:
-        """Apply `async_training` and the servers' backend, and refuse contradictions."""
+        """Apply `async_training` and refuse contradictions."""
         super().validate()
         if not self.async_training:
             self.rollout.max_head_offpolicyness = 0
-        self._follow_allocation()
-        rollout, actor, ref = self.rollout, self.actor, self.ref
-        checks.check_devices(self.allocation, self.allocation_mode, self.cluster, servers=not rollout.server_addrs)
+        actor, ref, gconfig = self.actor, self.ref, self.gconfig
         checks.check_optimizer(actor, "actor")
         checks.check_dataset_type(self.train_dataset, "rl")
-        checks.check_pause_mode(rollout)
-        checks.check_truncated_sampling(rollout, self.gconfig)
-        for key, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
-            checks.check_token_limits(gconfig, key)
-            checks.check_max_temperature(rollout, gconfig, key)
-            checks.check_stop_strings(rollout, gconfig, key)
-        checks.check_greedy_group(self.gconfig)
-        checks.warn_narrowed_sampling(self.gconfig)
-        checks.check_context(rollout, self.lite, self.gconfig, self.eval_gconfig)
-        checks.check_follows("actor.group_size", actor.group_size, "gconfig.n_samples", self.gconfig.n_samples)
-        checks.check_follows("actor.temperature", actor.temperature, "gconfig.temperature", self.gconfig.temperature)
+        checks.check_servers_sample_as_asked(self.rollout, self.lite, gconfig, self.eval_gconfig)
+        checks.check_greedy_group(gconfig)
+        checks.warn_narrowed_sampling(gconfig)
+        checks.check_follows("actor.group_size", actor.group_size, "gconfig.n_samples", gconfig.n_samples)
+        checks.check_follows("actor.temperature", actor.temperature, "gconfig.temperature", gconfig.temperature)
         checks.check_proximal_logprobs(actor)
         checks.warn_unused_cap(actor)
-        checks.check_group_norm(actor, self.gconfig)
-        checks.check_minibatches(actor, rollout)
+        checks.check_group_norm(actor, gconfig)
+        checks.check_minibatches(actor, self.rollout)
         checks.check_reference_exists(actor, ref)
         checks.warn_unused_reference(actor, ref)
         if ref is not None:
-            checks.check_follows("ref.temperature", ref.temperature, "gconfig.temperature", self.gconfig.temperature)
+            checks.check_follows("ref.temperature", ref.temperature, "gconfig.temperature", gconfig.temperature)
         checks.check_frozen_reference(ref)
-
-    def _follow_allocation(self) -> None:
-        """Let the allocation name the servers' backend and number."""
-        mode = self.allocation
-        if mode is None or mode.gen_backend is None:
-            return
-        checks.check_backend(self.rollout, mode, self.allocation_mode)
-        self.rollout.backend = cast(Literal["lite", "sglang", "vllm"], mode.gen_backend)
-        self.rollout.num_servers = self.rollout.num_servers or mode.gen_dp_size
-        checks.check_broadcast_pipeline(self.rollout, mode, self.allocation_mode)

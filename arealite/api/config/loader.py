@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 from arealite.api.config.legacy import migrate
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.errors import ConfigError
+
+logger = logging.getLogger("arealite.config")
 
 
 class Experiment(Protocol):
@@ -52,7 +55,8 @@ def load_expr_config(
 ) -> tuple[ConfigT, str]:
     """Load `--config FILE key=value ...` and return the config and the file's path.
 
-    `ignore_unknown` leaves unknown keys out, for a program that reads the common part of someone's own config class.
+    `ignore_unknown` leaves out unknown keys at the top level and in blocks that experiments extend, for a program that
+    reads the common part of someone's own config class; it warns of what looks like a typo.
     """
     config_file, overrides = _split_arguments(argv, config_cls)
     keys = {key.name: key for key in config_keys(config_cls)}
@@ -126,11 +130,15 @@ def _check_keys(
     source: _Source, values: Tree, prefix: str, keys: dict[str, ConfigKey], *, ignore_unknown: bool
 ) -> None:
     """Refuse unknown keys, and plain values in the place of blocks or blocks of plain values; drop empty blocks."""
+    is_open = ignore_unknown and (not prefix or getattr(keys[prefix[:-1]].block, "IS_EXTENDED", False))
+    siblings = [key.name for key in keys.values() if key.parent == prefix[:-1]]
     for name, value in list(values.items()):
         key = keys.get(f"{prefix}{name}")
         if key is None:
-            if not ignore_unknown:
+            if not is_open:
                 raise ConfigError(_unknown(f"{prefix}{name}", source, keys))
+            if near := difflib.get_close_matches(f"{prefix}{name}", siblings, n=1, cutoff=0.8):
+                logger.warning("%s is left to the script. Did you mean %s?", f"{prefix}{name}", near[0])
         elif key.block is not None and isinstance(value, dict):
             _check_keys(source, value, f"{key.name}.", keys, ignore_unknown=ignore_unknown)
         elif key.block is not None and value is None and not key.is_optional:
@@ -166,7 +174,7 @@ def _resolve(config_cls: type[Experiment], given: DictConfig, keys: dict[str, Co
     merged = _merge(defaults, given)
     raw_merged = cast(Tree, OmegaConf.to_container(merged))
     for name, source in config_cls.DEFAULTS_FROM.items():
-        is_block_absent = raw_merged[name.partition(".")[0]] is None
+        is_block_absent = any(raw_merged[key.partition(".")[0]] is None for key in (name, source))
         is_mandatory = _lookup(defaults, name) == MISSING
         if _has(raw_given, name) or is_block_absent or (is_mandatory and not _has(raw_given, source)):
             continue

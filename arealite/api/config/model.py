@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arealite.api.config.optimizer import OptimizerConfig
 from arealite.api.config.schema import MISSING
@@ -53,6 +54,8 @@ class FSDPEngineConfig(ConfigBase):
 @dataclass
 class TrainEngineConfig(ConfigBase):
     """A model and how it is trained. Parameters and optimizer state are float32."""
+
+    IS_EXTENDED: ClassVar[bool] = True
 
     experiment_name: Name = ""
     """Filled in from the top level."""

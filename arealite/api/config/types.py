@@ -19,6 +19,8 @@ class ConfigBase:
     """Base of all config classes: unknown keys are errors, and a number may stand for a string (`trial_name=0`)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    IS_EXTENDED: ClassVar[bool] = False
+    """Whether experiments add keys to this block, which launchers leave to the script."""
 
 
 def _refuse_bool(value: object) -> object:

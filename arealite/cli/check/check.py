@@ -19,17 +19,21 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig as Config
+from arealite.api.cli_args import load_expr_config
+from arealite.api.config import experiment
+from arealite.api.config.run import load_run_config
+from arealite.api.errors import ConfigError
 from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
-from arealite.cli.check.model import Config, check_model, check_weights
+from arealite.cli.check.model import check_model, check_weights
 from arealite.cli.check.text import check_data, check_template, check_tokenizer
 from arealite.inference.http import ServerHttp
 from arealite.launcher import local
 from arealite.launcher.plan.jobs import environment
-from arealite.launcher.plan.plan import Plan, foreign_servers
+from arealite.launcher.plan.plan import Plan, foreign_servers, rollout_of
 from arealite.launcher.plan.server_commands import server_command
-from arealite.launcher.supervise.run import checked_plan, entry_script, read_config
+from arealite.launcher.supervise.run import checked_plan, entry_script
 from arealite.utils.secret import secret_of_environment
 
 _PROGRAM_S = 300.0
@@ -41,8 +45,9 @@ def check(entry: str, argv: Sequence[str]) -> int:
     """Check the run that the launcher would start with these arguments, print the findings, return the exit status."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    script = entry_script(entry)
-    config, calls, found = read_config(script, argv), _calls(script), Findings()
+    calls = _calls(entry_script(entry))
+    names = {_last_name(call.func) for call in calls}
+    config, found = _load(calls, argv), Findings()
     plan = found.look("processes", _check_processes, config)
     if plan is not None:
         found.look("server", _check_server, config, plan)
@@ -51,16 +56,32 @@ def check(entry: str, argv: Sequence[str]) -> int:
         found.look("weights", check_weights, config, model)
         longest = 0
         if (tokenizer := found.look("tokenizer", check_tokenizer, config, model)) is not None:
-            found.look("template", check_template, config, model, tokenizer, calls)
-            longest = found.look("data", check_data, config, model, tokenizer, calls) or 0
+            found.look("template", check_template, config, model, tokenizer, names)
+            longest = found.look("data", check_data, config, model, tokenizer, names) or 0
         found.look("memory", check_memory, config, model, longest)
     return 1 if found.summarize() else 0
 
 
-def _calls(entry: Path) -> set[str]:
-    """Return the last names of what a script calls."""
-    nodes = ast.walk(ast.parse(entry.read_bytes()))
-    return {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+def _load(calls: Sequence[ast.Call], argv: Sequence[str]) -> Config:
+    """Load the config with the class of ours that the script loads, or else as a launcher does."""
+    names = {
+        _last_name(call.args[1]) for call in calls if _last_name(call.func) == "load_expr_config" and call.args[1:]
+    }
+    cls = getattr(experiment, names.pop(), None) if len(names) == 1 else None
+    return load_run_config(argv) if cls is None else load_expr_config(argv, cls)[0]
+
+
+def _calls(entry: Path) -> list[ast.Call]:
+    """Return the calls in a script."""
+    try:
+        return [node for node in ast.walk(ast.parse(entry.read_bytes())) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"the entry script must be Python: got {entry}, {error}. Correct it there.") from error
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return `b` of `b` and of `a.b`."""
+    return ast.unparse(node).rpartition(".")[2]
 
 
 def _check_processes(found: Findings, config: Config) -> Plan:
@@ -78,11 +99,9 @@ def _check_processes(found: Findings, config: Config) -> Plan:
 
 def _check_server(found: Findings, config: Config, plan: Plan) -> None:
     """Ask servers for their health, or the program that will run what it says of its flags and of the model."""
-    if isinstance(config, SFTConfig):
-        return
     if foreign := foreign_servers(config):
         asyncio.run(_ask_health(found, foreign.split(",")))
-    elif plan.servers and config.rollout.backend != "lite":
+    elif plan.servers and rollout_of(config).backend != "lite":
         _ask_program(found, config, plan)
 
 
@@ -96,7 +115,7 @@ async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
         await http.close()
 
 
-def _ask_program(found: Findings, config: GRPOConfig, plan: Plan) -> None:
+def _ask_program(found: Findings, config: Config, plan: Plan) -> None:
     command = server_command(config, index=0, num_gpus=max(1, len(plan.servers[0].devices)))
     module = command.index("-m") + 2
     command = [*command[:module], "--check", *command[module:]]

@@ -11,10 +11,10 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig as Config
+from arealite.api.cli_args import PPOActorConfig
 from arealite.cli.check.findings import Findings, Level
-from arealite.cli.check.model import Config, trained_block
-from arealite.launcher.plan.plan import foreign_servers
+from arealite.launcher.plan.plan import foreign_servers, rollout_of
 from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
 
 GIB = 2**30
@@ -44,11 +44,17 @@ def check_memory(found: Findings, config: Config, model: PreTrainedModel, longes
 
 
 def plan_memory(
-    found: Findings, config: Config, shape: ModelShape, longest_prompt: int, *, gpus: Sequence[int], host: int
+    found: Findings,
+    config: Config,
+    shape: ModelShape,
+    longest_prompt: int,
+    *,
+    gpus: Sequence[int],
+    host: int,
 ) -> Table:
     """Add up what trainer ranks and servers need, hold it against the bytes of the devices, and return the plan."""
-    mode, (key, block) = AllocationMode.from_str(config.allocation_mode), trained_block(config)
-    longest = longest_prompt + (config.gconfig.max_new_tokens if isinstance(config, GRPOConfig) else 0)
+    mode, (key, block) = AllocationMode.from_str(config.allocation_mode), config.trained
+    longest = longest_prompt + (config.sampling.max_new_tokens if config.sampling is not None else 0)
     ranks, offloads = mode.train_world_size, block.fsdp.offload_params
     state, step = _trainer_parts(config, shape, longest, ranks)
     server, kv_token = _server_parts(config, shape, longest, mode)
@@ -62,20 +68,20 @@ def plan_memory(
         _fit(found, "a trainer rank", step if offloads else state | step, min(gpus), key)
         if offloads:
             _fit(found, "the host", {name: size * ranks for name, size in state.items()}, host, key)
-        if server and isinstance(config, GRPOConfig):
+        if server:
             _fit_answers(found, config, server, kv_token, longest, min(gpus))
     return _plan(state | step, ranks, server, mode.gen_world_size)
 
 
 def _trainer_parts(config: Config, shape: ModelShape, longest: int, ranks: int) -> tuple[Parts, Parts]:
     """Return what a rank holds all the time, and on top in a step of sequences of full length."""
-    block, rows = trained_block(config)[1], config.train_dataset.batch_size
+    block, rows = config.trained[1], config.train_dataset.batch_size
     state = training_state(shape, ranks=ranks, has_optimizer=True)
-    if isinstance(config, GRPOConfig):
-        groups = -(-config.rollout.consumer_batch_size // config.actor.ppo_n_minibatches)
-        rows = groups * config.gconfig.n_samples
-        if config.ref is not None:
-            state["reference"] = training_state(shape, ranks=ranks, has_optimizer=False)["parameters"]
+    if config.rollout is not None and config.sampling is not None:
+        num_minibatches = block.ppo_n_minibatches if isinstance(block, PPOActorConfig) else 1
+        rows = -(-config.rollout.consumer_batch_size // num_minibatches) * config.sampling.n_samples
+    if config.has_reference:
+        state["reference"] = training_state(shape, ranks=ranks, has_optimizer=False)["parameters"]
     tokens, spec = -(-rows // ranks) * max(longest, 1), block.mb_spec
     micro = -(-tokens // spec.n_mbs)
     if spec.max_tokens_per_mb is not None:
@@ -92,15 +98,16 @@ def _trainer_parts(config: Config, shape: ModelShape, longest: int, ranks: int) 
 
 def _server_parts(config: Config, shape: ModelShape, longest: int, mode: AllocationMode) -> tuple[Parts, int]:
     """Return what a GPU of a server needs (all of a server on a CPU), and of it the bytes per token."""
-    if isinstance(config, SFTConfig) or mode.gen_dp_size == 0 or foreign_servers(config):
+    rollout, sampling = config.rollout, config.sampling
+    if rollout is None or sampling is None or mode.gen_dp_size == 0 or foreign_servers(config):
         return {}, 0
-    backend = config.rollout.backend
+    backend = rollout.backend
     options = {"lite": {"dtype": config.lite.dtype}, "sglang": config.sglang, "vllm": config.vllm}[backend]
-    dtype = getattr(torch, str(options.get("dtype", config.actor.dtype)), torch.bfloat16)
+    dtype = getattr(torch, str(options.get("dtype", config.trained[1].dtype)), torch.bfloat16)
     weights = shape.num_parameters * dtype.itemsize // mode.gen_tp_size
     kv_token = kv_bytes_per_token(shape, value_bytes=dtype.itemsize, gpus=mode.gen_tp_size)
-    episodes = config.rollout.max_concurrent_rollouts or config.rollout.consumer_batch_size
-    sequences = -(-episodes * config.gconfig.n_samples // mode.gen_dp_size)
+    episodes = rollout.max_concurrent_rollouts or rollout.consumer_batch_size
+    sequences = -(-episodes * sampling.n_samples // mode.gen_dp_size)
     if backend != "lite":
         return {"weights": weights, "cache": sequences * longest * kv_token}, kv_token
     cache = min(sequences, config.lite.slots) * min(longest, config.lite.context) * kv_token
@@ -118,10 +125,10 @@ def _fit(found: Findings, who: str, parts: Parts, device: int, key: str) -> None
     found.add("problem" if needed > device else "warning", told, _KNOBS.get(largest, _MORE_RANKS).format(key=key))
 
 
-def _fit_answers(found: Findings, config: GRPOConfig, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
+def _fit_answers(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
     """Compare the cache that a server has room for with the answers it is asked for at once."""
     options = {"sglang": config.sglang.get("mem_fraction_static"), "vllm": config.vllm.get("gpu_memory_utilization")}
-    share = float(options.get(config.rollout.backend) or _SERVER_SHARE)
+    share = float(options.get(rollout_of(config).backend) or _SERVER_SHARE)
     room = (int(gpu * share) - sum(server.values()) + server["cache"]) // kv_token
     asked = server["cache"] // kv_token
     level: Level = "problem" if room < longest else "warning" if room < asked else "ok"

@@ -9,22 +9,15 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig, TrainEngineConfig
+from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.cli.check.findings import Findings, counted
 from arealite.engine.hf_model import build_meta_model, pick_attention
 from arealite.utils.memory_plan import model_shape
 
-Config = GRPOConfig | SFTConfig
-
-
-def trained_block(config: Config) -> tuple[str, TrainEngineConfig]:
-    """Return the block of the model that is trained, with its key."""
-    return ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
-
 
 def check_model(found: Findings, config: Config) -> PreTrainedModel:
     """Build the architecture without its weights."""
-    _, block = trained_block(config)
+    _, block = config.trained
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_meta_model(block.path, pick_attention(block.attn_impl, device, getattr(torch, block.dtype)))
     shape = model_shape(model)
@@ -35,7 +28,7 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
 
 def check_weights(found: Findings, config: Config, model: PreTrainedModel) -> None:
     """Compare the headers of the safetensors files with the architecture."""
-    key, block = trained_block(config)
+    key, block = config.trained
     folder = Path(block.path)
     if block.init_from_scratch or not folder.is_dir():
         source = f"random ({key}.init_from_scratch)" if block.init_from_scratch else "of the hub"

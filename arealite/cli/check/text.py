@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.cli.check.findings import Findings
-from arealite.cli.check.model import Config, trained_block
 from arealite.dataset import load_split
 from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.chat_template import Certificate, certify
@@ -44,7 +43,7 @@ def check_template(found: Findings, config: Config, model: PreTrainedModel, toke
     end_ids = _end_ids(config, model, tokenizer)
     certificate = certify(tokenizer, end_ids=end_ids)
     workflows = {name for name in calls if name.endswith("Workflow")}
-    is_single_turn = isinstance(config, SFTConfig) or workflows == {"RLVRWorkflow"}
+    is_single_turn = config.rollout is None or workflows == {"RLVRWorkflow"}
     refused = f"; no {', '.join(certificate.refused)}" if certificate.refused else ""
     if certificate.breaks:
         (kind, change), *others = certificate.breaks.items()
@@ -72,7 +71,7 @@ def _check_end(found: Findings, config: Config, tokenizer: Any, certificate: Cer
         told = f"it writes {tail!r} after an answer, where the model ends with {ends}: answers may run on"
         fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
         found.add("warning", told, fix)
-    elif isinstance(config, SFTConfig) and end != tokenizer.eos_token_id:
+    elif config.rollout is None and end != tokenizer.eos_token_id:
         ours, its = (repr(tokenizer.decode([token])) for token in (tokenizer.eos_token_id, end))
         told = f"demonstrations end with the tokenizer's eos token {ours}, where the template ends an answer with {its}"
         found.add("warning", told, f"Set eos_token of the tokenizer to {its}.")
@@ -82,9 +81,9 @@ def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]
     """Collect what ends generation: of tokenizer, model, its generation config, and the run's own stop tokens."""
     eos: list[Any] = [tokenizer.eos_token_id, model.config.eos_token_id]
     with contextlib.suppress(OSError):  # a model may have none
-        eos.append(GenerationConfig.from_pretrained(trained_block(config)[1].path).eos_token_id)
-    if isinstance(config, GRPOConfig):
-        eos.append(config.gconfig.stop_token_ids)
+        eos.append(GenerationConfig.from_pretrained(config.trained[1].path).eos_token_id)
+    if config.sampling is not None:
+        eos.append(config.sampling.stop_token_ids)
     return {token for ids in eos if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
 
 
@@ -104,7 +103,7 @@ def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenize
         longest = max(longest, *lengths)
         what = "demonstrations" if data.type == "sft" else "prompts"
         found.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
-    context, new = _context(config, model), config.gconfig.max_new_tokens if isinstance(config, GRPOConfig) else 0
+    context, new = _context(config, model), config.sampling.max_new_tokens if config.sampling is not None else 0
     if longest + new > context:
         is_hopeless = longest >= context
         found.add(
@@ -119,7 +118,7 @@ def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenize
 def _context(config: Config, model: PreTrainedModel) -> float:
     """Return the longest sequence that model and servers take, as far as the config tells."""
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-    if isinstance(config, GRPOConfig) and not foreign_servers(config):
+    if config.rollout is not None and not foreign_servers(config):
         lite, sglang, vllm = config.lite.context, config.sglang.get("context_length"), config.vllm.get("max_model_len")
         limits.append({"lite": lite, "sglang": sglang, "vllm": vllm}[config.rollout.backend])
     return min((int(limit) for limit in limits if limit is not None), default=float("inf"))

@@ -20,7 +20,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from arealite.api.cli_args import GRPOConfig, LauncherConfig
+from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.place.base import Seat
@@ -160,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Start inference servers and trainer on the machines of the Slurm allocation that this runs in.",
     )
     try:
-        config = run.read_config(run.entry_script(args.entry), args.argv)
+        run.entry_script(args.entry)
+        config = load_run_config(args.argv)
         nodes = _control("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         with file_lock(RunFolder(config).launcher_lock, timeout_s=_OLD_LIFE_S):
             pass
@@ -169,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CONFIG_FAILED
     number = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
-    def open_place(config: run.Config, plan: Plan, supervisor: Supervisor) -> SlurmPlace:
+    def open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor) -> SlurmPlace:
         return SlurmPlace(
             config.launcher,
             nodes[: plan.num_nodes],
@@ -192,18 +194,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _check(config: run.Config, plan: Plan, nodes: Sequence[str]) -> None:
+def _check(config: BaseExperimentConfig, plan: Plan, nodes: Sequence[str]) -> None:
     """Refuse what the allocation does not have."""
     if len(nodes) < plan.num_nodes:
         raise ConfigError(
             f"the allocation must have cluster.n_nodes={plan.num_nodes} machines: got {len(nodes)} "
             f"({' '.join(nodes)}). Leave --nodes out of launcher.slurm.sbatch_additional_args."
         )
-    if plan.servers and isinstance(config, GRPOConfig) and not config.launcher.slurm.inference_server_image:
+    if plan.servers and not config.launcher.slurm.inference_server_image:
         check_installed(config)
 
 
-def _devices(_config: run.Config, placement: Placement) -> dict[str, str]:
+def _devices(_config: BaseExperimentConfig, placement: Placement) -> dict[str, str]:
     """Leave GPUs to the relay, which knows what Slurm calls them on its machine."""
     return {} if placement.devices else {"CUDA_VISIBLE_DEVICES": ""}
 

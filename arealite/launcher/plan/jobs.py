@@ -16,41 +16,43 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import arealite
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job
-from arealite.launcher.plan.plan import Placement, Plan, foreign_servers
+from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, rollout_of
 from arealite.launcher.plan.server_commands import server_command
 from arealite.utils.environment import RESTART_VARIABLE, SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK
 
 
-def check_model(config: GRPOConfig | SFTConfig) -> None:
+def check_model(config: BaseExperimentConfig) -> None:
     """Refuse a folder that is not there."""
-    key, path = (
-        ("actor.path", config.actor.path) if isinstance(config, GRPOConfig) else ("model.path", config.model.path)
-    )
+    key, block = config.trained
+    path = block.path
     if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
-        raise ConfigError(f"{key} must be a folder or a hub id: got {path}, which does not exist. Correct {key}.")
+        raise ConfigError(f"{key}.path must be a folder or a hub id: got {path}, which does not exist. Correct it.")
 
 
-def server_job(config: GRPOConfig, placement: Placement, host: str, devices: Mapping[str, str], secret: str) -> Job:
+def server_job(
+    config: BaseExperimentConfig, placement: Placement, host: str, devices: Mapping[str, str], secret: str
+) -> Job:
     """Describe a server, which listens at `host`, picks its own port and registers for the run."""
+    rollout = rollout_of(config)
     command = server_command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
-    serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", config.rollout.backend]
+    serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", rollout.backend]
     serve += ["--name", placement.name, "--host", host, *registry_flags(config)]
-    serve += ["--setup-timeout", str(config.rollout.setup_timeout)]
+    serve += ["--setup-timeout", str(rollout.setup_timeout)]
     env = environment(
         config.launcher.inference_server_env_vars,
         python=command[0],
         **devices,
-        **({"OMP_NUM_THREADS": str(config.lite.threads)} if config.rollout.backend == "lite" else {}),
+        **({"OMP_NUM_THREADS": str(config.lite.threads)} if rollout.backend == "lite" else {}),
         **{SECRET_VARIABLE: secret},
     )
     return Job(placement.name, [*serve, "--", *command], env)
 
 
-def registry_flags(config: GRPOConfig) -> list[str]:
+def registry_flags(config: BaseExperimentConfig) -> list[str]:
     """Return where servers of this run register."""
     names = config.cluster.name_resolve
     flags = ["--join", f"{config.experiment_name}/{config.trial_name}", "--name-resolve", names.type]
@@ -59,7 +61,7 @@ def registry_flags(config: GRPOConfig) -> list[str]:
 
 
 def trainer_job(
-    config: GRPOConfig | SFTConfig,
+    config: BaseExperimentConfig,
     plan: Plan,
     placement: Placement,
     devices: Mapping[str, str],
@@ -101,7 +103,7 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
 
 
-def _trainer_threads(config: GRPOConfig | SFTConfig, plan: Plan, placement: Placement) -> int:
+def _trainer_threads(config: BaseExperimentConfig, plan: Plan, placement: Placement) -> int:
     """Return what was asked for, or share out the cores that the servers of the machine leave; threads that fight for a
     core are many times slower."""
     if config.launcher.trainer_threads is not None:

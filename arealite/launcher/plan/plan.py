@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig, InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 
@@ -55,7 +55,7 @@ class Plan:
         return sum(len(one.ranks) for one in self.trainers)
 
 
-def make_plan(config: GRPOConfig | SFTConfig) -> Plan:
+def make_plan(config: BaseExperimentConfig) -> Plan:
     """Work out the processes of a run and refuse what can't be, before anything starts."""
     if not config.allocation_mode:
         raise ConfigError(
@@ -86,20 +86,26 @@ def make_plan(config: GRPOConfig | SFTConfig) -> Plan:
     return Plan(cluster.n_nodes, cluster.n_gpus_per_node, tuple(placements))
 
 
-def foreign_servers(config: GRPOConfig | SFTConfig) -> str:
+def foreign_servers(config: BaseExperimentConfig) -> str:
     """Return the addresses of servers that someone else starts and stops, with commas between them."""
-    if isinstance(config, GRPOConfig) and config.rollout.server_addrs:
+    if config.rollout is not None and config.rollout.server_addrs:
         return ",".join(config.rollout.server_addrs)
     return os.environ.get(SERVER_ADDRS_VARIABLE, "")
 
 
-def _num_servers(config: GRPOConfig | SFTConfig, mode: AllocationMode) -> int:
+def rollout_of(config: BaseExperimentConfig) -> InferenceEngineConfig:
+    """Return the block that an experiment with servers has."""
+    assert config.rollout is not None, type(config)
+    return config.rollout
+
+
+def _num_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
     """Return how many servers are ours to start."""
-    if isinstance(config, SFTConfig):
+    if config.rollout is None:
         if mode.gen_dp_size > 0:
             raise ConfigError(
-                f"allocation_mode must name trainers only for supervised fine-tuning: got {mode}. "
-                f"Write allocation_mode={mode.train}."
+                f"allocation_mode must name trainers only for an experiment without servers, such as supervised "
+                f"fine-tuning: got {mode}. Write allocation_mode={mode.train}."
             )
         return 0
     if foreign_servers(config) or config.rollout.replay_from:
@@ -124,7 +130,7 @@ def _check_trainers(mode: AllocationMode) -> None:
             )
 
 
-def _check_size(config: GRPOConfig | SFTConfig, mode: AllocationMode, num_servers: int) -> None:
+def _check_size(config: BaseExperimentConfig, mode: AllocationMode, num_servers: int) -> None:
     per_node = config.cluster.n_gpus_per_node
     if num_servers > 0 and mode.gen_instance_size > per_node:
         raise ConfigError(

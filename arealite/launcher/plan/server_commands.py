@@ -12,8 +12,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from arealite.api.cli_args import GRPOConfig
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
+from arealite.launcher.plan.plan import rollout_of
 
 LITE_MODULE = "arealite.server"
 _MODEL_FLAGS = {"sglang": "model_path", "vllm": "model"}
@@ -24,22 +25,22 @@ _OUR_FLAGS = {
 """Flags of the real servers that the blocks of the config must leave to us."""
 
 
-def server_command(config: GRPOConfig, *, index: int, num_gpus: int) -> list[str]:
+def server_command(config: BaseExperimentConfig, *, index: int, num_gpus: int) -> list[str]:
     """Return the command of a server but for `--host` and `--port`, which whoever runs it adds."""
-    backend = config.rollout.backend
+    backend = rollout_of(config).backend
     if backend == "lite":
         return _lite_command(config, index)
     return _sglang_command(config, index, num_gpus) if backend == "sglang" else _vllm_command(config, index, num_gpus)
 
 
-def check_server_block(config: GRPOConfig) -> None:
+def check_server_block(config: BaseExperimentConfig) -> None:
     """Refuse what the launcher sets itself; naming the actor's model once more is harmless."""
-    backend = config.rollout.backend
+    backend = rollout_of(config).backend
     if backend == "lite":
         return
     block, model = _block(config, backend), _MODEL_FLAGS[backend]
     taken = {name for name in block if name.replace("-", "_") in _OUR_FLAGS[backend]}
-    if taken := taken - ({model} if block.get(model) == config.actor.path else set()):
+    if taken := taken - ({model} if block.get(model) == config.trained[1].path else set()):
         raise ConfigError(
             f"the {backend} block must leave {', '.join(sorted(_OUR_FLAGS[backend]))} to the launcher: got "
             f"{', '.join(sorted(taken))}. Remove them: actor.path is the model, and allocation_mode says how many GPUs "
@@ -47,9 +48,9 @@ def check_server_block(config: GRPOConfig) -> None:
         )
 
 
-def check_installed(config: GRPOConfig) -> None:
+def check_installed(config: BaseExperimentConfig) -> None:
     """Ask the servers' interpreter for the program; a folder that merely has its name is none."""
-    backend = config.rollout.backend
+    backend = rollout_of(config).backend
     if backend == "lite":
         return
     python = server_python(config)
@@ -68,41 +69,43 @@ def check_installed(config: GRPOConfig) -> None:
         )
 
 
-def server_python(config: GRPOConfig) -> str:
+def server_python(config: BaseExperimentConfig) -> str:
     """Return the interpreter of real servers."""
     return os.path.expanduser(config.launcher.server_python or sys.executable)
 
 
-def _block(config: GRPOConfig, backend: str) -> dict[str, Any]:
+def _block(config: BaseExperimentConfig, backend: str) -> dict[str, Any]:
     """Return the user's flags for a real server."""
     return {"sglang": config.sglang, "vllm": config.vllm}[backend]
 
 
-def _lite_command(config: GRPOConfig, index: int) -> list[str]:
+def _lite_command(config: BaseExperimentConfig, index: int) -> list[str]:
     lite = config.lite
     flags = {
-        "model_path": config.actor.path,
+        "model_path": config.trained[1].path,
         "threads": lite.threads,
         "slots": lite.slots,
         "context": lite.context,
         "dtype": lite.dtype,
         "deterministic": lite.deterministic,
-        "allow_stale_kv": config.rollout.pause_mode == "in_place",
+        "allow_stale_kv": rollout_of(config).pause_mode == "in_place",
         "weight_version": 0,
         "seed": config.seed + index,
     }
     return [sys.executable, "-m", LITE_MODULE, *_flags(flags)]
 
 
-def _defaults(config: GRPOConfig, *, no_cache: str) -> dict[str, Any]:
+def _defaults(config: BaseExperimentConfig, *, no_cache: str) -> dict[str, Any]:
     """Return flags that the user may change: servers compute like the trainer, and without a prefix cache where
     sequences keep theirs when weights change, because they would lend its old part to new ones."""
-    return {"dtype": config.actor.dtype} | ({no_cache: True} if config.rollout.pause_mode == "in_place" else {})
+    return {"dtype": config.trained[1].dtype} | (
+        {no_cache: True} if rollout_of(config).pause_mode == "in_place" else {}
+    )
 
 
-def _sglang_command(config: GRPOConfig, index: int, num_gpus: int) -> list[str]:
+def _sglang_command(config: BaseExperimentConfig, index: int, num_gpus: int) -> list[str]:
     ours = {
-        "model_path": config.actor.path,
+        "model_path": config.trained[1].path,
         "tp_size": num_gpus,
         "base_gpu_id": 0,
         "weight_version": 0,
@@ -112,9 +115,9 @@ def _sglang_command(config: GRPOConfig, index: int, num_gpus: int) -> list[str]:
     return [server_python(config), "-m", "arealite.launcher.serve.sglang_server", *flags]
 
 
-def _vllm_command(config: GRPOConfig, index: int, num_gpus: int) -> list[str]:
+def _vllm_command(config: BaseExperimentConfig, index: int, num_gpus: int) -> list[str]:
     ours = {
-        "model": config.actor.path,
+        "model": config.trained[1].path,
         "tensor_parallel_size": num_gpus,
         "seed": int(config.vllm.get("seed", config.seed)) + index,
     }

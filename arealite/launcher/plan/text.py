@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.jobs import server_job, trainer_job
@@ -18,7 +18,7 @@ _SHOWN_VARIABLES = ("OMP_NUM_THREADS",)
 
 
 def plan_lines(
-    config: GRPOConfig | SFTConfig, plan: Plan, *, by: str, entry: str | Path, argv: Sequence[str]
+    config: BaseExperimentConfig, plan: Plan, *, by: str, entry: str | Path, argv: Sequence[str]
 ) -> Iterator[str]:
     """Tell all of a plan."""
     devices = f"{plan.gpus_per_node} GPUs each" if plan.gpus_per_node else "CPUs only"
@@ -44,13 +44,12 @@ def plan_lines(
             yield "  " + " ".join([*variables, _spelled(job.command)])
 
 
-def _servers(config: GRPOConfig | SFTConfig, placements: Sequence[Placement]) -> Iterator[Job]:
+def _servers(config: BaseExperimentConfig, placements: Sequence[Placement]) -> Iterator[Job]:
     for one in placements:
-        assert isinstance(config, GRPOConfig), type(config)
         yield server_job(config, one, f"<machine {one.node}>", {}, "")
 
 
-def _trainers(config: GRPOConfig | SFTConfig, plan: Plan, *, entry: str | Path, argv: Sequence[str]) -> Iterator[Job]:
+def _trainers(config: BaseExperimentConfig, plan: Plan, *, entry: str | Path, argv: Sequence[str]) -> Iterator[Job]:
     for one in plan.trainers[:1]:
         yield trainer_job(
             *(config, plan, one, {}, ""),

@@ -7,7 +7,6 @@ gives seats there.
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import contextlib
 import dataclasses
@@ -18,14 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.place.base import Job, Place, Seat
 from arealite.launcher.plan.jobs import check_model, server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan
+from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan, rollout_of
 from arealite.launcher.plan.server_commands import check_server_block
 from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
@@ -36,8 +34,6 @@ from arealite.utils.name_resolve import NameEntryNotFoundError, NameRepository, 
 from arealite.utils.secret import ensure_secret
 from arealite.utils.server_record import ServerRecord, servers_root
 from arealite.watchdog.stall import StallPolicy
-
-Config = GRPOConfig | SFTConfig
 
 _SETUP_TIMEOUT_S = 600.0
 """Of fine-tuning, whose start is the loading of its model."""
@@ -55,11 +51,11 @@ class Backend:
 
     name: str
     """As in `by Ray`."""
-    open_place: Callable[[Config, Plan, Supervisor], Place]
+    open_place: Callable[[BaseExperimentConfig, Plan, Supervisor], Place]
     """Called anew for each attempt."""
-    check: Callable[[Config, Plan], None]
+    check: Callable[[BaseExperimentConfig, Plan], None]
     """Refuses by ConfigError what the machines can't do, before anything starts."""
-    devices: Callable[[Config, Placement], Mapping[str, str]]
+    devices: Callable[[BaseExperimentConfig, Placement], Mapping[str, str]]
     """Variables that give a job its devices, where the scheduler does not."""
     machines_answer: Callable[[], bool] = lambda: True
     """Whether a run that has lost a machine may start again on those it has, or on others that replace them."""
@@ -84,7 +80,8 @@ def parse(
 def dry_run(entry: str | Path, argv: Sequence[str], *, by: str) -> int:
     """Print the plan of a run."""
     try:
-        config = read_config(entry_script(entry), argv)
+        entry_script(entry)
+        config = load_run_config(argv)
         plan = checked_plan(config)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
@@ -103,7 +100,7 @@ def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart:
     with contextlib.ExitStack() as held:
         try:
             entry = entry_script(entry)
-            config = read_config(entry, argv)
+            config = load_run_config(argv)
             plan = checked_plan(config)
             backend.check(config, plan)
             _check_resume(config)
@@ -114,11 +111,11 @@ def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart:
         return asyncio.run(_run(_Run(config, plan, entry, list(argv), backend), restart))
 
 
-def checked_plan(config: Config) -> Plan:
+def checked_plan(config: BaseExperimentConfig) -> Plan:
     """Return the plan, after every check that needs no machine of the run."""
     plan = make_plan(config)
     check_model(config)
-    if isinstance(config, GRPOConfig) and plan.servers:
+    if plan.servers:
         check_server_block(config)
         try:
             make_repository(**dataclasses.asdict(config.cluster.name_resolve))
@@ -127,9 +124,9 @@ def checked_plan(config: Config) -> Plan:
     return plan
 
 
-def setup_timeout_s(config: Config) -> float:
+def setup_timeout_s(config: BaseExperimentConfig) -> float:
     """Return how long machines may take to be there, and servers to be ready."""
-    return config.rollout.setup_timeout if isinstance(config, GRPOConfig) else _SETUP_TIMEOUT_S
+    return config.rollout.setup_timeout if config.rollout is not None else _SETUP_TIMEOUT_S
 
 
 def entry_script(entry: str | Path) -> Path:
@@ -140,27 +137,11 @@ def entry_script(entry: str | Path) -> Path:
     return path.resolve()
 
 
-def read_config(entry: Path, argv: Sequence[str]) -> Config:
-    """Load the part of the config that the launcher needs.
-
-    If the entry script calls `load_expr_config(..., GRPOConfig)` or `SFTConfig`, that is the class, and a key it does
-    not know is an error here already. Otherwise the script has a class of its own: a `model` block without an `actor`
-    block means SFTConfig, anything else GRPOConfig, and the script judges the keys that are unknown here.
-    """
-    common: dict[str, type[GRPOConfig] | type[SFTConfig]] = {"GRPOConfig": GRPOConfig, "SFTConfig": SFTConfig}
-    names = _loaded_class_names(entry)
-    if len(names) == 1 and names <= common.keys():
-        return load_expr_config(argv, common[names.pop()])[0]
-    blocks = _blocks(argv)
-    has_model_only = "model" in blocks and "actor" not in blocks
-    return load_expr_config(argv, common["SFTConfig" if has_model_only else "GRPOConfig"], ignore_unknown=True)[0]
-
-
 @dataclass(frozen=True)
 class _Run:
     """One command line, settled."""
 
-    config: Config
+    config: BaseExperimentConfig
     plan: Plan
     entry: Path
     argv: list[str]
@@ -250,7 +231,7 @@ def _start_servers(
     run: _Run, supervisor: Supervisor, place: Place, seats: Mapping[str, Seat], names: NameRepository, secret: str
 ) -> None:
     config, servers = run.config, run.plan.servers
-    assert isinstance(config, GRPOConfig), type(config)
+    rollout = rollout_of(config)
 
     def look_up() -> dict[str, ServerRecord]:
         records = {}
@@ -267,11 +248,11 @@ def _start_servers(
         return server_job(config, placement, seat.address, run.backend.devices(config, placement), secret)
 
     policy = ServerPolicy(
-        setup_timeout_s=config.rollout.setup_timeout,
+        setup_timeout_s=rollout.setup_timeout,
         restarts=config.launcher.server_restarts,
         look_up=look_up,
         forget=forget,
-        publish_progress=config.rollout.backend == "lite",
+        publish_progress=rollout.backend == "lite",
         invitation=None
         if run.plan.trainers
         else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
@@ -280,7 +261,7 @@ def _start_servers(
     supervisor.start_servers(place, servers, [seats[one.name] for one in servers], describe, policy)
 
 
-def _check_resume(config: Config) -> None:
+def _check_resume(config: BaseExperimentConfig) -> None:
     """Refuse to resume what has no checkpoint, before anything starts; whether one is whole is the trainer's to say."""
     folder = RunFolder(config).recover
     if config.recover.mode == "resume" and not any(folder.glob("step_*")):
@@ -299,27 +280,3 @@ def _stall_policy(run: _Run, secret: str) -> StallPolicy:
         foreign_servers={address: address for address in foreign.split(",") if address},
         secret=secret,
     )
-
-
-def _loaded_class_names(entry: Path) -> set[str]:
-    """Return the config classes that the script passes to `load_expr_config`."""
-    try:
-        tree = ast.parse(entry.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"the entry script must be Python: got {entry}, {error}. Correct it there.") from error
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
-    return {_last_name(call.args[1]) for call in calls if _last_name(call.func) == "load_expr_config"}
-
-
-def _last_name(node: ast.expr) -> str:
-    """Return `b` of `b` and of `a.b`."""
-    return ast.unparse(node).rpartition(".")[2]
-
-
-def _blocks(argv: Sequence[str]) -> set[str]:
-    """Return the top-level keys of the file and the overrides; an unreadable file is told by `load_expr_config`."""
-    blocks = {argument.partition("=")[0].partition(".")[0] for argument in argv}
-    with contextlib.suppress(OSError, yaml.YAMLError, ValueError):
-        loaded = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
-        blocks |= set(loaded) if isinstance(loaded, dict) else set()
-    return blocks

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import arealite
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher import local
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.jobs import server_job, trainer_job, visible_gpus
 from arealite.launcher.plan.plan import Plan
-from arealite.launcher.supervise.run import checked_plan, read_config
+from arealite.launcher.supervise.run import checked_plan
 
 COMMON = """
 experiment_name: e
@@ -36,11 +36,10 @@ def no_servers_or_gpus(monkeypatch):
 def load(tmp_path):
     """Return a function that reads a config as the launcher does."""
 
-    def read(*overrides: str, entry: str = "") -> GRPOConfig | SFTConfig:
-        (tmp_path / "entry.py").write_text(entry)
+    def read(*overrides: str) -> RunConfig:
         is_rl = any(override.startswith("actor") for override in overrides)
         (tmp_path / "config.yaml").write_text(COMMON + ("gconfig: {max_new_tokens: 64}\n" if is_rl else ""))
-        return read_config(tmp_path / "entry.py", ["--config", str(tmp_path / "config.yaml"), *overrides])
+        return load_run_config(["--config", str(tmp_path / "config.yaml"), *overrides])
 
     return read
 
@@ -70,14 +69,14 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
 
 
-def plan_of(config: GRPOConfig | SFTConfig) -> Plan:
+def plan_of(config: RunConfig) -> Plan:
     """Check as the local launcher does."""
     plan = checked_plan(config)
     local.check(config, plan)
     return plan
 
 
-def server_jobs(config: GRPOConfig | SFTConfig) -> list[Job]:
+def server_jobs(config: RunConfig) -> list[Job]:
     return [server_job(config, one, "127.0.0.1", local.devices(config, one), "s") for one in plan_of(config).servers]
 
 
@@ -268,17 +267,3 @@ def test_refusals(load, nvidia_smi, overrides, told):
     with pytest.raises(ConfigError) as error:
         plan_of(load(*overrides))
     assert told in str(error.value)
-
-
-def test_the_entry_script_names_the_config_class(load):
-    strict = "from arealite.api import cli_args\nconfig, _ = cli_args.load_expr_config(argv, cli_args.SFTConfig)"
-    assert isinstance(load("model.path=tiny", entry=strict), SFTConfig)
-    with pytest.raises(ConfigError, match="speling"):
-        load("model.path=tiny", "speling=1", entry=strict)
-
-
-def test_an_unknown_config_class_is_read_in_part(load):
-    own = "load_expr_config(argv, MyConfig)"
-    config = load("actor.path=tiny", "my_block.x=1", "actor.my_knob=2", entry=own)
-    assert isinstance(config, GRPOConfig) and config.actor.path == "tiny"
-    assert isinstance(load("model.path=tiny", "my_block.x=1", entry=own), SFTConfig)

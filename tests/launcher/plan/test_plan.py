@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import main as local_main
 from arealite.launcher.plan.plan import Plan, make_plan
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[3]
 GRPO = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
 SFT = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_sft.yaml"
 
-CONFIG = load_expr_config(["--config", str(GRPO), "cluster.n_gpus_per_node=0"], GRPOConfig)[0]
+CONFIG = load_run_config(["--config", str(GRPO), "cluster.n_gpus_per_node=0"])
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def no_servers_of_others(monkeypatch):
 
 def plan_of(mode: str, nodes: int, gpus: int, *overrides: str) -> Plan:
     cluster = [f"allocation_mode={mode}", f"cluster.n_nodes={nodes}", f"cluster.n_gpus_per_node={gpus}"]
-    return make_plan(load_expr_config(["--config", str(GRPO), *cluster, *overrides], GRPOConfig)[0])
+    return make_plan(load_run_config(["--config", str(GRPO), *cluster, *overrides]))
 
 
 def where(plan: Plan) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
@@ -72,7 +72,7 @@ def test_an_evaluation_client_needs_no_gpu():
 
 def test_fine_tuning_has_no_servers():
     overrides = ["allocation_mode=d4", "cluster.n_nodes=2", "cluster.n_gpus_per_node=2"]
-    plan = make_plan(load_expr_config(["--config", str(SFT), *overrides], SFTConfig)[0])
+    plan = make_plan(load_run_config(["--config", str(SFT), *overrides]))
     assert where(plan) == [("torchrun-0", 0, (0, 1), (0, 1)), ("torchrun-1", 1, (0, 1), (2, 3))]
 
 

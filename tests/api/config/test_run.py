@@ -1,0 +1,87 @@
+"""What launchers read of a config whose class only the script knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.api.config.run import RunConfig, load_run_config
+from arealite.api.errors import ConfigError
+
+COMMON = """
+experiment_name: e
+trial_name: t
+train_dataset: {path: data.jsonl, batch_size: 4}
+cluster: {n_gpus_per_node: 0}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def read(*overrides: str, yaml: str = "") -> RunConfig:
+        (tmp_path / "config.yaml").write_text(COMMON + yaml)
+        return load_run_config(["--config", str(tmp_path / "config.yaml"), *overrides])
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "overrides, has_servers, trained",
+    [
+        (["model.path=m", "allocation_mode=d1"], False, "model"),
+        (["actor.path=m", "allocation_mode=lite.d2+d1"], True, "actor"),
+        (["actor.path=m", "allocation_mode=d1"], False, "actor"),  # e.g. preferences: a policy without rollouts
+        (["actor.path=m", "allocation_mode=d1", "gconfig.n_samples=2"], True, "actor"),
+        (["actor.path=m", "allocation_mode=d1", "rollout.server_addrs=[h:1]"], True, "actor"),
+        (["model.path=m", "allocation_mode=lite.d1+d1"], False, "model"),
+        (["tokenizer_path=m", "model.seed=1"], False, "model"),
+    ],
+)
+def test_the_blocks_say_what_runs(load, overrides, has_servers, trained):
+    config = load(*overrides)
+    key, block = config.trained
+    assert (config.rollout is not None, key, block.path, config.tokenizer_path) == (has_servers, trained, "m", "m")
+
+
+def test_servers_follow_the_allocation_and_the_data(load):
+    rollout = load("actor.path=m", "allocation_mode=vllm.d2+d1").rollout
+    assert rollout is not None
+    assert (rollout.backend, rollout.num_servers, rollout.consumer_batch_size) == ("vllm", 2, 4)
+
+
+def test_keys_of_the_scripts_own_class_are_left_to_it(load):
+    own = "loss: {beta: 0.1}\nactor: {path: m, my_knob: 2}\ncritic: {path: c}\nref: {path: r, my_knob: 2}\n"
+    config = load("allocation_mode=lite.d1+d1", yaml=own)
+    assert config.actor is not None and config.actor.path == "m" and config.has_reference
+
+
+def test_what_looks_like_a_typo_is_said_before_anything_starts(load, caplog):
+    load("actor.path=m", "actor.eps_klip=0.3", "sed=2", "my_knob=1", "actor.my_knob=1")
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "actor.eps_klip is left to the script. Did you mean actor.eps_clip?",
+        "sed is left to the script. Did you mean seed?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("launcher.server_restart=1", "Did you mean launcher.server_restarts?"),
+        ("cluster.n_node=2", "Did you mean cluster.n_nodes?"),
+        ("rollout.max_head_offpolicynes=1", "Did you mean rollout.max_head_offpolicyness?"),
+        ("gconfig.n_sample=1", "Did you mean gconfig.n_samples?"),
+        ("actor.fsdp.offload=true", "Did you mean actor.fsdp.offload_params?"),
+        ("actor.eps_clip=2", "actor.eps_clip must be less than 1: got 2"),
+        ("recover.mode=auto", "recover must have a trigger"),
+        ("rollout.pause_mode=wait", "rollout.pause_mode must be abort, retract or in_place for lite"),
+        ("gconfig.max_new_tokens=4096", "lite.context must be greater than max_new_tokens"),
+    ],
+)
+def test_blocks_that_launchers_know_are_judged_before_anything_starts(load, override, told):
+    with pytest.raises(ConfigError) as error:
+        load("actor.path=m", "allocation_mode=lite.d1+d1", "gconfig.max_new_tokens=64", override)
+    assert told in str(error.value)
+
+
+def test_a_model_must_be_given(load):
+    with pytest.raises(ConfigError, match=r"actor\.path or model\.path must be given"):
+        load("allocation_mode=d1")
