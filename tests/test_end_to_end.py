@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from arealite.cli.tiny_model import write_tiny_model
+from arealite.weights.log import read_weights
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "examples" / "arealite" / "configs"
@@ -23,37 +26,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
 
 
-def run(*command: str) -> str:
+def run(*command: str, status: int = 0) -> str:
     """Run a program from an unrelated folder and return what it printed."""
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
-    finished = subprocess.run(
-        [sys.executable, *command], cwd="/", env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
-    return finished.stdout
+    finished = subprocess.run([sys.executable, *command], cwd="/", env=env, capture_output=True, text=True, check=False)
+    assert finished.returncode == status, f"{finished.stdout}\n{finished.stderr}"
+    return finished.stdout + finished.stderr
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run_grpo(model: Path, fileroot: Path, *overrides: str) -> Path:
-    """Run three small steps of GRPO and return the run folder."""
+def run_grpo(model: Path, fileroot: Path, num_steps: int, *overrides: str) -> Path:
+    """Run a few small steps of GRPO and return the run folder."""
     run(
         *("-m", "arealite.launcher.local", str(REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py")),
         *("--config", str(CONFIGS / "gsm8k_grpo_cpu.yaml"), f"actor.path={model}", f"cluster.fileroot={fileroot}"),
-        *("experiment_name=e2e", "trial_name=t", "total_train_steps=3", "train_dataset.batch_size=6"),
+        *("experiment_name=e2e", "trial_name=t", f"total_train_steps={num_steps}", "train_dataset.batch_size=6"),
         *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", "train_dataset.path=story?train=200&test=10"),
         *("evaluator.freq_steps=2", *overrides),
     )
     return fileroot / "e2e" / "t"
 
 
-def check_run(folder: Path, *, bound: int, num_servers: int) -> None:
+def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> None:
     """Hold the files of a run to the invariants."""
     rows = rows_of(folder / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    trained, prompts, used_servers = rows[:3], [], set()
+    assert [row["step"] for row in rows] == list(range(num_steps + 1))
+    trained, prompts, used_servers = rows[:num_steps], [], set()
     for step, row in enumerate(trained):
         samples = rows_of(folder / "rollouts" / f"step_{step}.jsonl")
         assert len(samples) == 24
@@ -72,43 +73,76 @@ def check_run(folder: Path, *, bound: int, num_servers: int) -> None:
         assert row["reward/mean"] == pytest.approx(sum(sample["reward"] for sample in samples) / 24, abs=1e-6)
         if max(oldest) == 0:
             assert row["policy/mismatch_kl"] < 1e-8, "the servers' logprobs are the trainer's"
-    assert len({prompt for _, prompt in prompts}) == 18, "no prompt is trained on twice"
+    assert len({prompt for _, prompt in prompts}) == 6 * num_steps, "no prompt is trained on twice"
     assert len(used_servers) == num_servers
-    assert [row["eval/version"] for row in rows if "eval/version" in row] == [0, 2, 3]
-    for version in (0, 2, 3):
+    evaluated = sorted({0, 2, num_steps})
+    assert [row["eval/version"] for row in rows if "eval/version" in row] == evaluated
+    for version in evaluated:
         samples = rows_of(folder / "rollouts" / f"eval_step_{version}.jsonl")
         assert sorted(sample["prompt_id"] for sample in samples) == sorted(f"{version}-{i}" for i in range(10))
         assert {v for s in samples for v, m in zip(s["versions"], s["loss_mask"]) if m} == {version}
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == 3 and summary["max_head_offpolicyness"] == bound >= summary["staleness_max"]
+    assert summary["steps"] == num_steps and summary["max_head_offpolicyness"] == bound >= summary["staleness_max"]
     trained_tokens = sum(
-        sum(sample["loss_mask"]) for step in range(3) for sample in rows_of(folder / "rollouts" / f"step_{step}.jsonl")
+        sum(sample["loss_mask"])
+        for step in range(num_steps)
+        for sample in rows_of(folder / "rollouts" / f"step_{step}.jsonl")
     )
     assert summary["trained_tokens"] == trained_tokens < summary["generated_tokens"]
     assert (folder / "report.html").stat().st_size > 10_000
-    assert (folder / "checkpoints" / "step_2" / "model.safetensors").exists()
+    assert (folder / "checkpoints" / f"step_{num_steps - 1}" / "model.safetensors").exists()
     assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["max_head_offpolicyness"] == bound
 
 
-def test_asynchronous_two_servers_two_ranks_broadcast(model: Path, tmp_path: Path) -> None:
-    folder = run_grpo(model, tmp_path, "allocation_mode=lite.d2p1t1+d2p1t1", "rollout.max_concurrent_rollouts=12")
-    check_run(folder, bound=2, num_servers=2)
-    assert {log.name for log in (folder / "logs").iterdir()} >= {
-        "server-0.log",
-        "server-1.log",
-        "trainer-0.log",
-        "trainer-1.log",
-    }
+@pytest.fixture(scope="module")
+def asynchronous(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps on two servers and two ranks; each step moves the weights away from wrong answers."""
+    return run_grpo(
+        *(model, tmp_path_factory.mktemp("asynchronous"), 4),
+        *("allocation_mode=lite.d2p1t1+d2p1t1", "rollout.max_concurrent_rollouts=12"),
+        *("actor.adv_norm=false", "actor.group_reward_norm=false", "actor.reward_bias=-0.5"),
+        *("recover.mode=auto", "recover.freq_steps=2"),
+    )
+
+
+def test_asynchronous_two_servers_two_ranks_broadcast(asynchronous: Path) -> None:
+    check_run(asynchronous, num_steps=4, bound=2, num_servers=2)
+    logs = {log.name for log in (asynchronous / "logs").iterdir()}
+    assert logs >= {"server-0.log", "server-1.log", "trainer-0.log", "trainer-1.log"}
+
+
+def test_a_step_is_replayed_from_the_initial_model(asynchronous: Path) -> None:
+    weights = read_weights(asynchronous)
+    assert sorted(weights) == [0, 1, 2, 3, 4] and len(set(weights.values())) == 5
+    before = sorted(asynchronous.rglob("*"))
+    out = run("-m", "arealite.cli.main", "replay", str(asynchronous), "--step", "1")
+    assert f"step 1 replayed: weights of version 2 are bit-identical (fingerprint {weights[2]})" in out
+    assert sorted(asynchronous.rglob("*")) == before
+
+
+def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path: Path) -> None:
+    """From a checkpoint: neither are earlier rollouts needed nor does step 2 differ."""
+    folder = tmp_path / "e2e" / "t"
+    shutil.copytree(asynchronous, folder)
+    (folder / "rollouts" / "step_0.jsonl").unlink()
+    path = folder / "rollouts" / "step_3.jsonl"
+    samples = rows_of(path)
+    samples[7]["reward"] += 1.0
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    out = run("-m", "arealite.cli.main", "replay", str(folder), "--step", "3", status=1)
+    assert "going on after step 1" in out
+    expected = read_weights(folder)[4]
+    differs = rf"step 3 replayed: weights of version 4 DIFFER: .* {expected}, these [0-9a-f]{{16}}\n"
+    assert re.search(differs, out), out
 
 
 def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
     folder = run_grpo(
-        model,
-        tmp_path,
+        *(model, tmp_path, 3),
         *("async_training=false", "rollout.weight_update=disk", "ref.path=${actor.path}", "actor.kl_ctl=0.01"),
         *("actor.ppo_n_minibatches=2", "tokenizer_path=${actor.path}"),
     )
-    check_run(folder, bound=0, num_servers=1)
+    check_run(folder, num_steps=3, bound=0, num_servers=1)
 
 
 def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:
