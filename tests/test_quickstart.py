@@ -29,7 +29,7 @@ def test_accuracy_rises_within_the_staleness_bound(tmp_path: Path, seed: int) ->
     summary = quickstart(tmp_path, f"seed={seed}")
     print({key: summary[key] for key in ("accuracy_before", "accuracy_after", "wall_s")})
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.3
-    assert summary["answer_tokens_after"] > 2 * summary["answer_tokens_before"]
+    assert summary["completion_tokens_after"] > 2 * summary["completion_tokens_before"]
     assert 0 < summary["staleness_max"] <= summary["max_head_offpolicyness"]
     assert summary["trained_tokens"] < summary["generated_tokens"]
     assert summary["steps"] > 0 and summary["wall_s"] > summary["sft_s"] + summary["rl_s"]

@@ -1,7 +1,6 @@
-"""Rewards to advantages. Pure functions of tensors.
+"""From rewards to advantages.
 
-Statistics over rows that lie on several ranks take a `reduce` that sums a tensor over ranks; the default is one rank.
-Sums are float64 and variances are of the population, so a group of one, or of equal values, normalises to exactly 0.
+Rows may lie on several ranks: statistics take a `reduce` that sums a tensor over ranks (default: one rank).
 """
 
 # B sequences, T padded tokens, N values, G groups
@@ -19,11 +18,14 @@ def _one_rank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def standardize(
+def whiten(
     values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, eps: float = 1e-6, reduce: Reduce = _one_rank
 ) -> torch.Tensor:
-    """Return `(value - mean) / (deviation + eps)` within each group, for `values [N]` of `groups [N]`."""
-    values_N = values.double()
+    """Return `(value - mean) / (deviation + eps)` `[N]` within each group, for `values [N]` of `groups [N]`.
+
+    Of rewards, with the samples of a prompt as a group, this is the advantage of GRPO, arXiv:2402.03300.
+    """
+    values_N = values.double()  # so that a group of one, or of equal values, gives exactly 0
     mean_G = _group_mean(values_N, groups, num_groups, reduce)
     centered_N = values_N - mean_G[groups]
     deviation_G = _group_mean(centered_N.square(), groups, num_groups, reduce).sqrt()
@@ -38,15 +40,15 @@ def _group_mean(values_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int,
     return sums_2G[0] / sums_2G[1].clamp(min=1)
 
 
-def shape_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float) -> torch.Tensor:
-    """Return `(reward + bias) * scaling`, clipped to +- clip."""
+def scale_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float) -> torch.Tensor:
+    """Return `(reward + bias) * scaling` of `rewards [B]`, clipped to +- clip."""
     return ((rewards.float() + bias) * scaling).clamp(-clip, clip)
 
 
 def token_rewards(
     scores: torch.Tensor, loss_mask: torch.Tensor, kl: torch.Tensor | None = None, *, kl_ctl: float = 0.0
 ) -> torch.Tensor:
-    """Put `scores [B]` on the last trained token of each row and subtract `kl_ctl * kl [B, T]` on every one."""
+    """Return `[B, T]`: `scores [B]` on the last trained token of each row, minus `kl_ctl * kl [B, T]` on every one."""
     mask_BT = loss_mask.bool()
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(dim=1).flip(1) == 1)
     rewards_BT = torch.where(is_last_BT, scores[:, None], 0.0)
@@ -58,10 +60,10 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, loss_mask: torch.Tensor, *, discount: float, gae_lambda: float
 ) -> torch.Tensor:
-    """Return generalised advantage estimates `[B, T]`: sums over later tokens of (discount * lambda)^k * delta.
+    """Return generalised advantage estimates `[B, T]` from `[B, T]` tensors, arXiv:1506.02438.
 
-    Tokens that were not sampled (prompts, an environment's replies) are passed over: they are no actions, and neither
-    discount nor get an advantage.
+    A_t = sum_k (discount * lambda)^k delta_(t+k) with delta_t = r_t + discount * V_(t+1) - V_t. Time counts sampled
+    tokens only: those of prompts and of an environment's replies neither discount nor get an advantage.
     """
     mask_BT = loss_mask.bool()
     advantages_BT = torch.zeros_like(rewards)

@@ -1,4 +1,4 @@
-"""Logprobs of packed tokens from logits. Pure functions of tensors.
+"""Logprobs of packed tokens from logits.
 
 Results are aligned with the token they are about, as in a trajectory: `logprobs[n]` is the logprob of token n given the
 tokens before it in its sequence, and 0 for the first token of a sequence, which nothing predicts.
@@ -58,7 +58,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 def gather_logprobs(logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Return the float32 logprobs `[N]` of `labels [N]` under softmax(`logits [N, V]` / temperature).
 
-    This is the full softmax: what a server samples with top-p or top-k below the whole vocabulary has larger logprobs.
+    The softmax is over the whole vocabulary; a server that samples with top-p or top-k reports larger logprobs.
     """
     return _LogprobsAndEntropy.apply(logits, labels, temperature, False)[0]
 
@@ -66,7 +66,7 @@ def gather_logprobs(logits: torch.Tensor, labels: torch.Tensor, temperature: flo
 def gather_logprobs_entropy(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `gather_logprobs` does and the entropies `[N]`, which carry no gradient."""
+    """Return the logprobs of `gather_logprobs` and the entropies `[N]`, which carry no gradient."""
     logprobs, entropies = _LogprobsAndEntropy.apply(logits, labels, temperature, True)
     return logprobs, entropies
 
@@ -74,31 +74,31 @@ def gather_logprobs_entropy(
 def packed_logprobs(
     logits: torch.Tensor, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the logprob of each packed token `[N]`; `temperature` must be the one it was sampled with."""
+    """Return the logprob `[N]` of each of `input_ids [N]`, from `logits [N, V]` and `cu_seqlens [B + 1]`."""
     return align_with_tokens(gather_logprobs(logits, input_ids.roll(-1), temperature), cu_seqlens)
 
 
 def packed_logprobs_entropy(
     logits: torch.Tensor, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logprob of each packed token and the entropy of the distribution it was sampled from."""
+    """Return `packed_logprobs` and the entropy `[N]` of the distribution that each token was sampled from."""
     logprobs_N, entropy_N = gather_logprobs_entropy(logits, input_ids.roll(-1), temperature)
     return align_with_tokens(logprobs_N, cu_seqlens), align_with_tokens(entropy_N, cu_seqlens)
 
 
 def align_with_tokens(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Move values about the next token to that token; the first token of a sequence gets 0."""
+    """Move `values [N]` about the next token to that token; the first of a sequence (`cu_seqlens [B + 1]`) gets 0."""
     is_first_N = torch.zeros(values.shape[0] + 1, dtype=torch.bool, device=values.device)
     is_first_N[cu_seqlens.long()] = True
     return values.roll(1).masked_fill(is_first_N[:-1], 0.0)
 
 
 def trained_tokens(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Mark the tokens `[B, T]` to train on that something predicts: not padding, not the first of their sequence."""
+    """Return the bool mask `[B, T]` of tokens to train on, without padding and the first token of each sequence."""
     real_BT = attention_mask.bool()
     return loss_mask.bool() & real_BT & (real_BT.cumsum(dim=1) > 1)
 
 
 def count_loss_tokens(micro_batch: TensorDict) -> float:
-    """Return how many tokens the loss is a mean over."""
+    """Return how many tokens the loss of a packed micro-batch is a mean over."""
     return float(micro_batch["loss_mask"].sum())

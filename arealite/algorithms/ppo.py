@@ -1,11 +1,12 @@
-"""The PPO objective, decoupled or not. Pure functions of tensors.
+"""The PPO objective, decoupled or not."""
 
-Tensors may have any one shape; each element belongs to one token, and only those under `loss_mask` count.
-"""
+# N packed tokens
 
 from __future__ import annotations
 
 import torch
+
+from arealite.algorithms.kl import k3
 
 
 def ppo_actor_loss_fn(
@@ -18,41 +19,36 @@ def ppo_actor_loss_fn(
     c_clip: float | None = None,
     behav_imp_weight_cap: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the decoupled PPO loss, a mean over `loss_mask`, and per-token statistics without gradient.
+    """Return the decoupled PPO loss, a mean over `loss_mask`, and statistics `[N]` without gradient. Arguments: `[N]`.
 
-    The ratio to the proximal policy is clipped to 1 +- eps_clip; the result is weighed by the ratio of the proximal
-    to the sampling policy. Tokens whose weight is above the cap are left out of the sum but not of the count. With
-    proximal = rollout this is PPO. `c_clip` bounds the loss of negative advantages at c_clip * |advantage| (dual clip).
+    loss = -mean(w * min(r A, clip(r, 1 - eps, 1 + eps) A)) with r = pi / pi_prox and w = pi_prox / pi_rollout. With
+    pi_prox = pi_rollout this is PPO, arXiv:1707.06347; decoupled: arXiv:2505.24298. Tokens with w above
+    `behav_imp_weight_cap` leave the sum but not the count. `c_clip` (dual clip, arXiv:1912.09729) bounds the loss of a
+    token with a negative advantage at c_clip * |A|.
     """
     loss_mask = loss_mask.bool()
-    log_ratio = torch.where(loss_mask, logprobs - proximal_logprobs, 0.0)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip)
-    loss = torch.maximum(unclipped, clipped)
-    is_clipped = loss_mask & (unclipped < clipped)
-    is_dual_clipped = torch.zeros_like(loss_mask)
+    log_ratio_N = torch.where(loss_mask, logprobs - proximal_logprobs, 0.0)
+    ratio_N = log_ratio_N.exp()
+    unclipped_N = -advantages * ratio_N
+    clipped_N = -advantages * ratio_N.clamp(1.0 - eps_clip, 1.0 + eps_clip)
+    loss_N = torch.maximum(unclipped_N, clipped_N)
+    is_clipped_N = loss_mask & (unclipped_N < clipped_N)
+    is_dual_clipped_N = torch.zeros_like(loss_mask)
     if c_clip is not None:
-        bound = c_clip * advantages.abs()
-        is_dual_clipped = loss_mask & (loss > bound)
-        loss = torch.minimum(loss, bound)
-    log_weight = torch.where(loss_mask, proximal_logprobs - rollout_logprobs, 0.0)
-    behave_weight = log_weight.exp()
-    is_kept = loss_mask
+        bound_N = c_clip * advantages.abs()
+        is_dual_clipped_N = loss_mask & (loss_N > bound_N)
+        loss_N = torch.minimum(loss_N, bound_N)
+    rollout_weight_N = torch.where(loss_mask, proximal_logprobs - rollout_logprobs, 0.0).exp()
+    is_kept_N = loss_mask
     if behav_imp_weight_cap is not None:
-        is_kept = loss_mask & (behave_weight <= behav_imp_weight_cap)
-    total = torch.where(is_kept, loss * behave_weight, 0.0).sum() / loss_mask.sum().clamp(min=1)
+        is_kept_N = loss_mask & (rollout_weight_N <= behav_imp_weight_cap)
+    loss = torch.where(is_kept_N, loss_N * rollout_weight_N, 0.0).sum() / loss_mask.sum().clamp(min=1)
     statistics = {
-        "importance_weight": ratio.detach(),
-        "approx_kl": k3_divergence(-log_ratio.detach()),
-        "clip_ratio": is_clipped,
-        "dual_clip_ratio": is_dual_clipped,
-        "behave_weight": behave_weight,
-        "behave_dropped_ratio": loss_mask & ~is_kept,
+        "ratio": ratio_N.detach(),
+        "approx_kl": k3(-log_ratio_N.detach()),
+        "clip_ratio": is_clipped_N,
+        "dual_clip_ratio": is_dual_clipped_N,
+        "rollout_importance_weight": rollout_weight_N,
+        "rollout_importance_dropped_ratio": loss_mask & ~is_kept_N,
     }
-    return total, statistics
-
-
-def k3_divergence(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Estimate KL(p || q) at tokens sampled from p, given log p - log q: exp(-x) - 1 + x, never negative."""
-    return torch.expm1(-log_ratio) + log_ratio
+    return loss, statistics

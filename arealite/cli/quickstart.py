@@ -119,7 +119,7 @@ def _show(console: Console, summary: dict[str, float]) -> None:
     table.add_column("before", justify="right")
     table.add_column("after", justify="right", style="bold green")
     table.add_row("accuracy", f"{summary['accuracy_before']:.2f}", f"{summary['accuracy_after']:.2f}")
-    tokens = (f"{summary[f'answer_tokens_{when}']:.0f}" for when in ("before", "after"))
+    tokens = (f"{summary[f'completion_tokens_{when}']:.0f}" for when in ("before", "after"))
     table.add_row("tokens per answer", *tokens)
     console.print(table)
     console.print(

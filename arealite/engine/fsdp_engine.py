@@ -233,7 +233,7 @@ class FSDPEngine(TrainEngine):
         So a script may call it after `ppo_update` or `train_lm`, which do it themselves.
         """
         if self._has_trained:
-            self.lr_schedule.move_to(self.lr_schedule.num_steps + 1)
+            self.lr_schedule.set_step(self.lr_schedule.num_steps + 1)
         self._has_trained = False
 
     @property
@@ -311,7 +311,7 @@ class FSDPEngine(TrainEngine):
         """Read a Hugging Face checkpoint (collective), and what `save` wrote `with_optim` on any number of ranks."""
         self._copy_whole_model(self.model, meta.path)
         if meta.with_optim:
-            self.lr_schedule.move_to(fsdp_weights.load_optimizer(self.model, self.optimizer, meta.path))
+            self.lr_schedule.set_step(fsdp_weights.load_optimizer(self.model, self.optimizer, meta.path))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training goes on from, as shards and numbers for `torch.distributed.checkpoint`.
@@ -325,7 +325,7 @@ class FSDPEngine(TrainEngine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` into which a checkpoint of any number of ranks was read."""
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        self.lr_schedule.move_to(int(state["num_steps"]))
+        self.lr_schedule.set_step(int(state["num_steps"]))
         self.set_version(int(state["version"]))
 
     def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:

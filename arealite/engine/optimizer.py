@@ -50,9 +50,9 @@ class LRSchedule:
         self._optimizer = optimizer
         self._config = config
         self._total_steps = total_steps or 0
-        self.move_to(0)
+        self.set_step(0)
 
-    def move_to(self, num_steps: int) -> None:
+    def set_step(self, num_steps: int) -> None:
         """Set the learning rate that follows `num_steps` steps."""
         self.num_steps = num_steps
         factor = lr_factor(

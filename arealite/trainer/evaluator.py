@@ -11,7 +11,7 @@ from arealite.api.io_struct import FinetuneSpec, PromptId
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.frequency import Frequency
 
-NAMES = {"reward": "accuracy", "tokens": "answer_tokens"}
+NAMES = {"reward": "accuracy", "tokens": "completion_tokens", "no_eos": "truncated_ratio"}
 """What the means of `evaluate_batch` are called in metrics; others keep their names."""
 
 

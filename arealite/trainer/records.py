@@ -65,7 +65,7 @@ def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None)
         summary["generated_tokens"] = int(generated[-1])
     if staleness := _values(rows, "staleness/max"):
         summary |= {"staleness_max": int(max(staleness)), "max_head_offpolicyness": max_head_offpolicyness}
-    for name in ("accuracy", "answer_tokens"):
+    for name in ("accuracy", "completion_tokens"):
         if values := _values(rows, f"eval/{name}"):
             summary |= {f"{name}_before": values[0], f"{name}_after": values[-1]}
     return summary

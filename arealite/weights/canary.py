@@ -53,7 +53,7 @@ def _request(actor: FSDPPPOActor, check: WeightCheckConfig) -> ModelRequest:
     prompt = [(7 * index + 3) % vocab_size for index in range(_PROMPT_TOKENS)]
     return ModelRequest(
         prompt,
-        GenerationHyperparameters(max_new_tokens=check.canary_tokens, temperature=actor.actor.config.temperature),
+        GenerationHyperparameters(max_new_tokens=check.canary_tokens, temperature=actor.config.temperature),
     )
 
 

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algorithms.advantages import gae, shape_rewards, standardize, token_rewards
+from arealite.algorithms.advantages import gae, scale_rewards, token_rewards, whiten
 
 
 def test_two_groups_by_hand() -> None:
     rewards, groups = torch.tensor([1.0, 5.0, 0.0, 5.0]), torch.tensor([0, 1, 0, 1])
-    normalized = standardize(rewards, groups, 2)
+    normalized = whiten(rewards, groups, 2)
     # group 0: mean 0.5, deviation 0.5; group 1: no deviation
     assert normalized.tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-5)
     assert normalized[1].item() == 0.0 and normalized[3].item() == 0.0
@@ -19,14 +19,14 @@ def test_two_groups_by_hand() -> None:
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8])
 def test_equal_rewards_and_groups_of_one_normalise_to_exactly_zero(value: float) -> None:
-    assert standardize(torch.full((7,), value), torch.zeros(7, dtype=torch.long), 1).tolist() == [0.0] * 7
-    assert standardize(torch.full((3,), value), torch.arange(3), 3).tolist() == [0.0] * 3
+    assert whiten(torch.full((7,), value), torch.zeros(7, dtype=torch.long), 1).tolist() == [0.0] * 7
+    assert whiten(torch.full((3,), value), torch.arange(3), 3).tolist() == [0.0] * 3
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 3), st.booleans()), min_size=1, max_size=20))
 def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]]) -> None:
     values, groups, is_on_rank0 = (torch.tensor(column) for column in zip(*rows))
-    whole = standardize(values, groups, 4)
+    whole = whiten(values, groups, 4)
     meeting, shares = threading.Barrier(2, timeout=30), {}
 
     def run(rank: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]
             return total
 
         mine = is_on_rank0 == (rank == 0)
-        return standardize(values[mine], groups[mine], 4, reduce=sum_over_ranks)
+        return whiten(values[mine], groups[mine], 4, reduce=sum_over_ranks)
 
     with ThreadPoolExecutor(2) as threads:
         on_rank0, on_rank1 = threads.map(run, range(2))
@@ -48,7 +48,7 @@ def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]
 
 def test_rewards_are_biased_scaled_and_clipped() -> None:
     rewards = torch.tensor([0.0, 1.0, 9.0])
-    assert shape_rewards(rewards, scaling=10.0, bias=-0.5, clip=20.0).tolist() == [-5.0, 5.0, 20.0]
+    assert scale_rewards(rewards, scaling=10.0, bias=-0.5, clip=20.0).tolist() == [-5.0, 5.0, 20.0]
 
 
 def test_the_score_lies_on_the_last_trained_token_and_kl_on_all() -> None:
@@ -99,4 +99,4 @@ def test_gae_equals_its_definition(
 def test_no_rows_and_no_tokens() -> None:
     nothing = torch.zeros(0, 0)
     assert gae(nothing, nothing, nothing, discount=1.0, gae_lambda=1.0).shape == (0, 0)
-    assert standardize(torch.zeros(0), torch.zeros(0, dtype=torch.long), 1).shape == (0,)
+    assert whiten(torch.zeros(0), torch.zeros(0, dtype=torch.long), 1).shape == (0,)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algorithms.ppo import k3_divergence, ppo_actor_loss_fn
+from arealite.algorithms.ppo import ppo_actor_loss_fn
 
 LOG = math.log
 
@@ -26,8 +26,8 @@ def test_three_tokens_by_hand() -> None:
     # token losses: clipped -1.2, clipped 0.8, unclipped 8; times the weights 2, 1, 0.5; over 3 tokens
     assert loss.item() == pytest.approx((-1.2 * 2 + 0.8 * 1 + 8.0 * 0.5) / 3)
     assert statistics["clip_ratio"].tolist() == [True, True, False]
-    torch.testing.assert_close(statistics["importance_weight"], torch.tensor([1.5, 0.5, 4.0]))
-    torch.testing.assert_close(statistics["behave_weight"], torch.tensor([2.0, 1.0, 0.5]))
+    torch.testing.assert_close(statistics["ratio"], torch.tensor([1.5, 0.5, 4.0]))
+    torch.testing.assert_close(statistics["rollout_importance_weight"], torch.tensor([2.0, 1.0, 0.5]))
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
@@ -41,7 +41,7 @@ def test_tokens_above_the_cap_leave_the_sum_but_not_the_count() -> None:
         **three_tokens(), eps_clip=0.2, loss_mask=torch.ones(3), behav_imp_weight_cap=1.5
     )
     assert loss.item() == pytest.approx((0.8 * 1 + 8.0 * 0.5) / 3)
-    assert statistics["behave_dropped_ratio"].tolist() == [True, False, False]
+    assert statistics["rollout_importance_dropped_ratio"].tolist() == [True, False, False]
 
 
 def test_masked_tokens_play_no_part_whatever_they_hold() -> None:
@@ -55,7 +55,7 @@ def test_masked_tokens_play_no_part_whatever_they_hold() -> None:
     loss.backward()
     # clipped tokens have no gradient; the third: d(8 * ratio / 4)/dlogprob * weight / 2
     assert tensors["logprobs"].grad.tolist() == pytest.approx([0.0, 0.0, 8.0 * 0.5 / 2])
-    assert statistics["behave_weight"][0].item() == 1.0
+    assert statistics["rollout_importance_weight"][0].item() == 1.0
 
 
 def test_no_loss_tokens_give_zero() -> None:
@@ -72,10 +72,3 @@ def test_decoupled_with_proximal_equal_to_rollout_is_plain_ppo(tokens: list[tupl
         ratio = math.exp(logprob - old)
         plain -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
     assert loss.item() == pytest.approx(plain / len(tokens), rel=1e-9, abs=1e-9)
-
-
-def test_k3_is_the_divergence_in_expectation_and_never_negative() -> None:
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    estimates = k3_divergence((p / q).log())
-    assert (estimates >= 0).all()
-    assert (p * estimates).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)

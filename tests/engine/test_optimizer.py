@@ -28,7 +28,7 @@ def test_the_optimizer_follows_its_schedule() -> None:
     seen = []
     for _ in range(5):
         seen.append(optimizer.param_groups[0]["lr"])
-        schedule.move_to(schedule.num_steps + 1)
+        schedule.set_step(schedule.num_steps + 1)
     assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
 
 

@@ -171,13 +171,13 @@ def test_metrics_of_an_on_policy_batch(make: Make) -> None:
     metrics = actor.ppo_update(batch)
     assert metrics["policy/mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
     assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["policy/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["policy/clip_ratio"] == 0.0
     assert metrics["staleness/max"] == 3.0 and metrics["staleness/mean"] == pytest.approx((7 * 3 + 1) / 8)
     assert metrics["reward/mean"] == pytest.approx(batch["rewards"].mean().item())
     assert metrics["rollout/prompt_tokens"] == 2.0
     assert metrics["rollout/completion_tokens"] == pytest.approx(sum(LENGTHS) / 8 - 2)
-    assert metrics["rollout/no_eos_ratio"] == 0.25
+    assert metrics["rollout/truncated_ratio"] == 0.25
     assert metrics["perf/processed_tokens"] == sum(LENGTHS)
     assert metrics["perf/trained_tokens"] == sum(LENGTHS) - 2 * len(LENGTHS)
     assert 0 < metrics["policy/entropy"] < 4
@@ -190,7 +190,7 @@ def test_mismatch_is_measured_against_the_server(make: Make) -> None:
     actor.compute_advantages(batch)
     metrics = actor.ppo_update(batch)
     assert metrics["policy/mismatch_kl"] == pytest.approx(torch.tensor(-0.1).exp().item() - 1 + 0.1, abs=1e-5)
-    assert metrics["policy/behave_weight"] == pytest.approx(torch.tensor(-0.1).exp().item(), abs=1e-5)
+    assert metrics["policy/rollout_importance_weight"] == pytest.approx(torch.tensor(-0.1).exp().item(), abs=1e-5)
 
 
 def test_decoupled_loss_needs_proximal_logprobs(make: Make) -> None:

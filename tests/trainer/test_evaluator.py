@@ -26,8 +26,8 @@ def evaluator_of(rows: list[dict[str, Any]] | None, **triggers: int) -> Evaluato
 def test_names_the_metrics_and_the_weights() -> None:
     metrics = evaluator_of(ROWS, freq_steps=10).evaluate(ScriptedRollout(), 0)
     assert metrics == {
-        "eval/version": 0, "eval/accuracy": 0.25, "eval/answer_tokens": 12.0, "eval/num_samples": 2.0,
-        "eval/no_eos": 0.5,
+        "eval/version": 0, "eval/accuracy": 0.25, "eval/completion_tokens": 12.0, "eval/num_samples": 2.0,
+        "eval/truncated_ratio": 0.5,
     }  # fmt: skip
 
 

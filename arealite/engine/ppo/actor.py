@@ -1,8 +1,7 @@
 """The policy of PPO and GRPO: logprobs, advantages and updates of one engine.
 
-What comes in and goes out are TensorDicts and plain numbers. Tensors `[B, T]` are aligned with the token they are
-about (nothing is shifted). Invariant: statistics, advantages and minibatches depend on `group_index`, the number of a
-row's group in the global batch, and never on which rank a row lies.
+Tensors `[B, T]` are aligned with the token they are about (nothing is shifted). Invariant: statistics, advantages and
+minibatches depend on `group_index`, a row's group in the global batch, and never on the rank that holds the row.
 """
 
 # B rows of this rank, T padded tokens, N packed tokens
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.algorithms.advantages import gae, shape_rewards, standardize, token_rewards
+from arealite.algorithms.advantages import gae, scale_rewards, token_rewards, whiten
+from arealite.algorithms.kl import k3
 from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
-from arealite.algorithms.ppo import k3_divergence, ppo_actor_loss_fn
+from arealite.algorithms.ppo import ppo_actor_loss_fn
 from arealite.api.cli_args import PPOActorConfig
-from arealite.api.engine_api import TrainEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 
@@ -28,14 +27,14 @@ RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
 class PPOActor:
     """Runs the algorithm on an engine. Every method is collective."""
 
-    def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
+    def __init__(self, config: PPOActorConfig, engine: FSDPEngine) -> None:
         self.config = config
         self.engine = engine
 
     def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
         """Return the logprob `[B, T]` of every token under the current weights, 0 for padding and first tokens.
 
-        It is that of the full softmax at `config.temperature`: rollouts sampled with top-p or top-k differ from it.
+        The softmax is over the whole vocabulary at `config.temperature`: rollouts sampled with top-p or top-k differ.
         """
         self.engine.eval()
         return self.engine.forward(
@@ -45,17 +44,22 @@ class PPOActor:
             ),
         )
 
+    compute_logp = compute_logprobs
+
     def compute_advantages(self, batch: TensorDict) -> None:
-        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens."""
+        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens.
+
+        Needs `rewards [B]`, the masks and logprobs of a trajectory, `ref_logprobs` with a KL penalty; takes `values`.
+        """
         config = self.config
         groups_B, num_groups = self._groups(batch)
-        scores_B = shape_rewards(
+        scores_B = scale_rewards(
             batch["rewards"], scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip
         )
         if config.group_reward_norm:
-            scores_B = standardize(scores_B, groups_B, num_groups, reduce=self._sum_over_ranks)
+            scores_B = whiten(scores_B, groups_B, num_groups, reduce=self._sum_over_ranks)
         if config.mask_no_eos_with_zero:
-            _require(batch, "no_eos", "mask_no_eos_with_zero", "Let the workflow say which answers were cut off")
+            _require(batch, "no_eos", "mask_no_eos_with_zero", "Let the workflow mark truncated completions")
             scores_B = scores_B.masked_fill(batch["no_eos"].bool(), 0.0)
         mask_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"])
         kl_BT = None
@@ -65,22 +69,22 @@ class PPOActor:
         rewards_BT = token_rewards(scores_B, mask_BT, kl_BT, kl_ctl=config.kl_ctl)
         values_BT = batch["values"] if "values" in batch else torch.zeros_like(rewards_BT)
         advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=config.discount, gae_lambda=config.gae_lambda)
-        if config.group_adv_norm:
-            groups_N = groups_B[:, None].expand_as(mask_BT)[mask_BT]
-            advantages_BT[mask_BT] = standardize(
-                advantages_BT[mask_BT], groups_N, num_groups, reduce=self._sum_over_ranks
+        if config.group_adv_norm or config.adv_norm:
+            groups_BT = groups_B[:, None].expand_as(mask_BT)
+            if not config.group_adv_norm:  # the whole batch is one group
+                groups_BT, num_groups = torch.zeros_like(groups_BT), 1
+            advantages_BT[mask_BT] = whiten(
+                advantages_BT[mask_BT], groups_BT[mask_BT], num_groups, reduce=self._sum_over_ranks
             )
-        elif config.adv_norm:
-            advantages_N = advantages_BT[mask_BT]
-            whole_batch_N = torch.zeros_like(advantages_N, dtype=torch.long)
-            advantages_BT[mask_BT] = standardize(advantages_N, whole_batch_N, 1, reduce=self._sum_over_ranks)
         batch["advantages"] = advantages_BT
 
     def ppo_update(self, batch: TensorDict) -> dict[str, float]:
         """Take `ppo_n_minibatches` optimizer steps (at most one per group) and one of the schedule; return metrics.
 
-        A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are equal on all ranks.
+        Needs `advantages` and what they need. A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are
+        equal on all ranks.
         """
+        config = self.config
         groups_B, num_groups = self._groups(batch)
         if num_groups == 0:
             raise ValueError("a batch must have a row on some rank: got none. Train on what prepare_batch returns.")
@@ -88,15 +92,30 @@ class PPOActor:
         columns = batch.select("input_ids", "attention_mask", "advantages")
         columns["loss_mask"] = trained_tokens(batch["attention_mask"], batch["loss_mask"])
         columns["proximal_logprobs"], columns["rollout_logprobs"] = proximal_BT, rollout_BT
-        num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
-        means = _Means()
-        self.engine.train()
-        steps = [
-            self.engine.train_batch(
-                columns[groups_B % num_minibatches == index],
-                lambda logits_NV, micro_batch: self._loss(logits_NV, micro_batch, means),
-                count_loss_tokens,
+        means = MeanMetrics()
+
+        def loss_fn(logits_NV: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
+            logprobs_N, entropy_N = packed_logprobs_entropy(
+                logits_NV, micro_batch["input_ids"], micro_batch["cu_seqlens"], config.temperature
             )
+            loss, statistics = ppo_actor_loss_fn(
+                logprobs_N,
+                micro_batch["proximal_logprobs"],
+                micro_batch["rollout_logprobs"],
+                micro_batch["advantages"],
+                config.eps_clip,
+                micro_batch["loss_mask"],
+                config.c_clip,
+                config.behav_imp_weight_cap,
+            )
+            statistics["entropy"] = entropy_N
+            means.add(micro_batch["loss_mask"], **{f"policy/{name}": value for name, value in statistics.items()})
+            return loss
+
+        self.engine.train()
+        num_minibatches = min(config.ppo_n_minibatches, num_groups)
+        steps = [
+            self.engine.train_batch(columns[groups_B % num_minibatches == index], loss_fn, count_loss_tokens)
             for index in range(num_minibatches)
         ]
         self.engine.step_lr_scheduler()
@@ -109,29 +128,11 @@ class PPOActor:
             **self._batch_metrics(batch, columns["loss_mask"]),
         }
 
-    def _loss(self, logits_NV: torch.Tensor, micro_batch: TensorDict, means: _Means) -> torch.Tensor:
-        logprobs_N, entropy_N = packed_logprobs_entropy(
-            logits_NV, micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
-        )
-        loss, statistics = ppo_actor_loss_fn(
-            logprobs_N,
-            micro_batch["proximal_logprobs"],
-            micro_batch["rollout_logprobs"],
-            micro_batch["advantages"],
-            self.config.eps_clip,
-            micro_batch["loss_mask"],
-            self.config.c_clip,
-            self.config.behav_imp_weight_cap,
-        )
-        statistics["entropy"] = entropy_N
-        means.add(micro_batch["loss_mask"], **{f"policy/{name}": value for name, value in statistics.items()})
-        return loss
-
     def _old_logprobs(self, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logprobs to clip around and those of the sampling policy.
+        """Return the proximal logprobs, to clip around, and those of the policy that sampled.
 
-        Decoupled: the recomputed ones and the server's. Otherwise both are the recomputed ones if there are any (then
-        the numerical gap to the server plays no part), else the server's.
+        Decoupled: the recomputed ones and the server's. Otherwise both are the recomputed ones if there are any (which
+        leaves out the numerical gap to the server), else the server's.
         """
         for old, new in RENAMED_KEYS.items():
             if old in batch:
@@ -158,12 +159,12 @@ class PPOActor:
             "rollout/completion_tokens": sampled_B,
         }
         if "no_eos" in batch:
-            rows["rollout/no_eos_ratio"] = batch["no_eos"]
-        means = _Means()
+            rows["rollout/truncated_ratio"] = batch["no_eos"]
+        means = MeanMetrics()
         means.add(torch.ones_like(lengths_B), **rows)
         if "proximal_logprobs" in batch:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
-            means.add(mask_BT, **{"policy/mismatch_kl": k3_divergence(log_ratio_BT)})
+            means.add(mask_BT, **{"policy/mismatch_kl": k3(log_ratio_BT)})
         group = self.engine.parallelism_group
         num_tokens, num_trained = all_reduce_numbers([lengths_B.sum().item(), mask_BT.sum().item()], group=group)
         (oldest,) = all_reduce_numbers([max(staleness_B.tolist(), default=0)], dist.ReduceOp.MAX, group)
@@ -175,9 +176,9 @@ class PPOActor:
         }
 
     def _groups(self, batch: TensorDict) -> tuple[torch.Tensor, int]:
-        """Return each row's group in the global batch and the number of groups.
+        """Return each row's group `[B]` in the global batch and the number of groups.
 
-        Without `group_index`, rows are taken as whole groups of `config.group_size`, rank after rank.
+        Without `group_index`, rows are whole groups of `config.group_size`, rank after rank.
         """
         group = self.engine.parallelism_group
         if "group_index" in batch:
@@ -196,39 +197,27 @@ class PPOActor:
         return all_reduce(tensor, group=self.engine.parallelism_group)
 
 
-class FSDPPPOActor(FSDPEngine):
-    """A policy on FSDP; with `optimizer: null` a reference, of which only `compute_logprobs` is used."""
+class FSDPPPOActor(FSDPEngine, PPOActor):
+    """The policy on FSDP2; with `optimizer: null` a frozen reference."""
+
+    config: PPOActorConfig
 
     def __init__(self, config: PPOActorConfig) -> None:
-        super().__init__(config)
-        self.actor = PPOActor(config, self)
-
-    def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
-        """See `PPOActor.compute_logprobs`."""
-        return self.actor.compute_logprobs(batch)
-
-    compute_logp = compute_logprobs
-
-    def compute_advantages(self, batch: TensorDict) -> None:
-        """See `PPOActor.compute_advantages`."""
-        self.actor.compute_advantages(batch)
-
-    def ppo_update(self, batch: TensorDict) -> dict[str, float]:
-        """See `PPOActor.ppo_update`."""
-        return self.actor.ppo_update(batch)
+        FSDPEngine.__init__(self, config)
+        PPOActor.__init__(self, config, engine=self)
 
 
-class _Means:
+class MeanMetrics:
     """Means of named values over the elements of masks, over all that was added and all ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
-        """Add the values under the mask."""
-        weight = mask.double()
+        """Add values under a mask of their shape."""
+        counted = mask.double()
         for name, value in values.items():
-            entry = torch.stack([(value.double() * weight).sum(), weight.sum()])
+            entry = torch.stack([(value.double() * counted).sum(), counted.sum()])
             self._sums[name] = self._sums[name] + entry if name in self._sums else entry
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a language model on one engine.
 
 A batch has `input_ids`, `attention_mask` and `loss_mask`, all `[B, T]`; the loss is a mean over the tokens under
-`loss_mask` of the whole batch on all ranks, aligned with the token they are about.
+`loss_mask` of the whole batch on all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from arealite.algorithms.logprobs import count_loss_tokens, trained_tokens
 from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import TrainEngineConfig
-from arealite.api.engine_api import TrainEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce_numbers
 
@@ -21,7 +20,7 @@ from arealite.utils.distributed import all_reduce_numbers
 class LMEngine:
     """Runs supervised fine-tuning on an engine. Every method is collective."""
 
-    def __init__(self, engine: TrainEngine) -> None:
+    def __init__(self, engine: FSDPEngine) -> None:
         self.engine = engine
 
     def train_lm(self, batch: TensorDict) -> dict[str, float]:
@@ -48,20 +47,12 @@ class LMEngine:
         return self.engine.eval_batch(_columns(batch), sft_loss_fn, count_loss_tokens)
 
 
-class FSDPLMEngine(FSDPEngine):
-    """A language model on FSDP."""
+class FSDPLMEngine(FSDPEngine, LMEngine):
+    """A language model on FSDP2."""
 
     def __init__(self, config: TrainEngineConfig) -> None:
-        super().__init__(config)
-        self.lm_engine = LMEngine(self)
-
-    def train_lm(self, batch: TensorDict) -> dict[str, float]:
-        """See `LMEngine.train_lm`."""
-        return self.lm_engine.train_lm(batch)
-
-    def evaluate_lm(self, batch: TensorDict) -> float:
-        """See `LMEngine.evaluate_lm`."""
-        return self.lm_engine.evaluate_lm(batch)
+        FSDPEngine.__init__(self, config)
+        LMEngine.__init__(self, engine=self)
 
 
 def _columns(batch: TensorDict) -> TensorDict:

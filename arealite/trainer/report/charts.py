@@ -28,10 +28,10 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
         _chart("Held-out loss", _evaluation(rows, "eval/loss", "--green")),
         _chart("Loss", [*_smoothed(rows, "sft/loss", "--blue"), *_smoothed(rows, "policy/loss", "--blue")]),
         _chart(
-            "Answer length",
+            "Completion length",
             [
                 *_line(rows, "rollout/completion_tokens", "--blue", "training"),
-                *_evaluation(rows, "eval/answer_tokens", "--green", "held-out"),
+                *_evaluation(rows, "eval/completion_tokens", "--green", "held-out"),
             ],
             unit="tokens",
         ),
