@@ -11,7 +11,7 @@ is that of the last attempt.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.api.alloc_mode import AllocationMode
@@ -20,7 +20,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Place
 from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import visible_gpus
-from arealite.launcher.plan.plan import Placement, Plan
+from arealite.launcher.plan.plan import Plan
 from arealite.launcher.plan.server_commands import check_installed
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import Supervisor
@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(entry: str | Path, argv: Sequence[str]) -> int:
     """Run `entry` on this machine (see `run.launch`)."""
-    return run.launch(entry, argv, run.Backend("this machine", _open_place, check, devices))
+    return run.launch(entry, argv, run.Backend("this machine", _open_place, check))
 
 
 def _open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor) -> Place:
-    return LocalPlace(supervisor.console)
+    return LocalPlace(visible_gpus())
 
 
 def check(config: BaseExperimentConfig, plan: Plan) -> None:
@@ -61,12 +61,6 @@ def check(config: BaseExperimentConfig, plan: Plan) -> None:
             f"{needed}, and {len(visible_gpus())} GPUs on this machine. "
             "Make it smaller, or set cluster.n_gpus_per_node=0 to run on the CPU."
         )
-
-
-def devices(config: BaseExperimentConfig, placement: Placement) -> Mapping[str, str]:
-    """Give a job its share of the GPUs that we may use; none on a CPU cluster."""
-    names = visible_gpus() if placement.devices else []
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in placement.devices)}
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ launcher. When the launcher ends, whatever ends it, so do the jobs; Ray itself g
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.launcher.place.base import Place
 from arealite.launcher.place.ray import RayPlace, connect
-from arealite.launcher.plan.plan import Placement, Plan
+from arealite.launcher.plan.plan import Plan
 from arealite.launcher.plan.server_commands import check_installed
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import Supervisor
@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(entry: str | Path, argv: Sequence[str]) -> int:
     """Run `entry` on the Ray cluster (see `run.launch`)."""
-    return run.launch(entry, argv, run.Backend("Ray", _open_place, _check, _devices))
+    return run.launch(entry, argv, run.Backend("Ray", _open_place, _check))
 
 
 def _check(config: BaseExperimentConfig, plan: Plan) -> None:
-    """Connect to the cluster. Whether it has room is no question of now: a seat is waited for."""
+    """Connect to the cluster. Whether it has room is no question of now: a slot is waited for."""
     if plan.servers:
         check_installed(config)
     connect()
@@ -45,11 +45,6 @@ def _check(config: BaseExperimentConfig, plan: Plan) -> None:
 
 def _open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor) -> Place:
     return RayPlace(plan, config.launcher, setup_timeout_s=run.setup_timeout_s(config), say=supervisor.say)
-
-
-def _devices(config: BaseExperimentConfig, placement: Placement) -> Mapping[str, str]:
-    """Ray itself tells jobs their GPUs."""
-    return {} if placement.devices else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 if __name__ == "__main__":

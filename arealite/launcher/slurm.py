@@ -120,10 +120,10 @@ def follow(job: str, output: Path) -> int:
 
 
 def _needs(config: LauncherConfig, plan: Plan) -> tuple[int, int]:
-    """Return CPUs and MiB of memory for the machine that needs most; ranks or servers count where there are no GPUs."""
+    """Return CPUs and MiB of memory for the machine that needs most; without GPUs, each job counts as one."""
     cpus, mebibytes = [0] * plan.num_nodes, [0] * plan.num_nodes
     for one in plan.placements:
-        number, is_server = len(one.devices) or len(one.ranks) or 1, one.role == "server"
+        number, is_server = len(one.devices) or 1, one.role == "server"
         cpus[one.node] += number * (config.inference_server_cpus_per_gpu if is_server else config.trainer_cpus_per_gpu)
         mebibytes[one.node] += number * (
             config.inference_server_mem_per_gpu if is_server else config.trainer_mem_per_gpu

@@ -13,13 +13,12 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.launcher.plan.jobs import trainer_job
+from arealite.launcher.plan.jobs import trainer_threads
 from arealite.launcher.plan.plan import Placement, Plan
 from arealite.launcher.supervise.run import checked_plan, entry_script, parse
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED
@@ -57,42 +56,33 @@ def command_lines(config: BaseExperimentConfig, plan: Plan, *, entry: str, argv:
         for one in placements:
             if one.role == "server":
                 yield f"{_server_command(config, one, argv)} &"
-            else:
-                yield _trainer_command(config, plan, one, entry, argv)
+        if node in plan.trainer_nodes:
+            yield _trainer_command(config, plan, node, entry, argv)
 
 
 def _server_command(config: BaseExperimentConfig, placement: Placement, argv: Sequence[str]) -> str:
     serve = f"arealite serve --join {config.experiment_name}/{config.trial_name}"
-    variables = _variables(placement, config.launcher.inference_server_env_vars, {})
+    variables = _variables(placement.devices, config.launcher.inference_server_env_vars, {})
     return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(argv)}"
 
 
-def _trainer_command(
-    config: BaseExperimentConfig, plan: Plan, placement: Placement, entry: str, argv: Sequence[str]
-) -> str:
+def _trainer_command(config: BaseExperimentConfig, plan: Plan, node: int, entry: str, argv: Sequence[str]) -> str:
     """Spell a torchrun that finds the others at the trainer's first machine."""
-    job = trainer_job(
-        *(config, plan, placement, {}, ""),
-        master=("", 0),
-        entry=Path(entry),
-        argv=argv,
-        scratch=Path(),
-        is_restart=False,
-    )
-    threads = {"OMP_NUM_THREADS": job.env["OMP_NUM_THREADS"]}
-    first, here = plan.trainers[0].node, placement.node
-    torchrun = f"torchrun --nnodes {len(plan.trainers)} --nproc-per-node {len(placement.ranks)}"
-    torchrun += f" --max-restarts {MAX_RESTARTS} --local-addr $HOST{here} --rdzv-backend c10d"
+    ranks, first = plan.ranks_on(node), plan.trainer_nodes[0]
+    threads = {"OMP_NUM_THREADS": str(trainer_threads(config, plan, num_ranks=len(ranks)))}
+    devices = [device for one in ranks for device in one.devices]
+    torchrun = f"torchrun --nnodes {len(plan.trainer_nodes)} --nproc-per-node {len(ranks)}"
+    torchrun += f" --max-restarts {MAX_RESTARTS} --local-addr $HOST{node} --rdzv-backend c10d"
     # Its own guess of who is the first machine fails where a machine's name resolves to its loopback.
-    torchrun += f" --rdzv-endpoint $HOST{first}:{RENDEZVOUS_PORT} --rdzv-conf is_host={int(here == first)}"
-    return f"{_variables(placement, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join([entry, *argv])}"
+    torchrun += f" --rdzv-endpoint $HOST{first}:{RENDEZVOUS_PORT} --rdzv-conf is_host={int(node == first)}"
+    return f"{_variables(devices, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join([entry, *argv])}"
 
 
-def _variables(placement: Placement, of_user: str, ours: Mapping[str, str]) -> str:
+def _variables(devices: Sequence[int], of_user: str, ours: Mapping[str, str]) -> str:
     """Spell the environment of a command; a process without GPUs must not find any."""
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.devices))}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     users = dict(pair.split("=", 1) for pair in of_user.split(",") if pair)
-    return "".join(f"{name}={shlex.quote(value)} " for name, value in {**devices, **ours, **users}.items())
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in {**visible, **ours, **users}.items())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from chaos.victims import describe, marked, orphaned_ports
 
 _END_S = 3.0
 """In which the last processes of a run that has ended must be gone."""
-_TEMPORARY = (".unfinished", ".partial", ".tmp", ".old", ".removed", ".torchrun", "-wal", "-shm", "-journal")
+_TEMPORARY = (".unfinished", ".partial", ".tmp", ".old", ".removed", "-wal", "-shm", "-journal")
 """How the names of files end that nobody may find in the folder of a run that has ended."""
 
 

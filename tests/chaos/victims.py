@@ -17,8 +17,6 @@ Role = Literal["server", "trainer", "launcher", "guard", "reward", "foreign_serv
 SUPERVISORS = (
     "arealite.launcher.place.guard",
     "arealite.launcher.serve",
-    "torch.distributed.run",
-    "arealite.launcher.place.rank",
 )
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from chaos.experiment import Experiment
+from chaos.experiment import ENTRY, Experiment
 
 from arealite.cli.tiny_model import write_tiny_model
 from cluster.followed import ClusterRun, say, tell_result
@@ -50,7 +50,7 @@ def main() -> int:
             run.wait("server-0 again", lambda: run.said("launcher | server-0 is ready at") == 2, BACK_S)
             then = machines(cluster, run)
             say(f"server-0 is back: {then}")
-            lose(cluster, run, then["torchrun-0"], "lost_trainer_machine", is_fatal=True)
+            lose(cluster, run, then["trainer-0"], "lost_trainer_machine", is_fatal=True)
             verdict = run.finish(END_S)
     if verdict.broken:
         say(f"see {folder}")
@@ -69,7 +69,7 @@ def lose(cluster: RayCluster, run: ClusterRun, machine: str, kind: str, *, is_fa
 def machines(cluster: RayCluster, run: ClusterRun) -> dict[str, str]:
     """Return where the run's jobs are."""
     servers = {f"server-{i}": run.process("arealite.launcher.serve", f"server-{i}") for i in range(3)}
-    jobs = servers | {"torchrun-0": run.process("torch.distributed.run")}
+    jobs = servers | {"trainer-0": run.process("arealite.launcher.place.guard", str(ENTRY))}
     return {name: cluster.machine_of(process) for name, process in jobs.items()}
 
 

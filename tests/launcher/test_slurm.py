@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
 GOLDEN = Path(__file__).parent / "plan" / "golden" / "slurm_16x8.txt"
 DEADLINE_S = 60
 SERVER = Placement("server-3", "server", 1, (2, 3), 3)
-TRAINER = Placement("torchrun-0", "trainer", 0, (), 0, (0, 1))
+RANK = Placement("trainer-0", "trainer", 0, (), 0)
 
 
 def config_of(*overrides: str) -> RunConfig:
@@ -93,7 +92,7 @@ def test_each_role_has_its_image():
     assert server[server.index("apptainer") :][:6] == [
         *["apptainer", "exec", "--nv", "--bind", "/data:/data,/models:/models", "/images/sglang.sif"]
     ]
-    assert "apptainer" not in step_command(launcher, TRAINER, node="n7", toward="n8")
+    assert "apptainer" not in step_command(launcher, RANK, node="n7", toward="n8")
 
 
 def relay_of(*flags: str, script: str, **env: str) -> subprocess.Popen[bytes]:
@@ -110,10 +109,13 @@ def relay_of(*flags: str, script: str, **env: str) -> subprocess.Popen[bytes]:
     return relay
 
 
-def test_the_gpus_of_a_step_have_the_names_that_slurm_gave_them():
-    relay = relay_of("--devices", "0,2", script="echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="3,5,7")
+@pytest.mark.parametrize(
+    ("flags", "gpus"), [(["--devices", "0,2"], ["3", "7"]), (["--devices", ""], []), ([], ["3", "5", "7"])]
+)
+def test_the_gpus_of_a_step_have_the_names_that_slurm_gave_them(flags, gpus):
+    relay = relay_of(*flags, script="true", CUDA_VISIBLE_DEVICES="3,5,7")
     frames = [json.loads(line) for line in relay.communicate(timeout=DEADLINE_S)[0].splitlines()]
-    assert [base64.b64decode(frame["data"]) for frame in frames if "out" in frame] == [b"3,7\n"]
+    assert frames[0]["hello"]["gpus"] == gpus
 
 
 def test_a_step_that_slurm_has_lost_sight_of_ends_its_job(tmp_path):

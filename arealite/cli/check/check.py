@@ -30,7 +30,7 @@ from arealite.cli.check.model import check_model, check_weights
 from arealite.cli.check.text import check_data, check_template, check_tokenizer
 from arealite.inference.http import ServerHttp
 from arealite.launcher import local
-from arealite.launcher.plan.jobs import environment
+from arealite.launcher.plan.jobs import environment, visible_gpus
 from arealite.launcher.plan.plan import Plan, foreign_servers, rollout_of
 from arealite.launcher.plan.server_commands import server_command
 from arealite.launcher.supervise.run import checked_plan, entry_script
@@ -93,7 +93,7 @@ def _check_processes(found: Findings, config: Config) -> Plan:
     if plan.num_nodes > 1:
         where += f" of {plan.num_nodes} machines, which were not looked at"
     servers = f"{counted(len(plan.servers), 'server')} and " if plan.servers else ""
-    found.add("ok", f"{config.allocation_mode}: {servers}{counted(plan.num_ranks, 'trainer rank')} {where}")
+    found.add("ok", f"{config.allocation_mode}: {servers}{counted(len(plan.trainers), 'trainer rank')} {where}")
     return plan
 
 
@@ -119,7 +119,9 @@ def _ask_program(found: Findings, config: Config, plan: Plan) -> None:
     command = server_command(config, index=0, num_gpus=max(1, len(plan.servers[0].devices)))
     module = command.index("-m") + 2
     command = [*command[:module], "--check", *command[module:]]
-    devices = local.devices(config, plan.servers[0]) if plan.num_nodes == 1 else {}
+    names = visible_gpus() if plan.servers[0].devices else []
+    here = {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in plan.servers[0].devices)}
+    devices = here if plan.num_nodes == 1 else {}
     env = os.environ | environment(config.launcher.inference_server_env_vars, python=command[0], **devices)
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=_PROGRAM_S, check=False, errors="replace"

@@ -1,109 +1,41 @@
-"""Runs one job on this machine, under a guard, with an output of its own for each rank of the trainer.
-
-The job is told where its ranks write to and report by variables of its environment (see `rank`); both are pipes of this
-process, which the ranks open by path. Everything is read by one event loop.
-"""
+"""Runs jobs on this node, each under a guard."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
 import sys
-import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from arealite.launcher.place.base import Job, Listener, Seat
+from arealite.launcher.place.base import Job, Slot
 from arealite.launcher.plan.plan import Placement
-from arealite.launcher.supervise.console import Console
-from arealite.utils.environment import RANK_REPORT_VARIABLE, RANK_STREAMS_VARIABLE
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.processes import exit_status
 
 _READ_BYTES = 1 << 16
 
 
-class Stream:
-    """A pipe, or a terminal of its own, whose far end other processes write to."""
-
-    def __init__(self, take: Callable[[bytes], None], *, as_terminal_of: Console | None = None) -> None:
-        self.reader, self.writer = os.openpty() if as_terminal_of else os.pipe()
-        self._take = take
-        os.set_blocking(self.reader, False)
-        if as_terminal_of:
-            attributes = termios.tcgetattr(self.writer)
-            attributes[1] &= ~termios.OPOST  # the user's terminal translates newlines itself
-            termios.tcsetattr(self.writer, termios.TCSANOW, attributes)
-            self.copy_size(as_terminal_of)
-        asyncio.get_running_loop().add_reader(self.reader, self._read)
-
-    @property
-    def path(self) -> str:
-        """Path by which our descendants open the far end, however many processes are between us."""
-        return f"/proc/{os.getpid()}/fd/{self.writer}"
-
-    def copy_size(self, console: Console) -> None:
-        """Take over the size of the user's terminal."""
-        size = fcntl.ioctl(console.fileno(), termios.TIOCGWINSZ, bytes(8))
-        fcntl.ioctl(self.writer, termios.TIOCSWINSZ, size)
-
-    def close(self) -> None:
-        """Hand on what ended processes have written, and close both ends."""
-        asyncio.get_running_loop().remove_reader(self.reader)
-        while self._read():
-            pass
-        os.close(self.reader)
-        os.close(self.writer)
-
-    def _read(self) -> bool:
-        """Hand on what is there and tell whether there was anything."""
-        data = b""
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self.reader, _READ_BYTES)
-        if data:
-            self._take(data)
-        return bool(data)
-
-
 class JobRun:
-    """A job on this machine."""
+    """A job on this node."""
 
-    def __init__(self, *, console: Console | None = None) -> None:
-        """Rank 0 gets a terminal if the console is one."""
-        self._console = console
+    def __init__(self) -> None:
         self._guard: asyncio.subprocess.Process | None = None
         self._killed = asyncio.Event()
 
-    async def run(self, job: Job, listener: Listener) -> int:
+    async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
         """Run the job to its end and return its exit status."""
-        if self._killed.is_set():  # killed before it began
+        if self._killed.is_set():  # before it began
             return exit_status(-signal.SIGKILL)
-        with contextlib.ExitStack() as streams:
-
-            def stream(take: Callable[[bytes], None], *, is_foreground: bool = False) -> Stream:
-                console = self._console if is_foreground and self._console and self._console.is_terminal else None
-                one = Stream(take, as_terminal_of=console)
-                streams.callback(one.close)
-                if console is not None:
-                    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, one.copy_size, console)
-                return one
-
-            output = stream(lambda data: listener.output(job.name, data))
-            report = stream(lambda data: _report(data, listener))
-            ranks = [stream(_output_of(rank, listener), is_foreground=rank == 0) for rank in job.ranks]
-            ours = {
-                RANK_STREAMS_VARIABLE: ",".join(one.path for one in ranks),
-                RANK_REPORT_VARIABLE: report.path,
-            }
+        with _pipe_to(output) as writer:
             self._guard = await asyncio.create_subprocess_exec(
                 *[sys.executable, "-m", "arealite.launcher.place.guard", *job.command],
                 cwd=job.folder,
-                env=os.environ | job.env | (ours if job.ranks else {}),
+                env=os.environ | job.env,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=output.writer,
-                stderr=output.writer,
+                stdout=writer,
+                stderr=writer,
                 start_new_session=True,
             )
             if self._killed.is_set():
@@ -126,14 +58,15 @@ class JobRun:
             self._guard.stdin.close()
 
 
-class LocalSeat(JobRun):
-    """A seat on this machine."""
+class LocalSlot(JobRun):
+    """A slot on this node."""
 
-    node = "this machine"
+    node = "this node"
     address = LOOPBACK
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console=console)
+    def __init__(self, gpus: Sequence[str]) -> None:
+        super().__init__()
+        self.gpus = gpus
         self._holder = hold_port()
         self.port = port_of(self._holder)
 
@@ -143,24 +76,41 @@ class LocalSeat(JobRun):
 
 
 class LocalPlace:
-    """This machine as a place for all jobs."""
+    """This node as a place for all jobs."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, gpus: Sequence[str]) -> None:
+        """`gpus` are the names of those that the run may use."""
+        self._gpus = gpus
 
-    async def seats(self, placements: Sequence[Placement]) -> list[Seat]:
-        """Return a seat for each placement."""
-        return [LocalSeat(self._console) for _ in placements]
+    async def take(self, placements: Sequence[Placement]) -> list[Slot]:
+        """Return a slot for each placement."""
+        return [LocalSlot([self._gpus[device] for device in one.devices]) for one in placements]
 
     async def close(self) -> None:
         """There is nothing to give back."""
 
 
-def _output_of(rank: int, listener: Listener) -> Callable[[bytes], None]:
-    return lambda data: listener.output(f"trainer-{rank}", data)
+@contextlib.contextmanager
+def _pipe_to(output: Callable[[bytes], None]) -> Iterator[int]:
+    """Return the writing end of a pipe whose other end feeds `output`; also a process that outlives us may hold it."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
 
+    def read() -> bool:
+        try:
+            data = os.read(reader, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        output(data)
+        return True
 
-def _report(data: bytes, listener: Listener) -> None:
-    for line in data.decode().splitlines():
-        rank, status = (int(word) for word in line.split())
-        listener.rank_ended(rank, status)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(reader, read)
+    try:
+        yield writer
+    finally:
+        loop.remove_reader(reader)
+        while read():  # what ended processes have written
+            pass
+        os.close(reader)
+        os.close(writer)

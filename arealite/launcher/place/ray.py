@@ -1,4 +1,4 @@
-"""Seats on a Ray cluster: a bundle of resources for each machine of the plan, and in it an actor for each job.
+"""Slots on a Ray cluster: a bundle of resources for each machine of the plan, and in it an actor for each job.
 
 Ray decides which machine a bundle is on, and finds another one when that machine dies. An actor keeps the CPUs, GPUs
 and memory of its job, owns the job's relay, and carries bytes between the relay and the launcher; what they mean is the
@@ -16,15 +16,14 @@ import os
 import re
 import socket
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from arealite.api.cli_args import LauncherConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher.place.base import NodeLostError, Seat
-from arealite.launcher.place.relay import RelaySeat
+from arealite.launcher.place.base import NodeLostError, Slot
+from arealite.launcher.place.relay import RelaySlot, take_all
 from arealite.launcher.plan.plan import Placement, Plan
 
 with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `connect` tells of its absence
@@ -35,7 +34,6 @@ with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `c
 
 _READ_BYTES = 1 << 16
 _CONNECT_S = 10.0
-_PROGRESS_S = 10.0
 _RETRY_S = 1.0
 _CLOSE_S = 10.0
 """What the end of a job's processes and of its relay may take, once both were told."""
@@ -71,7 +69,7 @@ class Attendant:
         """Start the relay as from the launcher's folder, and return the machine's name."""
         self._relay = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", toward, "--leash", str(leash_s)],
-            env=os.environ | env,
+            env=os.environ | env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ray.get_gpu_ids()))},
             cwd=folder,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -96,8 +94,8 @@ class Attendant:
         self._relay.stdin.close()
 
 
-class RaySeat(RelaySeat):
-    """A seat that an actor keeps. It reads from the moment it exists, so that the loss of a machine is noticed."""
+class RaySlot(RelaySlot):
+    """A slot that an actor keeps. It reads from the moment it exists, so that the loss of a machine is noticed."""
 
     def __init__(self, node: str, actor: Any, *, timeout_s: float) -> None:
         super().__init__(node, self._chunks(), self._send_to_actor, self._close_actor_input, timeout_s=timeout_s)
@@ -149,34 +147,24 @@ class RayPlace:
         bundles = [_sum(self._needs(one) for one in plan.placements if one.node == node) for node in self._nodes]
         self._group = placement_group(bundles, strategy="SPREAD")
 
-    async def seats(self, placements: Sequence[Placement]) -> list[Seat]:
-        """Get a seat for each placement; TimeoutError if the cluster has no room for `setup_timeout_s`."""
-        taking = [asyncio.create_task(self._seat(placement)) for placement in placements]
-        telling = asyncio.create_task(self._tell(placements, taking))
-        try:
-            async with asyncio.timeout(self._setup_timeout_s):
-                return list(await asyncio.gather(*taking))
-        except BaseException as error:
-            for task in taking:
-                task.cancel()
-            outcomes = await asyncio.gather(*taking, return_exceptions=True)
-            await asyncio.gather(*[outcome.close() for outcome in outcomes if isinstance(outcome, RaySeat)])
-            if not isinstance(error, TimeoutError):
-                raise
-            missing = [one for one, got in zip(placements, outcomes, strict=True) if not isinstance(got, RaySeat)]
-            raise TimeoutError(
-                f"Ray must start all jobs within {self._setup_timeout_s:g} s: got no place for "
-                f"{await asyncio.to_thread(self._describe, missing)}. Add machines, wait for others to finish, or "
-                "lower allocation_mode or launcher.*_cpus_per_gpu and *_mem_per_gpu."
-            ) from None
-        finally:
-            telling.cancel()
+    async def take(self, placements: Sequence[Placement]) -> list[Slot]:
+        """Take a slot for each placement; TimeoutError if the cluster has no room for `setup_timeout_s`."""
+        slots = await take_all(
+            placements,
+            self._take,
+            timeout_s=self._setup_timeout_s,
+            say=self._say,
+            describe=self._describe,
+            advice="Add machines, wait for others to finish, or lower allocation_mode or launcher.*_cpus_per_gpu and "
+            "*_mem_per_gpu.",
+        )
+        return list(slots)
 
     async def close(self) -> None:
         """Give everything back, which ends actors that still are."""
         await asyncio.to_thread(remove_placement_group, self._group)
 
-    async def _seat(self, placement: Placement) -> RaySeat:
+    async def _take(self, placement: Placement) -> RaySlot:
         """Wait for an actor that could start its relay; when its machine dies meanwhile, for another one."""
         needs = self._needs(placement)
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "memory": needs.get("memory")}
@@ -186,9 +174,9 @@ class RayPlace:
             try:
                 where = os.getcwd(), ray.util.get_node_ip_address()
                 node = await actor.start.remote(_environment(), *where, self._config.node_timeout)
-                seat = RaySeat(node, actor, timeout_s=self._config.node_timeout)
-                await seat.meet(self._setup_timeout_s)
-                return seat
+                slot = RaySlot(node, actor, timeout_s=self._config.node_timeout)
+                await slot.meet()
+                return slot
             except BaseException as error:
                 await asyncio.to_thread(ray.kill, actor)
                 if isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False):
@@ -202,32 +190,23 @@ class RayPlace:
             await asyncio.sleep(_RETRY_S)
 
     def _needs(self, placement: Placement) -> dict[str, float]:
-        """Return what a job reserves; without GPUs, each rank or server counts as one."""
+        """Return what a job reserves; without GPUs, a job counts as one."""
         config, is_server = self._config, placement.role == "server"
-        number = len(placement.devices) or len(placement.ranks) or 1
+        number = len(placement.devices) or 1
         cpus = config.inference_server_cpus_per_gpu if is_server else config.trainer_cpus_per_gpu
         mebibytes = config.inference_server_mem_per_gpu if is_server else config.trainer_mem_per_gpu
         needs = {"CPU": number * cpus, "GPU": len(placement.devices), "memory": number * mebibytes << 20}
         return {name: float(amount) for name, amount in needs.items() if amount}
 
-    async def _tell(self, placements: Sequence[Placement], taking: Sequence[asyncio.Task[RaySeat]]) -> None:
-        """Say from time to time what is waited for."""
-        started = time.monotonic()
-        while True:
-            await asyncio.sleep(_PROGRESS_S)
-            missing = [one for one, task in zip(placements, taking, strict=True) if not task.done()]
-            text = await asyncio.to_thread(self._describe, missing)
-            waited_s = time.monotonic() - started
-            self._say(f"waiting for Ray to place {text} ({waited_s:.0f} s of {self._setup_timeout_s:g} s)")
-
     def _describe(self, missing: Sequence[Placement]) -> str:
-        """Say what is not placed, what it needs and what the cluster has."""
+        """Say what Ray has not placed yet, what it needs and what the cluster has."""
         names = ", ".join(one.name for one in missing)
         needed = _sum(self._needs(one) for one in missing)
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources()
         has = [f"{free.get(name, 0):g} of {_sum(alive).get(name, 0):g} {name} free" for name in needed]
-        return f"{names} with {_spell(needed)}; the cluster has {len(alive)} machines with {', '.join(has)}"
+        cluster = f"the cluster has {len(alive)} machines with {', '.join(has)}"
+        return f"Ray to place {names} with {_spell(needed)}; {cluster}"
 
 
 def _environment() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Runs an experiment inside a Slurm allocation: the program of the batch script that `slurm` submits.
 
-It is the common launcher on the first machine. A seat is a job step: srun starts a relay there and connects its stdin
+It is the common launcher on the first machine. A slot is a job step: srun starts a relay there and connects its stdin
 and stdout to us. Steps overlap, so each sees all that the job has on its machine, and the plan alone says which GPUs it
 uses. A step whose srun ends loses its stdin and ends its job; the end of this program ends the whole allocation.
 
@@ -24,8 +24,8 @@ from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.launcher.place.base import Seat
-from arealite.launcher.place.relay import RelaySeat
+from arealite.launcher.place.base import Slot
+from arealite.launcher.place.relay import RelaySlot, take_all
 from arealite.launcher.plan.plan import Placement, Plan
 from arealite.launcher.plan.server_commands import check_installed
 from arealite.launcher.supervise import run
@@ -46,8 +46,8 @@ _OLD_LIFE_S = 120.0
 """What the launcher of the last start may take to end, on a machine that Slurm has lost sight of."""
 
 
-class SlurmSeat(RelaySeat):
-    """A seat that an srun keeps."""
+class SlurmSlot(RelaySlot):
+    """A slot that an srun keeps."""
 
     def __init__(self, node: str, srun: asyncio.subprocess.Process, *, timeout_s: float) -> None:
         super().__init__(node, self._chunks(), self._send_to_srun, self._close_srun_input, timeout_s=timeout_s)
@@ -89,41 +89,29 @@ class SlurmPlace:
         self._setup_timeout_s = setup_timeout_s
         self._say = say
 
-    async def seats(self, placements: Sequence[Placement]) -> list[Seat]:
+    async def take(self, placements: Sequence[Placement]) -> list[Slot]:
         """Start a step for each placement; NodeLostError names a machine where none starts."""
-        taken: list[SlurmSeat] = []
-        meetings: list[asyncio.Task[None]] = []
-        try:
-            for placement in placements:
-                taken.append(await self._start(placement))
-                meetings.append(asyncio.create_task(taken[-1].meet(self._setup_timeout_s)))
-            started, waiting = time.monotonic(), set(meetings)
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, timeout=_PROGRESS_S, return_when=asyncio.FIRST_EXCEPTION)
-                for meeting in done:
-                    meeting.result()
-                if waiting and time.monotonic() - started > _PROGRESS_S:
-                    late = {seat.node for seat, meeting in zip(taken, meetings, strict=True) if meeting in waiting}
-                    waited = f"{time.monotonic() - started:.0f} s of {self._setup_timeout_s:g} s"
-                    self._say(f"waiting for our program on {', '.join(sorted(late))} ({waited})")
-        except BaseException:
-            for meeting in meetings:
-                meeting.cancel()
-            await asyncio.gather(*meetings, *(seat.close() for seat in taken), return_exceptions=True)
-            raise
-        unreachable = [seat.node for seat in taken if is_loopback(seat.address)]
-        if unreachable and len({seat.host for seat in taken}) > 1:
-            await asyncio.gather(*(seat.close() for seat in taken))
+        slots = await take_all(
+            placements,
+            self._take,
+            timeout_s=self._setup_timeout_s,
+            say=self._say,
+            describe=lambda missing: f"our program on {', '.join(sorted({self._nodes[one.node] for one in missing}))}",
+            advice="Look after these machines.",
+        )
+        unreachable = [slot.node for slot in slots if is_loopback(slot.address)]
+        if unreachable and len({slot.host for slot in slots}) > 1:
+            await asyncio.gather(*(slot.close() for slot in slots))
             raise ConfigError(
                 f"every machine must have an address that others reach: got a loopback for {', '.join(unreachable)}. "
                 "Let the names of Slurm's machines resolve on all of them."
             )
-        return list(taken)
+        return list(slots)
 
     async def close(self) -> None:
         """The allocation ends with us."""
 
-    async def _start(self, placement: Placement) -> SlurmSeat:
+    async def _take(self, placement: Placement) -> SlurmSlot:
         node = self._nodes[placement.node]
         neighbour = self._nodes[(placement.node + 1) % len(self._nodes)] if len(self._nodes) > 1 else LOOPBACK
         srun = await asyncio.create_subprocess_exec(
@@ -132,7 +120,13 @@ class SlurmPlace:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        return SlurmSeat(node, srun, timeout_s=self._config.node_timeout)
+        slot = SlurmSlot(node, srun, timeout_s=self._config.node_timeout)
+        try:
+            await slot.meet()
+        except BaseException:
+            await slot.close()
+            raise
+        return slot
 
 
 def step_command(config: LauncherConfig, placement: Placement, *, node: str, toward: str) -> list[str]:
@@ -148,9 +142,8 @@ def step_command(config: LauncherConfig, placement: Placement, *, node: str, tow
         container = ["apptainer", "exec", *(["--nv"] if placement.devices else [])]
         container += [*(["--bind", slurm.mount] if slurm.mount else []), image]
     relay = [sys.executable, "-m", "arealite.launcher.place.relay", "--toward", toward]
-    relay += ["--leash", f"{config.node_timeout:g}"]
-    devices = ["--devices", ",".join(map(str, placement.devices))] if placement.devices else []
-    return [*srun, *shlex.split(slurm.srun_additional_args), *container, *relay, *devices]
+    relay += ["--leash", f"{config.node_timeout:g}", "--devices", ",".join(map(str, placement.devices))]
+    return [*srun, *shlex.split(slurm.srun_additional_args), *container, *relay]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Slurm",
         open_place,
         lambda config, plan: _check(config, plan, nodes),
-        _devices,
         machines_answer=lambda: _machines_answer(nodes, config.launcher.node_timeout),
     )
     status = run.launch(
@@ -203,11 +195,6 @@ def _check(config: BaseExperimentConfig, plan: Plan, nodes: Sequence[str]) -> No
         )
     if plan.servers and not config.launcher.slurm.inference_server_image:
         check_installed(config)
-
-
-def _devices(_config: BaseExperimentConfig, placement: Placement) -> dict[str, str]:
-    """Leave GPUs to the relay, which knows what Slurm calls them on its machine."""
-    return {} if placement.devices else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def _machines_answer(nodes: Sequence[str], timeout_s: float) -> bool:

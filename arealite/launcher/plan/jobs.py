@@ -1,4 +1,4 @@
-"""The jobs of a run: one per inference server, and torchrun on each machine of the trainer. Pure descriptions.
+"""The jobs of a run: one per inference server and one per rank of the trainer. Pure descriptions.
 
 Every launcher starts the same jobs; a job's environment holds only what it has besides that of its machine.
 """
@@ -70,25 +70,25 @@ def trainer_job(
     master: tuple[str, int | str],
     entry: Path,
     argv: Sequence[str],
-    scratch: Path,
     is_restart: bool,
 ) -> Job:
-    """Describe torchrun on one machine of the trainer; `master` is where its first machine is met.
-
-    torchrun leaves its own files in `scratch`, and for ever in the system's folder if it had none.
-    """
-    torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(plan.trainers)), "--node-rank", str(placement.index)]
-    torchrun += ["--nproc-per-node", str(len(placement.ranks))]
-    torchrun += ["--master-addr", master[0], "--master-port", str(master[1])]
-    torchrun += ["--log-dir", str(scratch), "--no-python"]
-    rank = [sys.executable, "-m", "arealite.launcher.place.rank"]
+    """Describe a rank of the trainer, with the variables that torchrun sets; `master` is where rank 0 listens."""
+    beside, nodes = plan.ranks_on(placement.node), plan.trainer_nodes
     env = environment(
         config.launcher.trainer_env_vars,
         **devices,
-        OMP_NUM_THREADS=str(_trainer_threads(config, plan, placement)),
+        OMP_NUM_THREADS=str(trainer_threads(config, plan, num_ranks=len(beside))),
+        RANK=str(placement.index),
+        WORLD_SIZE=str(len(plan.trainers)),
+        LOCAL_RANK=str(beside.index(placement)),
+        LOCAL_WORLD_SIZE=str(len(beside)),
+        GROUP_RANK=str(nodes.index(placement.node)),
+        GROUP_WORLD_SIZE=str(len(nodes)),
+        MASTER_ADDR=master[0],
+        MASTER_PORT=str(master[1]),
         **{RESTART_VARIABLE: str(int(is_restart)), SECRET_VARIABLE: secret},
     )
-    return Job(placement.name, [sys.executable, *torchrun, *rank, str(entry), *argv], env, list(placement.ranks))
+    return Job(placement.name, [sys.executable, str(entry), *argv], env)
 
 
 def visible_gpus() -> list[str]:
@@ -103,16 +103,16 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
 
 
-def _trainer_threads(config: BaseExperimentConfig, plan: Plan, placement: Placement) -> int:
-    """Return what was asked for, or share out the cores that the servers of the machine leave; threads that fight for a
-    core are many times slower."""
+def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int) -> int:
+    """Return how many threads each of the `num_ranks` ranks of a machine gets: what was asked for, or a share of the
+    cores that servers leave; threads that compete for a core are many times slower."""
     if config.launcher.trainer_threads is not None:
         return config.launcher.trainer_threads
     if plan.num_nodes > 1:
         return config.launcher.trainer_cpus_per_gpu
     foreign = [one for one in foreign_servers(config).split(",") if one.startswith((LOOPBACK, "localhost"))]
     cores = len(os.sched_getaffinity(0)) - (len(plan.servers) + len(foreign)) * config.lite.threads
-    return max(1, cores // len(placement.ranks))
+    return max(1, cores // num_ranks)
 
 
 def environment(user_variables: str, *, python: str = sys.executable, **ours: str) -> dict[str, str]:

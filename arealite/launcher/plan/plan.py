@@ -1,7 +1,7 @@
 """Which process runs on which machine with which devices, worked out from the config alone.
 
 Servers fill the machines first, one behind the other, and none is spread over two machines; the ranks of the trainer
-follow, one torchrun per machine. Every launcher places the same plan; only how differs.
+follow. Every launcher places the same plan; only how differs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 
 @dataclass(frozen=True)
 class Placement:
-    """One job of the plan."""
+    """One job of the plan: a server, or a rank of the trainer."""
 
     name: str
-    """`server-<i>` or `torchrun-<k>`."""
+    """`server-<i>` or `trainer-<rank>`."""
     role: Literal["server", "trainer"]
     node: int
     """Number of its machine."""
     devices: tuple[int, ...]
     """Its GPUs on that machine; none on a CPU cluster."""
     index: int
-    """Number of the server, or of the trainer's machine."""
-    ranks: tuple[int, ...] = ()
-    """Of the trainer."""
+    """Number of the server, or the rank."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,13 @@ class Plan:
         return tuple(one for one in self.placements if one.role == "trainer")
 
     @property
-    def num_ranks(self) -> int:
-        return sum(len(one.ranks) for one in self.trainers)
+    def trainer_nodes(self) -> tuple[int, ...]:
+        """Numbers of the machines that have ranks, in the order of the ranks."""
+        return tuple(dict.fromkeys(one.node for one in self.trainers))
+
+    def ranks_on(self, node: int) -> tuple[Placement, ...]:
+        """Return the ranks of a machine, by local rank."""
+        return tuple(one for one in self.trainers if one.node == node)
 
 
 def make_plan(config: BaseExperimentConfig) -> Plan:
@@ -150,9 +153,7 @@ def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[P
         devices = tuple(range(first, first + size))
         placements.append(Placement(f"server-{index}", "server", node, devices, index))
         next_device += size
-    slots = [divmod(device, per_node) for device in range(next_device, next_device + num_ranks)]
-    for index, node in enumerate(dict.fromkeys(node for node, _ in slots)):
-        ranks = tuple(rank for rank, slot in enumerate(slots) if slot[0] == node)
-        devices = tuple(slots[rank][1] for rank in ranks)
-        placements.append(Placement(f"torchrun-{index}", "trainer", node, devices, index, ranks))
+    for rank in range(num_ranks):
+        node, device = divmod(next_device + rank, per_node)
+        placements.append(Placement(f"trainer-{rank}", "trainer", node, (device,), rank))
     return placements

@@ -14,7 +14,9 @@ from arealite.launcher.place.base import Job
 from arealite.launcher.plan.jobs import server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers
 
-_SHOWN_VARIABLES = ("OMP_NUM_THREADS",)
+_SHOWN_VARIABLES = (
+    *("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def plan_lines(
@@ -27,11 +29,13 @@ def plan_lines(
     yield f"run folder: {RunFolder(config).path}"
     for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
         yield f"machine {node}"
-        for one in placements:
-            ranks = f"trainer rank {_spans(one.ranks)}" if one.ranks else ""
-            gpus = f"GPU {_spans(one.devices)}" if one.devices else ""
-            log = f"log trainer-{{{_spans(one.ranks)}}}.log" if one.ranks else f"log {one.name}.log"
-            yield "  " + "  ".join(filter(None, [f"{one.name:<11}", f"{gpus:<8}" if gpus else "", ranks, log]))
+        servers = [(one,) for one in placements if one.role == "server"]
+        for alike in filter(None, [*servers, plan.ranks_on(node)]):
+            numbers = _spans([one.index for one in alike])
+            name = alike[0].name if len(alike) == 1 else f"{alike[0].role}-{{{numbers}}}"
+            gpu_numbers = _spans([device for one in alike for device in one.devices])
+            gpus = f"GPU {gpu_numbers:<4}  " if gpu_numbers else ""
+            yield f"  {name:<14} {gpus}log {name}.log"
     idle = plan.num_nodes * plan.gpus_per_node - sum(len(one.devices) for one in plan.placements)
     if idle > 0:
         yield f"{idle} of {plan.num_nodes * plan.gpus_per_node} GPUs stay idle"
@@ -56,7 +60,6 @@ def _trainers(config: BaseExperimentConfig, plan: Plan, *, entry: str | Path, ar
             master=(f"<machine {one.node}>", "<a free port>"),
             entry=Path(entry),
             argv=argv,
-            scratch=RunFolder(config).path / ".torchrun",
             is_restart=False,
         )
 

@@ -97,14 +97,11 @@ class Server:
         self.ended = asyncio.create_task(self._end(Job(args.name, command, hidden)))
         """Resolves to its exit status."""
 
-    def output(self, name: str, data: bytes) -> None:
+    def output(self, data: bytes) -> None:
         """Pass on what it writes."""
         self._last = (self._last + data)[-_REMEMBERED_BYTES:]
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
-
-    def rank_ended(self, rank: int, status: int) -> None:
-        """A server has no ranks of a trainer."""
 
     def last_line(self) -> str:
         """Return the last line it wrote, as far as it is worth showing."""
@@ -121,7 +118,7 @@ class Server:
         await self.ended
 
     async def _end(self, job: Job) -> int:
-        status = await self._run.run(job, self)
+        status = await self._run.run(job, self.output)
         for pid in descendants(os.getpid()):  # if its guard was killed: what that watched over is ours now
             kill_tree(pid)
         return status

@@ -1,7 +1,7 @@
 """What all launchers share: from a command line to a run that is watched to its end, and started again if it may be.
 
 A launcher is its own command plus a `Backend`: what it calls itself, what it checks of its machines, and the place that
-gives seats there.
+gives slots there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.launcher.place.base import Job, Place, Seat
+from arealite.launcher.place.base import Job, Place, Slot
 from arealite.launcher.plan.jobs import check_model, server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan, rollout_of
 from arealite.launcher.plan.server_commands import check_server_block
@@ -55,8 +54,6 @@ class Backend:
     """Called anew for each attempt."""
     check: Callable[[BaseExperimentConfig, Plan], None]
     """Refuses by ConfigError what the machines can't do, before anything starts."""
-    devices: Callable[[BaseExperimentConfig, Placement], Mapping[str, str]]
-    """Variables that give a job its devices, where the scheduler does not."""
     machines_answer: Callable[[], bool] = lambda: True
     """Whether a run that has lost a machine may start again on those it has, or on others that replace them."""
 
@@ -182,7 +179,7 @@ async def _run(run: _Run, restart: str | None) -> int:
 async def _attempt(run: _Run, secret: str, restart: str | None) -> Supervisor:
     """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
     config, plan = run.config, run.plan
-    log_folder, scratch = run.folder.logs, run.folder.path / ".torchrun"
+    log_folder = run.folder.logs
     log_folder.mkdir(parents=True, exist_ok=True)
     names = make_repository(**dataclasses.asdict(config.cluster.name_resolve)) if plan.servers else None
     place: Place | None = None
@@ -192,25 +189,13 @@ async def _attempt(run: _Run, secret: str, restart: str | None) -> Supervisor:
             if names is not None:
                 await _clear(names, run.servers_root)
             place = run.backend.open_place(config, plan, supervisor)
-            seats = await supervisor.take_seats(place, plan.placements)
-            if seats is not None:
-                by_name = {one.name: seat for one, seat in zip(plan.placements, seats, strict=True)}
+            slots = await supervisor.take_slots(place, plan.placements)
+            if slots is not None:
+                by_name = {one.name: slot for one, slot in zip(plan.placements, slots, strict=True)}
                 if names is not None:
                     _start_servers(run, supervisor, place, by_name, names, secret)
                 if plan.trainers:
-                    trainer_seats = [by_name[one.name] for one in plan.trainers]
-                    jobs = [
-                        trainer_job(
-                            *(config, plan, one, run.backend.devices(config, one), secret),
-                            master=(trainer_seats[0].address, trainer_seats[0].port),
-                            entry=run.entry,
-                            argv=run.argv,
-                            scratch=scratch,
-                            is_restart=restart is not None,
-                        )
-                        for one in plan.trainers
-                    ]
-                    supervisor.start_trainer(plan.trainers, trainer_seats, jobs)
+                    supervisor.start_trainer(_trainer_jobs(run, by_name, secret, is_restart=restart is not None))
             await supervisor.wait()
         return supervisor
     finally:
@@ -218,7 +203,28 @@ async def _attempt(run: _Run, secret: str, restart: str | None) -> Supervisor:
             await place.close()
         if names is not None:
             await _clear(names, run.servers_root)
-        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _trainer_jobs(run: _Run, slots: Mapping[str, Slot], secret: str, *, is_restart: bool) -> list[tuple[Slot, Job]]:
+    """Return each rank's slot and job. Ranks see all GPUs of the ranks on their machine, because NCCL links only GPUs
+    that both sides see; LOCAL_RANK picks one."""
+    plan, first = run.plan, slots[run.plan.trainers[0].name]
+    jobs = []
+    for one in plan.trainers:
+        gpus = [gpu for rank in plan.ranks_on(one.node) for gpu in slots[rank.name].gpus]
+        job = trainer_job(
+            *(run.config, plan, one, _visible(gpus), secret),
+            master=(first.address, first.port),
+            entry=run.entry,
+            argv=run.argv,
+            is_restart=is_restart,
+        )
+        jobs.append((slots[one.name], job))
+    return jobs
+
+
+def _visible(gpus: Sequence[str]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 async def _clear(names: NameRepository, root: str) -> None:
@@ -228,7 +234,7 @@ async def _clear(names: NameRepository, root: str) -> None:
 
 
 def _start_servers(
-    run: _Run, supervisor: Supervisor, place: Place, seats: Mapping[str, Seat], names: NameRepository, secret: str
+    run: _Run, supervisor: Supervisor, place: Place, slots: Mapping[str, Slot], names: NameRepository, secret: str
 ) -> None:
     config, servers = run.config, run.plan.servers
     rollout = rollout_of(config)
@@ -244,8 +250,8 @@ def _start_servers(
         with contextlib.suppress(NameEntryNotFoundError):
             names.delete(f"{run.servers_root}/{name}")
 
-    def describe(placement: Placement, seat: Seat) -> Job:
-        return server_job(config, placement, seat.address, run.backend.devices(config, placement), secret)
+    def describe(placement: Placement, slot: Slot) -> Job:
+        return server_job(config, placement, slot.address, _visible(slot.gpus), secret)
 
     policy = ServerPolicy(
         setup_timeout_s=rollout.setup_timeout,
@@ -258,7 +264,7 @@ def _start_servers(
         else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
         f"{run.folder.secret}) {SERVER_ADDRS_VARIABLE}=",
     )
-    supervisor.start_servers(place, servers, [seats[one.name] for one in servers], describe, policy)
+    supervisor.start_servers(place, servers, [slots[one.name] for one in servers], describe, policy)
 
 
 def _check_resume(config: BaseExperimentConfig) -> None:

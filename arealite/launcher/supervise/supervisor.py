@@ -1,6 +1,6 @@
 """Runs the jobs of a run until what ends it, a failure or a signal, then ends all of them within seconds.
 
-Where a job runs is its seat's business (see `job`). Servers and trainer start together, because both take seconds to
+Where a job runs is its slot's business (see `place`). Servers and trainer start together, because both take seconds to
 import what they need. A server that ends before it was ready ends the run; one that ends later is started again, while
 the others go on serving. One event loop hears everything; only timeouts, the looks at the registry and the look for a
 stall are timed, everything else is an event.
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import ConfigError
-from arealite.launcher.place.base import Job, NodeLostError, Place, Seat
+from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.plan import Placement
-from arealite.launcher.supervise.console import Console, Output, Show
+from arealite.launcher.supervise.console import Console, Output
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE
 from arealite.utils.name_resolve import NameResolveError
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
@@ -41,7 +41,7 @@ _WORD_S = 10.0
 """Between two words on what is waited for."""
 _LOOK_S = 0.2
 """Between two looks at the registry, until every server is ready."""
-_REFUSAL = re.compile(r"arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
+_REFUSAL = re.compile(r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -90,19 +90,17 @@ class Supervisor:
         self._log = Output("launcher", log_folder / "launcher.log", self.console)
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[str, Output] = {}
-        self._seats: dict[str, Seat] = {}
+        self._slots: dict[str, Slot] = {}
         """Of the jobs that run."""
         self._ended: dict[str, asyncio.Event] = {}
         self._closing: list[asyncio.Task[None]] = []
-        """Of seats whose jobs have ended."""
+        """Of slots whose jobs have ended."""
         self._addresses: dict[str, str] = dict(stall.foreign_servers)
         """Of servers that were ready once."""
         self._expected: list[str] = []
         """Names of the processes that will tell the stall watch what they do."""
         self._num_output_bytes = 0
         self._endings: list[asyncio.Future[Ending]] = []
-        self._rank_failed: asyncio.Future[Ending] = self._loop.create_future()
-        self._endings.append(self._rank_failed)
         self._before = set(descendants(os.getpid()))
         self._adopted_before = adopt_orphans()
         self._ending: Ending | None = None
@@ -129,23 +127,11 @@ class Supervisor:
         """Tell the user what happens."""
         self._log.feed(f"{text}\n".encode())
 
-    # What jobs tell (Listener)
-
-    def output(self, name: str, data: bytes) -> None:
-        """Take in output of a job or of a rank."""
-        self._num_output_bytes += len(data)
-        self._output(name).feed(data)
-
-    def rank_ended(self, rank: int, status: int) -> None:
-        """The first rank that fails ends the run."""
-        if status != 0 and not self._rank_failed.done():
-            self._rank_failed.set_result(_failure(self._output(f"trainer-{rank}"), status))
-
     # Starting
 
-    async def take_seats(self, place: Place, placements: Sequence[Placement]) -> list[Seat] | None:
-        """Return the seats of all jobs; None if the run ended meanwhile, or has to because there are none."""
-        taking = self._loop.create_task(place.seats(placements))
+    async def take_slots(self, place: Place, placements: Sequence[Placement]) -> list[Slot] | None:
+        """Return the slots of all jobs; None if the run ended meanwhile, or has to because there are none."""
+        taking = self._loop.create_task(place.take(placements))
         waits: list[asyncio.Future[Any]] = [taking, *self._endings]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
@@ -163,24 +149,24 @@ class Supervisor:
         self,
         place: Place,
         placements: Sequence[Placement],
-        seats: Sequence[Seat],
-        describe: Callable[[Placement, Seat], Job],
+        slots: Sequence[Slot],
+        describe: Callable[[Placement, Slot], Job],
         policy: ServerPolicy,
     ) -> None:
         """Start servers; each must become ready in time, and is started again when it ends after that."""
         if policy.publish_progress:
             self._expected += [placement.name for placement in placements]
         ready = {placement.name: asyncio.Event() for placement in placements}
-        for placement, seat in zip(placements, seats, strict=True):
-            self._watch(self._serve(place, placement, seat, describe, policy, ready[placement.name]))
+        for placement, slot in zip(placements, slots, strict=True):
+            self._watch(self._serve(place, placement, slot, describe, policy, ready[placement.name]))
         if placements:
             self._watch(self._follow_registry(ready, policy))
 
-    def start_trainer(self, placements: Sequence[Placement], seats: Sequence[Seat], jobs: Sequence[Job]) -> None:
-        """Start the trainer, whose first failing job or rank ends the run, and so does its end. From now on nothing may
-        stand still: without a trainer, idle servers may."""
-        self._expected += [f"trainer-{rank}" for placement in placements for rank in placement.ranks]
-        self._watch(self._train(jobs, seats))
+    def start_trainer(self, jobs: Sequence[tuple[Slot, Job]]) -> None:
+        """Start the ranks of the trainer. The first one that fails ends the run, and so does the end of all. From now
+        on nothing may stand still: without a trainer, idle servers may."""
+        self._expected += [job.name for _, job in jobs]
+        self._watch(self._train(jobs))
         self._watch(self._stalled())
 
     async def wait(self) -> int:
@@ -208,8 +194,8 @@ class Supervisor:
         self,
         place: Place,
         placement: Placement,
-        seat: Seat,
-        describe: Callable[[Placement, Seat], Job],
+        slot: Slot,
+        describe: Callable[[Placement, Slot], Job],
         policy: ServerPolicy,
         ready: asyncio.Event,
     ) -> Ending:
@@ -217,7 +203,7 @@ class Supervisor:
         name, was_ready = placement.name, False
         for restart in itertools.count(1):
             try:
-                ended = f"{name} ended with {describe_exit(await self._run(seat, describe(placement, seat)))}"
+                ended = f"{name} ended with {describe_exit(await self._run(slot, describe(placement, slot)))}"
                 status = SERVER_FAILED
             except NodeLostError as error:
                 ended, status = str(error), NODE_LOST
@@ -229,7 +215,7 @@ class Supervisor:
                 return Ending(status, ended, self._output(name))
             self.say(f"{ended}; starting it again ({restart} of {policy.restarts})")
             try:
-                (seat,) = await place.seats([placement])
+                (slot,) = await place.take([placement])
             except (NodeLostError, TimeoutError, ConfigError) as error:
                 return Ending(status, f"{name} could not be started again: {error}")
         raise AssertionError("servers end")
@@ -277,22 +263,26 @@ class Supervisor:
                 self.say(policy.invitation + ",".join(self._addresses[name] for name in ready))
             await asyncio.sleep(1.0 if are_ready else _LOOK_S)
 
-    async def _train(self, jobs: Sequence[Job], seats: Sequence[Seat]) -> Ending:
-        """Run torchrun on every machine of the trainer; the first failure counts."""
-        runs = [self._loop.create_task(self._run(seat, job)) for seat, job in zip(seats, jobs, strict=True)]
-        by_run = dict(zip(runs, jobs, strict=True))
+    async def _train(self, jobs: Sequence[tuple[Slot, Job]]) -> Ending:
+        """Run all ranks; the first failure counts."""
+
+        async def run(slot: Slot, job: Job) -> Ending | None:
+            try:
+                status = await self._run(slot, job)
+            except NodeLostError as error:
+                return Ending(NODE_LOST, str(error))
+            reason = f"{job.name} failed with {describe_exit(status)}"
+            return Ending(status, reason, self._output(job.name)) if status != 0 else None
+
+        ranks = [self._loop.create_task(run(slot, job)) for slot, job in jobs]
         try:
-            for run in asyncio.as_completed(runs):
-                await run
-                for failed, job in by_run.items():
-                    if failed.done() and (status := failed.result()) != 0:
-                        return _failure(self._output(job.name), status)
-        except NodeLostError as error:
-            return Ending(NODE_LOST, str(error))
+            for rank in asyncio.as_completed(ranks):
+                if (failure := await rank) is not None:
+                    return failure
+            return Ending(0, "the trainer is done")
         finally:
-            for run in runs:
-                run.cancel()
-        return Ending(0, "the trainer is done")
+            for task in ranks:
+                task.cancel()
 
     async def _stalled(self) -> Ending:
         """Return when the run stands still and may not go on."""
@@ -314,17 +304,21 @@ class Supervisor:
     async def _signalled(self) -> Ending:
         return _signalled(await asyncio.shield(self._signal))
 
-    async def _run(self, seat: Seat, job: Job) -> int:
-        """Run a job on a seat to its end; a cancelled one is ended by `_stop`."""
+    async def _run(self, slot: Slot, job: Job) -> int:
+        """Run a job on a slot to its end; a cancelled one is ended by `_stop`."""
         env = job.env | {FOLDER_VARIABLE: str(self._log_folder.absolute() / "progress"), NAME_VARIABLE: job.name}
-        for name in (job.name, *(f"trainer-{rank}" for rank in job.ranks)):
-            self._output(name)  # a log for everyone, also for who writes nothing
+        output = self._output(job.name)
         ended = self._ended[job.name] = asyncio.Event()
-        self._seats[job.name] = seat
-        run = self._loop.create_task(seat.run(dataclasses.replace(job, env=env), self))
+        self._slots[job.name] = slot
+
+        def take(data: bytes) -> None:
+            self._num_output_bytes += len(data)
+            output.feed(data)
+
+        run = self._loop.create_task(slot.run(dataclasses.replace(job, env=env), take))
 
         def note_end(_: object) -> None:
-            del self._seats[job.name]
+            del self._slots[job.name]
             ended.set()
 
         run.add_done_callback(note_end)
@@ -332,7 +326,7 @@ class Supervisor:
             return await asyncio.shield(run)
         finally:
             if run.done():
-                self._closing.append(self._loop.create_task(seat.close()))
+                self._closing.append(self._loop.create_task(slot.close()))
 
     def _watch(self, ending: Coroutine[None, None, Ending]) -> None:
         self._endings.append(self._loop.create_task(ending))
@@ -341,14 +335,14 @@ class Supervisor:
         return [end.result() for end in self._endings if end.done()]
 
     def _output(self, name: str) -> Output:
-        """Return the output of a process: of servers only warnings are shown, of torchrun nothing."""
+        """Return the output of a process; of servers only warnings are shown."""
         if name not in self._outputs:
-            kind = name.partition("-")[0]
-            shows: dict[str, Show] = {"server": "warnings", "torchrun": "nothing"}
-            path = self._log_folder / f"{name}.log"
-            is_foreground = name == "trainer-0"
             self._outputs[name] = Output(
-                name, path, self.console, show=shows.get(kind, "all"), is_foreground=is_foreground
+                name,
+                self._log_folder / f"{name}.log",
+                self.console,
+                show="warnings" if name.startswith("server") else "all",
+                is_foreground=name == "trainer-0",
             )
         return self._outputs[name]
 
@@ -359,22 +353,22 @@ class Supervisor:
         if not self._signal.done():
             self._signal.set_result(number)
         else:
-            for seat in self._seats.values():
-                seat.kill()
+            for slot in self._slots.values():
+                slot.kill()
 
     async def _stop(self) -> None:
         """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
         for task in self._endings:
             task.cancel()
-        seats = dict(self._seats)
-        for seat in seats.values():
-            seat.terminate()
-        if not await self._all_end(seats):
-            for name in seats.keys() & self._seats.keys():
-                seats[name].kill()
-            await self._all_end(seats)
+        slots = dict(self._slots)
+        for slot in slots.values():
+            slot.terminate()
+        if not await self._all_end(slots):
+            for name in slots.keys() & self._slots.keys():
+                slots[name].kill()
+            await self._all_end(slots)
         await _cancelled(self._endings)
-        closing = [*self._closing, *(seat.close() for seat in seats.values())]
+        closing = [*self._closing, *(slot.close() for slot in slots.values())]
         await asyncio.gather(*closing, return_exceptions=True)  # they have deadlines of their own
         for pid in set(descendants(os.getpid())) - self._before:
             kill_tree(pid)
@@ -382,13 +376,13 @@ class Supervisor:
                 os.waitpid(pid, os.WNOHANG)
         adopt_orphans(self._adopted_before)
 
-    async def _all_end(self, seats: dict[str, Seat]) -> bool:
+    async def _all_end(self, slots: dict[str, Slot]) -> bool:
         """Wait a grace for jobs to end, and tell whether all have."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GRACE_S):
-                for name in seats:
+                for name in slots:
                     await self._ended[name].wait()
-        return not self._seats.keys() & seats.keys()
+        return not self._slots.keys() & slots.keys()
 
     def _explain(self, ending: Ending, output: Output) -> None:
         last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
@@ -403,10 +397,6 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=_CLEAN_UP_S)
-
-
-def _failure(output: Output, status: int) -> Ending:
-    return Ending(status, f"{output.name} failed with {describe_exit(status)}", output)
 
 
 def _signalled(number: int) -> Ending:

@@ -1,4 +1,4 @@
-"""Seats on a real Ray cluster: jobs get what they were promised, and none outlives anything that keeps it."""
+"""Slots on a real Ray cluster: jobs get what they were promised, and none outlives anything that keeps it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from arealite.api.cli_args import LauncherConfig
-from arealite.launcher.place.base import Job, NodeLostError, Seat
+from arealite.launcher.place.base import Job, NodeLostError, Slot
 from arealite.launcher.plan.plan import Placement, Plan
 from arealite.utils.processes import exit_status, kill_tree, spawn, wait_gone
 
@@ -29,8 +29,8 @@ from arealite.launcher.place.ray import RayPlace, connect
 pytestmark = pytest.mark.slow
 
 SERVER = Placement("server-0", "server", 0, (0,), 0)
-TRAINER = Placement("torchrun-0", "trainer", 1, (0, 1), 0, (0, 1))
-PLAN = Plan(2, 4, (SERVER, TRAINER))
+RANK = Placement("trainer-0", "trainer", 1, (0, 1), 0)
+PLAN = Plan(2, 4, (SERVER, RANK))
 NODE_TIMEOUT_S = 6.0
 END_S = 15.0
 
@@ -48,9 +48,9 @@ from arealite.launcher.place.base import Job
 from arealite.launcher.place.ray import RayPlace, connect
 async def main():
     connect()
-    (seat,) = await RayPlace(PLAN, config(), setup_timeout_s=60, say=print).seats([SERVER])
+    (slot,) = await RayPlace(PLAN, config(), setup_timeout_s=60, say=print).take([SERVER])
     heard = Heard()
-    running = asyncio.create_task(seat.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
+    running = asyncio.create_task(slot.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
     while not heard.text:
         await asyncio.sleep(0.1)
     print(heard.text, end="", flush=True)
@@ -64,13 +64,9 @@ class Heard:
 
     def __init__(self) -> None:
         self.text = ""
-        self.statuses: dict[int, int] = {}
 
-    def output(self, name: str, data: bytes) -> None:
+    def __call__(self, data: bytes) -> None:
         self.text += data.decode()
-
-    def rank_ended(self, rank: int, status: int) -> None:
-        self.statuses[rank] = status
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +93,10 @@ async def place(plan: Plan = PLAN, *, setup_timeout_s: float = 60) -> AsyncItera
         await opened.close()
 
 
-async def running(seat: Seat) -> tuple[asyncio.Task[int], list[int]]:
+async def running(slot: Slot) -> tuple[asyncio.Task[int], list[int]]:
     """Run a job that has left a daemon behind, and return the pids of both."""
     heard = Heard()
-    task = asyncio.create_task(seat.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
+    task = asyncio.create_task(slot.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
     async with asyncio.timeout(60):
         while not heard.text:
             await asyncio.sleep(0.05)
@@ -127,78 +123,78 @@ async def test_a_job_gets_its_gpus_and_the_launchers_variables(cluster: RayClust
     names = ["CUDA_VISIBLE_DEVICES", "WANDB_MODE", "SOMETHING_ELSE", "MINE", "PWD"]
     code = f"import json, os; print(json.dumps([os.environ.get(name) for name in {names}] + [os.getcwd()]))"
     async with place() as opened:
-        seats = await opened.seats([TRAINER, SERVER])
-        assert {seat.node for seat in seats} == {"one", "two"}
-        assert {seat.address for seat in seats} == {ray.util.get_node_ip_address()}
+        slots = await opened.take([RANK, SERVER])
+        assert {slot.node for slot in slots} == {"one", "two"}
+        assert {slot.address for slot in slots} == {ray.util.get_node_ip_address()}
         told = []
-        for seat in seats:
+        for slot in slots:
             heard = Heard()
-            assert await seat.run(Job("job", [sys.executable, "-c", code], {"MINE": "2"}), heard) == 0
+            assert await slot.run(Job("job", [sys.executable, "-c", code], {"MINE": "2"}), heard) == 0
             gpus, *others, folder = json.loads(heard.text)
             told.append(len(gpus.split(",")))
             assert (others[:3], folder) == (["offline", None, "2"], os.getcwd())
-            await seat.close()
+            await slot.close()
         assert told == [2, 1]
 
 
 async def test_a_job_ends_by_sigterm_and_its_seat_is_free_again(cluster: RayCluster) -> None:
     async with place() as opened:
         for _ in range(2):
-            (seat,) = await opened.seats([SERVER])
-            task, pids = await running(seat)
-            seat.terminate()
+            (slot,) = await opened.take([SERVER])
+            task, pids = await running(slot)
+            slot.terminate()
             assert await task == exit_status(-signal.SIGTERM)
-            await seat.close()
+            await slot.close()
             assert await gone(pids)
 
 
 @pytest.mark.parametrize("victim", ["actor", "relay", "guard"])
 async def test_the_end_of_a_keeper_ends_the_job(cluster: RayCluster, victim: str) -> None:
     async with place() as opened:
-        (seat,) = await opened.seats([SERVER])
-        task, pids = await running(seat)
+        (slot,) = await opened.take([SERVER])
+        task, pids = await running(slot)
         keepers = psutil.Process(pids[0]).parents()
         started = time.monotonic()
         keepers[["guard", "relay", "actor"].index(victim)].kill()
         if victim == "guard":
             assert await task == exit_status(-signal.SIGKILL)
         else:
-            with pytest.raises(NodeLostError, match=seat.node):
+            with pytest.raises(NodeLostError, match=slot.node):
                 await task
         assert time.monotonic() - started < NODE_TIMEOUT_S
-        await seat.close()
+        await slot.close()
         assert await gone(pids)
 
 
 async def test_a_job_on_a_lost_machine_ends_and_gets_another_machine(cluster: RayCluster) -> None:
     """Only Ray's process is killed: what it had started must go as well."""
     async with place() as opened:
-        (seat,) = await opened.seats([TRAINER])
-        task, pids = await running(seat)
+        (slot,) = await opened.take([RANK])
+        task, pids = await running(slot)
         started = time.monotonic()
-        cluster.raylet(seat.node).kill()
-        with pytest.raises(NodeLostError, match=seat.node):
+        cluster.raylet(slot.node).kill()
+        with pytest.raises(NodeLostError, match=slot.node):
             await task
         assert time.monotonic() - started < NODE_TIMEOUT_S
-        await seat.close()
+        await slot.close()
         assert await gone(pids)
-        (other,) = await opened.seats([TRAINER])
-        assert other.node != seat.node
+        (other,) = await opened.take([RANK])
+        assert other.node != slot.node
         await other.close()
-    cluster.kill(seat.node)
-    cluster.add(seat.node)
+    cluster.kill(slot.node)
+    cluster.add(slot.node)
 
 
 async def test_a_silent_machine_is_lost_and_ends_its_job_by_itself(cluster: RayCluster) -> None:
     async with place() as opened:
-        (seat,) = await opened.seats([SERVER])
-        task, pids = await running(seat)
+        (slot,) = await opened.take([SERVER])
+        task, pids = await running(slot)
         actor = worker_of(pids)
         actor.suspend()
-        with pytest.raises(NodeLostError, match=f"job on {seat.node}.*sign of life every {NODE_TIMEOUT_S:g} s"):
+        with pytest.raises(NodeLostError, match=f"job on {slot.node}.*sign of life every {NODE_TIMEOUT_S:g} s"):
             await task
         actor.resume()
-        await seat.close()
+        await slot.close()
         assert await gone(pids)
 
 
@@ -222,11 +218,11 @@ async def test_what_does_not_fit_is_waited_for(cluster: RayCluster) -> None:
     big = Placement("server-0", "server", 0, tuple(range(2 * GPUS)), 0)
     async with place(Plan(1, 2 * GPUS, (big,)), setup_timeout_s=3) as opened:
         with pytest.raises(TimeoutError, match=r"within 3 s.*server-0 with 32 CPU, 8 GPU; the cluster has .* of 8 GPU"):
-            await opened.seats([big])
+            await opened.take([big])
     async with place(Plan(1, 2 * GPUS, (big,))) as opened:
-        taking = asyncio.create_task(opened.seats([big]))
+        taking = asyncio.create_task(opened.take([big]))
         await asyncio.sleep(0)
         cluster.add("big", gpus=2 * GPUS)
-        (seat,) = await taking
-        assert seat.node == "big"
-        await seat.close()
+        (slot,) = await taking
+        assert slot.node == "big"
+        await slot.close()

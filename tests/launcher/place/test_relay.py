@@ -15,7 +15,7 @@ import pytest
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job, NodeLostError
-from arealite.launcher.place.relay import RelaySeat
+from arealite.launcher.place.relay import RelaySlot
 from arealite.utils.processes import descendants, wait_gone
 
 DEADLINE_S = 60
@@ -25,21 +25,17 @@ class Heard:
     """Takes in what a job tells."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self.ended: dict[int, int] = {}
+        self.text = ""
         self.came = asyncio.Event()
 
-    def output(self, name: str, data: bytes) -> None:
-        self.texts[name] = self.texts.get(name, "") + data.decode()
+    def __call__(self, data: bytes) -> None:
+        self.text += data.decode()
         self.came.set()
 
-    def rank_ended(self, rank: int, status: int) -> None:
-        self.ended[rank] = status
-
-    async def text(self, part: str) -> None:
-        """Wait until someone wrote this."""
+    async def wait_for(self, part: str) -> None:
+        """Wait until the job wrote this."""
         async with asyncio.timeout(DEADLINE_S):
-            while not any(part in text for text in self.texts.values()):
+            while part not in self.text:
                 self.came.clear()
                 await self.came.wait()
 
@@ -50,7 +46,7 @@ class Machine:
     def __init__(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
         assert process.stdin is not None
         self.process = process
-        self.seat = RelaySeat("far", self.chunks(), process.stdin.write, process.stdin.close, timeout_s=timeout_s)
+        self.slot = RelaySlot("far", self.chunks(), process.stdin.write, process.stdin.close, timeout_s=timeout_s)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -61,7 +57,7 @@ class Machine:
             stdout=asyncio.subprocess.PIPE,
         )
         machine = cls(process, timeout_s)
-        await machine.seat.meet(DEADLINE_S)
+        await asyncio.wait_for(machine.slot.meet(), DEADLINE_S)
         yield machine
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -82,39 +78,22 @@ def job(code: str, **env: str) -> Job:
 async def test_a_job_tells_its_output_and_status(tmp_path):
     async with Machine.start() as machine:
         heard = Heard()
-        assert machine.seat.address == "127.0.0.1" and machine.seat.port > 0
+        assert machine.slot.address == "127.0.0.1" and machine.slot.port > 0
         task = job(
             "import os, sys; print(os.environ['A'], os.getcwd()); sys.stderr.write('x' * 100_000); sys.exit(7)", A="b"
         )
-        assert await machine.seat.run(Job(task.name, task.command, task.env, folder=str(tmp_path)), heard) == 7
-        assert heard.texts["job"] == f"b {tmp_path}\n" + "x" * 100_000
+        assert await machine.slot.run(Job(task.name, task.command, task.env, folder=str(tmp_path)), heard) == 7
+        assert heard.text == f"b {tmp_path}\n" + "x" * 100_000
         assert await machine.process.wait() == 0
-
-
-async def test_ranks_have_outputs_of_their_own_and_tell_their_end():
-    code = """
-        import os, subprocess, sys
-        for rank in (4, 5):
-            env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank - 4)}
-            program = f"print('I am {rank}'); raise SystemExit({rank})"
-            command = [sys.executable, "-m", "arealite.launcher.place.rank", "-c", program]
-            subprocess.run(command, env=env, start_new_session=True)
-    """
-    async with Machine.start() as machine:
-        heard = Heard()
-        task = job(code)
-        assert await machine.seat.run(Job(task.name, task.command, task.env, ranks=[4, 5]), heard) == 0
-        assert heard.texts == {"trainer-4": "I am 4\n", "trainer-5": "I am 5\n"}
-        assert heard.ended == {4: 4, 5: 5}
 
 
 async def test_a_job_can_be_asked_to_end():
     async with Machine.start() as machine:
         heard = Heard()
         code = "import signal, time; signal.signal(15, lambda *_: exit(3)); print('up'); time.sleep(600)"
-        run = asyncio.create_task(machine.seat.run(job(code), heard))
-        await heard.text("up")
-        machine.seat.terminate()
+        run = asyncio.create_task(machine.slot.run(job(code), heard))
+        await heard.wait_for("up")
+        machine.slot.terminate()
         assert await asyncio.wait_for(run, DEADLINE_S) == 3
 
 
@@ -131,12 +110,12 @@ STUBBORN = """
 async def test_nothing_outlives_a_job(how):
     async with Machine.start() as machine:
         heard = Heard()
-        run = asyncio.create_task(machine.seat.run(job(STUBBORN), heard))
-        await heard.text("up")
+        run = asyncio.create_task(machine.slot.run(job(STUBBORN), heard))
+        await heard.wait_for("up")
         tree = descendants(machine.process.pid)
         assert len(tree) == 3, "the guard, the job and its child"
         if how == "kill":
-            machine.seat.kill()
+            machine.slot.kill()
         elif how == "launcher is gone":
             assert machine.process.stdin is not None
             machine.process.stdin.close()
@@ -155,8 +134,8 @@ async def test_nothing_outlives_a_job(how):
 async def test_a_silent_machine_is_lost():
     async with Machine.start(timeout_s=5) as machine:
         heard = Heard()
-        run = asyncio.create_task(machine.seat.run(job("import time; print('up'); time.sleep(600)"), heard))
-        await heard.text("up")
+        run = asyncio.create_task(machine.slot.run(job("import time; print('up'); time.sleep(600)"), heard))
+        await heard.wait_for("up")
         machine.process.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(NodeLostError, match="job on far must give a sign of life every 5 s: got nothing"):
@@ -172,9 +151,9 @@ async def test_a_machine_without_our_program_is_told(tmp_path):
     async def chunks() -> AsyncIterator[bytes]:
         yield b"bash: python: command not found\n"
 
-    seat = RelaySeat("far", chunks(), lambda _: None, lambda: None, timeout_s=5)
+    slot = RelaySlot("far", chunks(), lambda _: None, lambda: None, timeout_s=5)
     with pytest.raises(NodeLostError, match="our program on far must end with a word"):
-        await seat.meet(5)
+        await slot.meet()
 
 
 async def test_another_version_is_refused():
@@ -182,7 +161,7 @@ async def test_another_version_is_refused():
         yield b'{"hello": {"version": "0.0.1", "address": "h", "port": 1}}\n'
 
     with pytest.raises(ConfigError, match=r"must have version .* as the launcher: got 0.0.1"):
-        await RelaySeat("far", chunks(), lambda _: None, lambda: None, timeout_s=5).meet(5)
+        await RelaySlot("far", chunks(), lambda _: None, lambda: None, timeout_s=5).meet()
 
 
 def test_importing_the_relay_is_light():
@@ -193,7 +172,7 @@ def test_importing_the_relay_is_light():
 async def test_a_leash_ends_a_job_whose_launcher_says_nothing():
     """Also when nobody takes its output, so that it can't see that the launcher is gone."""
     async with Machine.start(DEADLINE_S, "--leash", "3") as machine:
-        run = asyncio.create_task(machine.seat.run(job("while True: print('x' * 10_000)"), Heard()))
+        run = asyncio.create_task(machine.slot.run(job("while True: print('x' * 10_000)"), Heard()))
         await asyncio.sleep(0.5)
         run.cancel()  # from now on nobody reads
         tree = descendants(machine.process.pid)
@@ -204,8 +183,8 @@ async def test_a_leash_ends_a_job_whose_launcher_says_nothing():
 async def test_a_line_that_was_cut_off_ends_the_job():
     async with Machine.start() as machine:
         heard = Heard()
-        run = asyncio.create_task(machine.seat.run(job(STUBBORN), heard))
-        await heard.text("up")
+        run = asyncio.create_task(machine.slot.run(job(STUBBORN), heard))
+        await heard.wait_for("up")
         tree = descendants(machine.process.pid)
         assert machine.process.stdin is not None
         machine.process.stdin.write(b'{"do": "ter')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher import local
 from arealite.launcher.place.base import Job
+from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import server_job, trainer_job, visible_gpus
-from arealite.launcher.plan.plan import Plan
+from arealite.launcher.plan.plan import Plan, make_plan
 from arealite.launcher.supervise.run import checked_plan
 
 COMMON = """
@@ -77,7 +79,7 @@ def plan_of(config: RunConfig) -> Plan:
 
 
 def server_jobs(config: RunConfig) -> list[Job]:
-    return [server_job(config, one, "127.0.0.1", local.devices(config, one), "s") for one in plan_of(config).servers]
+    return [server_job(config, one, "127.0.0.1", {}, "s") for one in plan_of(config).servers]
 
 
 def program(job: Job) -> list[str]:
@@ -118,7 +120,7 @@ def test_lite_servers(load):
         "--setup-timeout": "600.0",
     }
     assert jobs[0].env["AREALITE_SECRET"] == "s" and "s" not in jobs[0].command
-    assert jobs[0].env["OMP_NUM_THREADS"] == "2" and jobs[0].env["CUDA_VISIBLE_DEVICES"] == ""
+    assert jobs[0].env["OMP_NUM_THREADS"] == "2"
 
 
 def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
@@ -139,21 +141,36 @@ def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
     )
     assert "--log-requests" not in flags and "--torchao-config" not in flags
     assert jobs[1].command[jobs[1].command.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
-    assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
-    plan = plan_of(config)
-    trainer = trainer_job(
-        *(config, plan, plan.trainers[0], local.devices(config, plan.trainers[0]), "s"),
-        master=("h", 9),
-        entry=Path("e.py"),
-        argv=["a=b"],
-        scratch=Path("s"),
-        is_restart=True,
-    )
-    assert trainer.env["AREAL_RECOVER_RUN"] == "1" and flags_of(trainer.command)["--log-dir"] == "s"
-    assert trainer.env["CUDA_VISIBLE_DEVICES"] == "4,5,6"
-    assert trainer.ranks == [0, 1, 2]
-    assert trainer.command[-2:] == ["e.py", "a=b"]
-    assert flags_of(trainer.command)["--nproc-per-node"] == "3" and flags_of(trainer.command)["--master-addr"] == "h"
+    assert [one.devices for one in plan_of(config).servers] == [(0, 1), (2, 3)]
+
+
+def test_ranks_know_each_other_as_under_torchrun(load):
+    config = load("allocation_mode=d5", "model.path=tiny", "cluster.n_nodes=2", "launcher.trainer_env_vars=RANK_ZERO=b")
+    plan = make_plan(config)
+    jobs = [
+        trainer_job(
+            *(config, plan, one, {"CUDA_VISIBLE_DEVICES": "7,6"}, "s"),
+            master=("h", 9),
+            entry=Path("e.py"),
+            argv=["a=b"],
+            is_restart=True,
+        )
+        for one in plan.trainers
+    ]
+    names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
+    assert [[job.env[name] for name in names] for job in jobs] == [
+        *(["0", "0", "3", "0"], ["1", "1", "3", "0"], ["2", "2", "3", "0"], ["3", "0", "2", "1"], ["4", "1", "2", "1"])
+    ]
+    for job in jobs:
+        assert job.command == [sys.executable, "e.py", "a=b"]
+        assert [job.env[name] for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")] == [
+            *("5", "2", "h", "9")
+        ]
+        assert (job.env["AREAL_RECOVER_RUN"], job.env["RANK_ZERO"], job.env["CUDA_VISIBLE_DEVICES"]) == (
+            "1",
+            "b",
+            "7,6",
+        )
 
 
 def test_vllm_servers(load, server_python, nvidia_smi):
@@ -175,7 +192,6 @@ def test_vllm_servers(load, server_python, nvidia_smi):
         "--no-enable-prefix-caching": "",
         "--no-enable-chunked-prefill": "",
     }
-    assert [job.env["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0,1", "2,3"]
 
 
 def test_only_sequences_that_keep_their_cache_turn_its_sharing_off(load, server_python):
@@ -211,19 +227,19 @@ def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
     assert visible_gpus() == [str(index) for index in range(8)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
     config = load("allocation_mode=lite.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8")
-    devices = [local.devices(config, one)["CUDA_VISIBLE_DEVICES"] for one in plan_of(config).placements]
-    assert devices == ["6", "3"]
+    slots = asyncio.run(LocalPlace(visible_gpus()).take(plan_of(config).placements))
+    assert [slot.gpus for slot in slots] == [["6"], ["3"]]
 
 
 def test_servers_of_others(load, monkeypatch):
     config = load("allocation_mode=sglang.d2+d1", "actor.path=tiny", "rollout.server_addrs=[h:1,h:2]")
-    assert [one.name for one in plan_of(config).placements] == ["torchrun-0"]
+    assert [one.name for one in plan_of(config).placements] == ["trainer-0"]
 
 
 @pytest.mark.parametrize("mode, servers, ranks", [("d3", 0, 3), ("lite.d2", 2, 0), ("lite.d2+eval", 2, 1)])
 def test_one_sided_allocations(load, mode, servers, ranks):
     plan = plan_of(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
-    assert (len(plan.servers), plan.num_ranks) == (servers, ranks)
+    assert (len(plan.servers), len(plan.trainers)) == (servers, ranks)
 
 
 @pytest.mark.parametrize(

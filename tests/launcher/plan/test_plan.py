@@ -32,52 +32,54 @@ def plan_of(mode: str, nodes: int, gpus: int, *overrides: str) -> Plan:
     return make_plan(load_run_config(["--config", str(GRPO), *cluster, *overrides]))
 
 
-def where(plan: Plan) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
-    return [(one.name, one.node, one.devices, one.ranks) for one in plan.placements]
+def where(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(one.name, one.node, one.devices) for one in plan.placements]
 
 
 def test_servers_stay_whole_and_trainers_follow():
     assert where(plan_of("sglang.d3t3+d4", 3, 8)) == [
-        ("server-0", 0, (0, 1, 2), ()),
-        ("server-1", 0, (3, 4, 5), ()),
-        ("server-2", 1, (0, 1, 2), ()),  # two GPUs of machine 0 stay idle
-        ("torchrun-0", 1, (3, 4, 5, 6), (0, 1, 2, 3)),
+        ("server-0", 0, (0, 1, 2)),
+        ("server-1", 0, (3, 4, 5)),
+        ("server-2", 1, (0, 1, 2)),  # two GPUs of machine 0 stay idle
+        *((f"trainer-{rank}", 1, (3 + rank,)) for rank in range(4)),
     ]
 
 
-def test_trainers_of_several_machines_have_a_torchrun_each():
+def test_ranks_fill_the_machines_in_order():
     assert where(plan_of("vllm.d1t2+d6", 2, 4)) == [
-        ("server-0", 0, (0, 1), ()),
-        ("torchrun-0", 0, (2, 3), (0, 1)),
-        ("torchrun-1", 1, (0, 1, 2, 3), (2, 3, 4, 5)),
+        ("server-0", 0, (0, 1)),
+        *((f"trainer-{rank}", 0, (2 + rank,)) for rank in range(2)),
+        *((f"trainer-{rank}", 1, (rank - 2,)) for rank in range(2, 6)),
     ]
 
 
 def test_a_cpu_cluster_shares_processes_out():
     assert where(plan_of("lite.d3p1t1+d1p1t1", 4, 0)) == [
-        ("server-0", 0, (), ()),
-        ("server-1", 1, (), ()),
-        ("server-2", 2, (), ()),
-        ("torchrun-0", 3, (), (0,)),
+        ("server-0", 0, ()),
+        ("server-1", 1, ()),
+        ("server-2", 2, ()),
+        ("trainer-0", 3, ()),
     ]
 
 
 def test_an_evaluation_client_needs_no_gpu():
     assert where(plan_of("sglang.d2+eval", 1, 2)) == [
-        ("server-0", 0, (0,), ()),
-        ("server-1", 0, (1,), ()),
-        ("torchrun-0", 0, (), (0,)),
+        ("server-0", 0, (0,)),
+        ("server-1", 0, (1,)),
+        ("trainer-0", 0, ()),
     ]
 
 
 def test_fine_tuning_has_no_servers():
     overrides = ["allocation_mode=d4", "cluster.n_nodes=2", "cluster.n_gpus_per_node=2"]
     plan = make_plan(load_run_config(["--config", str(SFT), *overrides]))
-    assert where(plan) == [("torchrun-0", 0, (0, 1), (0, 1)), ("torchrun-1", 1, (0, 1), (2, 3))]
+    assert where(plan) == [(f"trainer-{rank}", rank // 2, (rank % 2,)) for rank in range(4)]
+    assert (plan.trainer_nodes, [one.name for one in plan.ranks_on(1)]) == ((0, 1), ["trainer-2", "trainer-3"])
 
 
 def test_servers_of_others_take_no_place():
-    assert where(plan_of("sglang.d8+d2", 1, 2, "rollout.server_addrs=[a:1]")) == [("torchrun-0", 0, (0, 1), (0, 1))]
+    plan = plan_of("sglang.d8+d2", 1, 2, "rollout.server_addrs=[a:1]")
+    assert where(plan) == [("trainer-0", 0, (0,)), ("trainer-1", 0, (1,))]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,8 @@ def test_no_device_is_given_twice(servers, size, ranks, nodes, gpus):
     assert len(taken) == len(set(taken)) == servers * size + ranks
     assert all(node < nodes and device < gpus for node, device in taken)
     assert all(len(one.devices) == size for one in plan.servers)
-    assert [rank for one in plan.trainers for rank in one.ranks] == list(range(ranks))
-    assert len({one.node for one in plan.trainers}) == len(plan.trainers)
+    assert [one.index for one in plan.trainers] == list(range(ranks))
+    assert [one for node in plan.trainer_nodes for one in plan.ranks_on(node)] == list(plan.trainers)
 
 
 def test_dry_run_of_this_machine(capsys, tmp_path):
@@ -129,8 +131,8 @@ def test_dry_run_of_this_machine(capsys, tmp_path):
     argv = [str(entry), "--config", str(GRPO), "--dry-run", "allocation_mode=lite.d2+d2", "cluster.n_gpus_per_node=0"]
     assert local_main([*argv, f"cluster.fileroot={tmp_path}"]) == 0
     told = capsys.readouterr().out
-    assert "machine 0\n  server-0     log server-0.log\n" in told
-    assert "torchrun-0   trainer rank 0-1  log trainer-{0-1}.log" in told
+    assert "machine 0\n  server-0       log server-0.log\n" in told
+    assert "  trainer-{0-1}  log trainer-{0-1}.log\n" in told
     assert list(tmp_path.iterdir()) == [entry], "nothing may be written"
 
 

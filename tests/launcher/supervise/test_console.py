@@ -113,11 +113,11 @@ def on_terminal(command: list[str | Path], **options) -> bytes:
     return bytes(written)
 
 
-def test_rank_0_has_a_terminal_and_its_log_has_no_frames(tmp_path):
+def test_rank_0_writes_plain_lines_also_where_we_have_a_terminal(tmp_path):
     (tmp_path / "entry.py").write_text(
-        "import os, sys, time\n"
+        "import sys, time\n"
         "from rich.progress import track\n"
-        "print('terminal', sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns)\n"
+        "print('terminal', sys.stdout.isatty(), sys.stderr.isatty())\n"
         "for step in track(range(20), description='bar'):\n"
         "    time.sleep(0.02)\n"
         "    if step % 10 == 0: print('step', step)\n"
@@ -130,9 +130,7 @@ def test_rank_0_has_a_terminal_and_its_log_has_no_frames(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "TERM": "xterm"}
     command = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml"]
     written = on_terminal(command, cwd=tmp_path, env=environment).decode()
-    assert "terminal True True 101" in written
-    assert "\x1b[2mlauncher |\x1b[0m" in written and "\x1b[2K" in written
+    assert "\x1b[2mlauncher |\x1b[0m" in written
     lines = (tmp_path / "runs" / "e" / "t" / "logs" / "trainer-0.log").read_text().splitlines()
-    assert lines[:3] == ["terminal True True 101", "step 0", "step 10"]
-    assert lines[3].startswith("bar") and "100%" in lines[3]
-    assert lines[4:] == ["end"]
+    assert lines[0] == "terminal False False" and lines[-1] == "end"
+    assert "step 0" in lines and "step 10" in lines and not [line for line in lines if "\x1b" in line]
