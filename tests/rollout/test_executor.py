@@ -680,7 +680,7 @@ def test_latency_counts_from_the_first_attempt(start: Callable[..., IdleEngine],
     engine.executor.prepare_batch([rows(1, delay_s=0.1)], fail_first(OSError("flaky"), 1))
     engine.executor.close()
     (part,) = audit(tmp_path / "e" / "t").bias[0].parts
-    assert 0.2 <= part.low < 30
+    assert 0.19 < part.low < 30
 
 
 def test_rows_without_a_name_get_new_names_after_a_recovery(start: Callable[..., IdleEngine], tmp_path: Path) -> None:

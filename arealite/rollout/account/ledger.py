@@ -131,7 +131,7 @@ class Ledger:
         """Wait until everything recorded so far is on the disk, and return its position."""
         position = self._position
         if self._file is not None:
-            self._file.flush(position)
+            self._file.flush()
         return position
 
     def note_checkpoint(self, step: int, position: int) -> None:

@@ -12,9 +12,10 @@ import json
 import os
 import sqlite3
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from arealite.api.errors import LedgerError
@@ -76,36 +77,32 @@ class LedgerFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._database = _open_for_writing(path)
-        self._queue: deque[tuple[int, Event]] = deque()
-        self._has_events, self._urgent = threading.Event(), threading.Event()
-        self._progress = threading.Condition()
-        self._committed = self._synced = self._wanted = self.last_position()
-        self._is_closing = False
+        self._last_position = self.last_position()
+        self._queue: SimpleQueue[tuple[int, Event] | threading.Event | None] = SimpleQueue()
+        """Events, flushes that wait for what is before them, and None at the end."""
+        self._is_urgent = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write_until_closed, name="arealite-ledger", daemon=True)
         self._thread.start()
 
     def append(self, position: int, event: Event) -> None:
         """Queue an event that belongs to a position, and return at once."""
-        self._queue.append((position, event))
-        if not self._has_events.is_set():
-            self._has_events.set()
-        if len(self._queue) >= _GROUP_EVENTS:
-            self._urgent.set()
-            if len(self._queue) >= _MAX_BACKLOG:
-                self.flush(position)
+        self._queue.put((position, event))
+        if self._queue.qsize() >= _GROUP_EVENTS:
+            self._is_urgent.set()
+            if self._queue.qsize() >= _MAX_BACKLOG:
+                self.flush()
 
-    def flush(self, position: int) -> None:
-        """Wait until everything up to a position is on the disk."""
-        with self._progress:
-            self._wanted = max(self._wanted, position)
-            self._urgent.set()
-            self._has_events.set()
-            self._progress.wait_for(lambda: self._synced >= position or self._error is not None, _FLUSH_S)
+    def flush(self) -> None:
+        """Wait until everything that was appended is on the disk."""
+        is_written = threading.Event()
+        self._queue.put(is_written)
+        self._is_urgent.set()
+        is_in_time = is_written.wait(_FLUSH_S)
         self.check()
-        if self._synced < position:
+        if not is_in_time:
             raise LedgerError(
-                f"{self.path} must take {len(self._queue)} events within {_FLUSH_S:g} s: it did not. "
+                f"{self.path} must take {self._queue.qsize()} events within {_FLUSH_S:g} s: it did not. "
                 "Put cluster.fileroot on a faster disk."
             )
 
@@ -119,9 +116,8 @@ class LedgerFile:
 
     def close(self) -> None:
         """Write what is queued and close the file."""
-        self._is_closing = True
-        self._urgent.set()
-        self._has_events.set()
+        self._queue.put(None)
+        self._is_urgent.set()
         self._thread.join(_FLUSH_S)
         if self._thread.is_alive():
             raise LedgerError(f"{self.path} must be closed within {_FLUSH_S:g} s: it was not. Look at the disk.")
@@ -158,20 +154,23 @@ class LedgerFile:
     # The writer thread
 
     def _write_until_closed(self) -> None:
-        try:
-            while not (self._is_closing and not self._queue):
-                if not self._queue:
-                    self._has_events.wait()
-                if len(self._queue) < _GROUP_EVENTS:
-                    self._urgent.wait(_GROUP_S)
-                self._has_events.clear()
-                self._urgent.clear()
-                self._commit([self._queue.popleft() for _ in range(min(len(self._queue), _GROUP_EVENTS))])
-                self._sync()
-        except Exception as error:
-            self._error = error
-        with self._progress:
-            self._progress.notify_all()
+        items: list[tuple[int, Event] | threading.Event | None] = []
+        while None not in items:
+            items = [self._queue.get()]
+            if self._queue.qsize() < _GROUP_EVENTS:
+                self._is_urgent.wait(_GROUP_S)
+            self._is_urgent.clear()
+            items += [self._queue.get() for _ in range(min(self._queue.qsize(), _GROUP_EVENTS))]
+            flushes = [item for item in items if isinstance(item, threading.Event)]
+            try:
+                if self._error is None:
+                    self._commit([item for item in items if isinstance(item, tuple)])
+                    if flushes:
+                        self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except Exception as error:
+                self._error = error
+            for flush in flushes:
+                flush.set()
 
     def _commit(self, events: list[tuple[int, Event]]) -> None:
         if not events:
@@ -181,20 +180,12 @@ class LedgerFile:
             for table, changed in event.items():
                 key_length = 2 if table == "samples" else 1
                 rows.setdefault(table, {}).update((row[:key_length], row) for row in changed)
-        position = max(self._committed, *(position for position, _ in events))
-        rows["meta"] = {("position",): ("position", position)}
+        self._last_position = max(self._last_position, *(position for position, _ in events))
+        rows["meta"] = {("position",): ("position", self._last_position)}
         with transaction(self._database):
             for table, changed in rows.items():
                 # One statement per table: one per row would ask a busy event loop for the GIL each time, and lag.
                 self._database.execute(_WRITE[table], (json.dumps(list(changed.values())),))
-        self._committed = position
-
-    def _sync(self) -> None:
-        if self._synced < self._wanted <= self._committed:
-            self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
-            with self._progress:
-                self._synced = self._committed
-                self._progress.notify_all()
 
 
 def open_for_reading(path: str | os.PathLike[str]) -> sqlite3.Connection:
