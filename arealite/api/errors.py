@@ -6,6 +6,9 @@ from typing import Literal
 class AReaLiteError(Exception):
     """Base of our own errors."""
 
+    kind: str = "workflow"
+    """What an episode that fails with it is counted as, in `rollout/failed_<kind>`."""
+
 
 class ConfigError(AReaLiteError, ValueError):
     """A configuration that can't run."""
@@ -14,21 +17,31 @@ class ConfigError(AReaLiteError, ValueError):
 class ServerError(AReaLiteError, RuntimeError):
     """An inference server was unreachable or answered with an error; names server, endpoint, status and body."""
 
+    kind = "server_error"
+
 
 class UnreachableError(ServerError):
     """No connection to a server, or one that broke before the whole answer had come."""
+
+    kind = "server_unreachable"
 
 
 class ContextOverflowError(ServerError):
     """A prompt leaves no room in the server's context; trying again can't help."""
 
+    kind = "context_overflow"
+
 
 class EnvError(AReaLiteError, RuntimeError):
     """The environment or tool that an episode talks to failed; workflows raise it to tell this from a bug of theirs."""
 
+    kind = "environment"
+
 
 class ParseError(AReaLiteError, ValueError):
     """What a model wrote could not be parsed; workflows raise it when that ends the episode."""
+
+    kind = "parse"
 
 
 class EpisodeError(AReaLiteError, RuntimeError):
@@ -37,6 +50,8 @@ class EpisodeError(AReaLiteError, RuntimeError):
 
 class EpisodeTimeoutError(AReaLiteError, TimeoutError):
     """An episode ran past its deadline."""
+
+    kind = "timeout"
 
 
 class RewardError(AReaLiteError, RuntimeError):
@@ -49,6 +64,8 @@ class RewardError(AReaLiteError, RuntimeError):
 
 class TrajectoryError(AReaLiteError, ValueError):
     """A workflow returned a trajectory that breaks the contract of `RolloutWorkflow`; names the key."""
+
+    kind = "trajectory"
 
 
 class WeightUpdateError(AReaLiteError, RuntimeError):

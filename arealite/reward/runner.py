@@ -1,10 +1,9 @@
 """Runs a reward function off the event loop, with a deadline, and never turns a failure into a number.
 
-Plain functions run in worker processes, which are started afresh (never forked from a process that has torch), so that
-a call that hangs, even inside C code, can be killed. A worker that hangs, dies or takes too much memory is replaced by
-a spare one that is ready already, and the others don't notice. Coroutine functions are awaited on the event loop. A
-worker imports the module of the function and nothing else; the entry script only when the function is defined in it
-(it then needs the usual `if __name__ == "__main__":`).
+Coroutine functions are awaited on the event loop. Plain functions run in worker processes, which can be killed when a
+call hangs, even inside C code; a spare one is ready to replace a worker that hung, died or took too much memory.
+Workers are started afresh (never forked from a process that has torch) and import the module of the function only, or
+the entry script if the function is defined in it (which then needs the usual `if __name__ == "__main__":`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _PREPARATION = ("name", "sys_path", "sys_argv", "dir", "orig_dir", "init_main_fr
 class RewardRunner:
     """Calls `reward_fn` with keywords and returns a finite float or raises RewardError.
 
-    Workers start with the first calls, at most `num_workers` and a spare one; `timeout` counts from when one takes up
-    the call. A worker that takes `max_growth_gib` more memory than it had at its start is replaced.
+    Workers start with the first calls, at most `num_workers` and a spare one; `timeout` counts from when a worker takes
+    the call. A worker that grows by more than `max_growth_gib` is replaced.
     """
 
     def __init__(
@@ -58,9 +57,9 @@ class RewardRunner:
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._workers: set[WorkerProcess] = set()
-        """All of them, the spare one too."""
+        """All workers, the spare one too."""
         self._spare: WorkerProcess | None = None
-        """Imports the function while others work, so that a replacement is ready at once."""
+        """Imports the function while others work."""
         self._is_closed = False
 
     async def __call__(self, **call: Any) -> float:
@@ -104,49 +103,39 @@ class RewardRunner:
             worker = self._take_spare()
             if worker is None:
                 return "crash", "the end of its runner"
-            with heartbeat.waiting(
-                f"a worker of reward function {self.name} to start", "reward", pid=worker.process.pid
-            ):
+            what = f"a worker of reward function {self.name} to start"
+            with heartbeat.waiting(what, on="reward", pid=worker.process.pid):
                 kind, value = worker.wait_ready()
             heartbeat.tick()
             if kind != "ready":
                 self._discard(worker)
                 return kind, value
             self._of_thread.worker = worker
-            self._keep_spare()
+            with self._lock:
+                self._spare = self._spare or self._new_worker()
         with heartbeat.waiting(f"reward function {self.name}", on="reward", pid=worker.process.pid):
             kind, value = worker.call(call, self.timeout)
         heartbeat.tick()
         if kind in ("timeout", "crash"):
             self._discard(worker)
         elif worker.is_too_big:
-            logger.info(
-                "a worker of reward %s is replaced: it grew by %.1f GiB, more than %g",
-                self.name,
-                worker.growth_gib,
-                self.max_growth_gib,
-            )
+            message = "replacing a worker of reward %s: it grew by %.1f GiB, more than %g"
+            logger.info(message, self.name, worker.growth_gib, self.max_growth_gib)
             self._discard(worker)
         return kind, value
 
     def _take_spare(self) -> WorkerProcess | None:
-        """Return the spare worker, or a new one if there is none (alive); None when closed."""
+        """Return the spare worker, or a new one if there is none alive; None when closed."""
         with self._lock:
-            if self._spare is not None and self._spare.process.poll() is not None:
-                self._workers.discard(self._spare)
-                self._spare.close()
-                self._spare = None
-            worker = self._spare or self._new_worker()
-            self._spare = None
-            return worker
-
-    def _keep_spare(self) -> None:
-        """Have a spare worker."""
-        with self._lock:
-            self._spare = self._spare or self._new_worker()
+            worker, self._spare = self._spare, None
+            if worker is not None and worker.process.poll() is not None:
+                self._workers.discard(worker)
+                worker.close()
+                worker = None
+            return worker or self._new_worker()
 
     def _new_worker(self) -> WorkerProcess | None:
-        """Start one, unless closed; the caller holds the lock."""
+        """Start a worker unless closed; the caller holds the lock."""
         if self._is_closed:
             return None
         worker = WorkerProcess(self._start_message, self.max_growth_gib)
@@ -161,7 +150,7 @@ class RewardRunner:
 
     def _fail(self, kind: Any, detail: Any) -> NoReturn:
         if kind == "timeout":
-            detail = f"must return within {self.timeout:g} s: got no answer. Make it faster or raise reward_timeout."
+            detail = f"must return within {self.timeout:g} s: got no result. Make it faster or raise reward_timeout."
         elif kind == "exception":
             detail = f"must not raise: got {detail.strip().splitlines()[-1]}\n{detail}"
         elif kind == "crash":
@@ -170,7 +159,7 @@ class RewardRunner:
 
 
 def _start_message(reward_fn: RewardFunction, name: str) -> bytes:
-    """Pickle the function by reference, with what a worker must know of this process to resolve it."""
+    """Pickle the function by reference, with what a worker needs to know of this process to import it."""
     try:
         pickled = pickle.dumps(reward_fn)
     except Exception as error:

@@ -1,7 +1,7 @@
 """The process in which a plain reward function runs: one function, one call at a time, over one socket.
 
-What the function prints goes to stderr, Ctrl-C is its parent's business, and it does not outlive its parent: it ends
-when the socket closes or, stuck inside a call, is killed by the kernel. Started by `WorkerProcess`.
+What the function prints goes to stderr, Ctrl-C is left to the parent. It ends when the socket closes or, stuck in a
+call, is killed by the kernel when its parent dies. Started by `WorkerProcess`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from arealite.utils import heartbeat
 from arealite.utils.processes import die_with_parent
 
-# What a worker answers: ("ok", number) or (kind of RewardError, explanation).
 Reply = tuple[str, Any]
+"""`("ok", number)`, or the kind of a RewardError and an explanation."""
 _MAX_EXPLANATION = 20_000
-"""Characters; a short answer leaves in one piece, so that nobody ever waits for the rest of it."""
+"""Characters; a short reply is sent in one piece, so the parent never waits for the rest of it."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def _answer(reward_fn: Any, call: bytes) -> Reply:
     try:
         value = reward_fn(**pickle.loads(call))
     except BaseException as error:
-        # The first frame is ours; what the user wants to see begins below it.
+        # The first frame is ours, the user's code begins below it.
         below = error.__traceback__.tb_next if error.__traceback__ else None
         return "exception", _shortened("".join(traceback.format_exception(type(error), error, below)))
     return checked(value)

@@ -1,8 +1,7 @@
 """The parent's side of one worker process: start it, exchange messages with it, watch its memory, end it.
 
 Invariant: every exchange ends by its deadline, whatever the process does: it may hang in C code, be stopped, die, or
-take all memory. After `timeout` or `crash` the process is of no use any more and must be killed. Used by one thread,
-except `kill`.
+take all memory. After `timeout` or `crash` the process must be killed. Used by one thread, except `kill`.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from arealite.reward.worker import Reply
 from arealite.utils.processes import describe_exit, exit_status, kill_tree
 
 STARTUP_TIMEOUT_S = 60.0
-_LOOK_S = 0.1
-"""How often a running call is looked at."""
+_CHECK_S = 0.1
+"""Interval of checks on a running call."""
 _END_S = 10.0
-"""Deadline for the end of a process that was killed or has hung up."""
+"""Deadline for the end of a process that was killed or closed its socket."""
 _GIB = 2**30
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from arealite.reward.worker import main"
 
 
 class WorkerProcess:
-    """One process; it imports the function at once, in the background."""
+    """One process, which imports the function at once, in the background."""
 
     def __init__(self, start_message: bytes, max_growth_gib: float) -> None:
         self._socket, theirs = socket.socketpair()
@@ -49,8 +48,9 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
+        self._psutil = psutil.Process(self.process.pid)
         self._ready_by = time.monotonic() + STARTUP_TIMEOUT_S
-        with contextlib.suppress(OSError):  # `wait_ready` tells what became of it
+        with contextlib.suppress(OSError):  # `wait_ready` reports it
             self._send(start_message, self._ready_by)
 
     def wait_ready(self) -> Reply:
@@ -78,7 +78,7 @@ class WorkerProcess:
 
     @property
     def growth_gib(self) -> float:
-        """How much more memory it has than when it was ready."""
+        """Memory that it took since it was ready."""
         return self._memory_gib() - self._first_gib
 
     @property
@@ -99,14 +99,15 @@ class WorkerProcess:
         self._socket.close()
 
     def _send(self, message: bytes, deadline: float) -> None:
-        """Send all of it, or raise: BlockingIOError if the process takes nothing in until the deadline."""
+        """Send a message; raise BlockingIOError if the process does not read it by the deadline."""
         left_s = max(0.001, deadline - time.monotonic())
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(left_s))
+        timeval = struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         self._connection.send_bytes(message)
 
     def _receive(self, deadline: float) -> Reply:
         try:
-            while not self._connection.poll(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+            while not self._connection.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
                     return "timeout", None
                 if self.process.poll() is not None:  # what it has started may keep the socket open
@@ -119,21 +120,15 @@ class WorkerProcess:
         return reply
 
     def _end(self) -> str:
-        """Say how it ended."""
+        """Describe how the process ended."""
         try:
             return describe_exit(exit_status(self.process.wait(_END_S)))
         except subprocess.TimeoutExpired:
             return "a socket that was closed"
 
     def _memory_gib(self) -> float:
-        """Return the resident memory; 0 when it has ended."""
+        """Return the resident memory; 0 when the process has ended."""
         try:
-            pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-        except (FileNotFoundError, ProcessLookupError):
+            return self._psutil.memory_info().rss / _GIB
+        except psutil.NoSuchProcess:
             return 0.0
-        return int(pages) * _PAGE_BYTES / _GIB
-
-
-def _timeval(seconds: float) -> bytes:
-    whole = int(seconds)
-    return struct.pack("@ll", whole, int((seconds - whole) * 1e6))

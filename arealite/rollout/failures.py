@@ -9,29 +9,10 @@ import traceback
 from collections import Counter, deque
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import (
-    ContextOverflowError,
-    EnvError,
-    EpisodeError,
-    EpisodeTimeoutError,
-    ParseError,
-    RewardError,
-    ServerError,
-    TrajectoryError,
-    UnreachableError,
-)
+from arealite.api.errors import AReaLiteError, EpisodeError, RewardError
 
 BY_WORKFLOW, BY_FILTER, OVERDUE = "workflow", "filter", "overdue"
 """Why an episode is rejected."""
-_KINDS: tuple[tuple[type[Exception], str], ...] = (
-    (EpisodeTimeoutError, "timeout"),
-    (ContextOverflowError, "context_overflow"),
-    (UnreachableError, "server_unreachable"),
-    (ServerError, "server_error"),
-    (TrajectoryError, "trajectory"),
-    (EnvError, "environment"),
-    (ParseError, "parse"),
-)
 _SHOWN_CAUSES = 3
 _MAX_REJECTED_BATCHES_IN_A_ROW = 20
 
@@ -100,9 +81,8 @@ def kind_of(error: BaseException) -> str:
     """Return the kind of a failure; a group of errors has the kind of its first one."""
     if isinstance(error, BaseExceptionGroup):
         return kind_of(error.exceptions[0])
-    if isinstance(error, RewardError):
-        return f"reward_{error.kind}"
-    return next((kind for type_, kind in _KINDS if isinstance(error, type_)), "workflow")
+    kind = error.kind if isinstance(error, AReaLiteError) else "workflow"
+    return f"reward_{kind}" if isinstance(error, RewardError) else kind
 
 
 def _cause_of(error: BaseException) -> str:

@@ -239,7 +239,7 @@ async def test_a_worker_that_leaks_is_replaced_between_calls_and_it_is_logged(ru
         pids = [await runner(completions=str(14 * 2**20)) for _ in range(12)]
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [4, 4, 4], "four calls of 14 MiB are above 51 MiB"
     assert not any(is_alive(int(pid)) for pid in set(pids))
-    assert sum("hoards is replaced" in record.message for record in caplog.records) == 3
+    assert sum("replacing a worker of reward hoards: it grew by" in record.message for record in caplog.records) == 3
 
 
 async def test_a_call_that_takes_too_much_memory_is_a_crash_with_that_reason(runner_of) -> None:
