@@ -17,13 +17,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Caller, Dialect, Segment
 from arealite.inference.health import Liveness
 from arealite.inference.http import ServerHttp, StatusError
-from arealite.inference.pace import Pace
 from arealite.inference.pool import Server, ServerFacts, ServerSet
 from arealite.rollout.episode import current_episode, sampling_seed
 from arealite.rollout.prompts import SampleRecord
@@ -37,8 +36,6 @@ _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _RESUME_GRACE_S = 60.0
 """Added to the deadline of a publication before a request stops to wait for its end."""
-_PROBE = ModelRequest([2, 3], GenerationHyperparameters(max_new_tokens=64, greedy=True))
-"""What a server that was slow or sick must complete to prove itself; long enough to compare with what others do."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,6 @@ class Generator:
         self._dialect = dialect
         self._servers = servers
         self.liveness = Liveness(self.http, servers, self.may_generate)
-        self._pace = Pace(servers, self._probe)
         self._changed = asyncio.Event()
         """Set and replaced when the servers have changed."""
         self._deserted_at: float | None = None
@@ -183,13 +179,11 @@ class Generator:
         while True:
             server = await self._pick(req.rid, num_tokens, failed)
             version = server.version
-            began, num_before = time.monotonic(), self.liveness.num_in_flight(server)
+            began = time.monotonic()
             try:
                 segment = await self._ask(server, req, tokens, seed)
             except ServerError as error:
                 failed.append(server)
-                if _may_retry(error):
-                    self._pace.note_error(server)
                 if len(failed) > self._config.request_retries or not _may_retry(error):
                     raise
                 self.liveness.suspect(server)
@@ -197,12 +191,8 @@ class Generator:
                 continue
             finally:
                 self._servers.release(server, num_tokens)
-            self._pace.note_answer(
-                server,
-                num_tokens=len(segment.tokens),
-                seconds=time.monotonic() - began,
-                num_in_flight=(num_before + self.liveness.num_in_flight(server)) / 2 + 1,
-            )
+            self.liveness.trust(server)
+            self._servers.measure(server, len(segment.tokens), time.monotonic() - began)
             if segment.versions is None and not server.tells_versions:
                 if server.version != version:
                     continue  # which weights sampled which token can't be known: ask again
@@ -335,14 +325,6 @@ class Generator:
                 elif not await self.liveness.dead_among([server]):
                     return error
                 return None
-
-    async def _probe(self, server: Server) -> float:
-        """Return the seconds per token of a small completion."""
-        await self._wait_for_publication()
-        began = time.monotonic()
-        deadline = asyncio.get_running_loop().time() + self._config.weight_update_timeout
-        answer = await self._ask_canary(server, _PROBE, deadline)
-        return (time.monotonic() - began) / len(answer.tokens)
 
     async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
         caller = Caller(server.address, self.http, lambda: max(0.001, deadline - asyncio.get_running_loop().time()))

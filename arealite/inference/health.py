@@ -22,6 +22,7 @@ logger = logging.getLogger("arealite.client")
 
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 1.0
+_MAX_SICK_PAUSE_S = 60.0
 
 
 class Liveness:
@@ -46,6 +47,8 @@ class Liveness:
         """One per request in flight."""
         self._heard_at: defaultdict[Server, float] = defaultdict(float)
         """When a server gave its last sign of life."""
+        self._num_errors: defaultdict[Server, int] = defaultdict(int)
+        """How often a server became a suspect since its last good answer."""
         self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}
         self._start(("watch", None), self._watch())
 
@@ -70,6 +73,7 @@ class Liveness:
     def suspect(self, server: Server) -> None:
         """Prefer other servers until this one answers /health."""
         if server.is_reachable:
+            self._num_errors[server] += 1
             self._servers.note_reachable(server, False)
             what = "others take over" if self._servers.live else "and no other can take over"
             logger.warning("server %s does not answer, %s", server.address, what)
@@ -84,9 +88,9 @@ class Liveness:
             self.suspect(server)
         return dead
 
-    def num_in_flight(self, server: Server) -> int:
-        """Return how many requests a server has."""
-        return len(self._leashes[server])
+    def trust(self, server: Server) -> None:
+        """Take it that a server that has answered well is no longer sick."""
+        self._num_errors.pop(server, None)
 
     async def answers_by(self, address: str, deadline: float) -> bool:
         """Ask for anything with growing pauses until there is an answer or the deadline passes."""
@@ -121,6 +125,8 @@ class Liveness:
         async def is_back_or_gone(left_s: float) -> bool:
             return server not in self._servers.servers or await self._is_healthy(server.address, self._health_s)
 
+        # A sick server may answer /health: while its requests fail in a row it gets one ever more rarely.
+        await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0 ** (self._num_errors[server] - 1), _MAX_SICK_PAUSE_S))
         await _becomes_true_by(float("inf"), is_back_or_gone)
         if server in self._servers.servers:
             self._servers.note_reachable(server, True)
@@ -147,8 +153,14 @@ class Liveness:
         if key in self._tasks:
             coroutine.close()
             return
-        task = self._tasks[key] = asyncio.create_task(coroutine)
-        task.add_done_callback(lambda _: self._tasks.pop(key))
+
+        async def run() -> None:
+            try:
+                await coroutine
+            finally:
+                del self._tasks[key]  # at once: a server may become a suspect again before a callback would run
+
+        self._tasks[key] = asyncio.create_task(run())
 
 
 async def _becomes_true_by(deadline: float, ask: Callable[[float], Coroutine[Any, Any, bool]]) -> bool:

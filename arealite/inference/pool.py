@@ -1,20 +1,26 @@
 """Which inference servers there are and which one serves a request.
 
 Servers come and go at any time. Invariant: a request goes only to a reachable member that holds the newest published
-weights, to one that is not drained while there is one, and requests with the same `rid` go to one server (which has
-their prefix cached) as long as that may be. A member with other weights, because it joined later, could not be reached
-or has started anew, is *stale*: it idles until it takes part in a publication.
+weights. A member with other weights, because it joined later, could not be reached or has started anew, is *stale*: it
+idles until it takes part in a publication.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 _MAX_STICKY = 65536
 """Remembered rids; the oldest are forgotten first."""
+_MIN_TOKENS = 8
+"""Shorter completions say more about the prompt than about the server's speed."""
+_NEWEST_SHARE = 0.2
+"""How much the newest completion counts in the moving average."""
+_HALF_LIFE_S = 60.0
+"""In which an old measurement loses half of its weight."""
 NO_VERSION = -1
 """Of a server whose weights are unknown."""
 
@@ -43,8 +49,10 @@ class Server:
     num_requests: int = 0
     """Sent so far."""
     is_reachable: bool = True
-    is_drained: bool = False
-    """Whether others take its requests, because it is slow or answers badly."""
+    tokens_per_s: float | None = None
+    """What one request gets of it, as a moving average; None before the first completion."""
+    measured_at: float = 0.0
+    """When that was last measured."""
     is_veteran: bool = False
     """Whether it has ever taken weights and proved them."""
     num_benched: int = 0
@@ -58,7 +66,8 @@ class Server:
 class ServerSet:
     """A mutable set of servers, for use from any thread."""
 
-    def __init__(self, addresses: Iterable[str] = ()) -> None:
+    def __init__(self, addresses: Iterable[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.on_change: Callable[[], None] | None = None
         """Called after every change of members and of what they are fit for, in the thread that made it."""
         self.version = 0
@@ -103,11 +112,6 @@ class ServerSet:
         server.is_reachable = is_reachable
         self._tell()
 
-    def note_drained(self, server: Server, is_drained: bool) -> None:
-        """Note whether others are to take a server's requests."""
-        server.is_drained = is_drained
-        self._tell()
-
     def note_benched(self, server: Server, is_benched: bool) -> None:
         """Note whether a server that could not catch up is left alone."""
         server.is_benched = is_benched
@@ -136,7 +140,8 @@ class ServerSet:
         return "; ".join(map(_described, self.servers)) or "no server"
 
     def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server | None:
-        """Choose a server for a request, if possible not one to `avoid`, and count its tokens until `release`.
+        """Choose the server that is expected to finish a request first, if possible not one to `avoid`, and count the
+        tokens until `release`. Requests with the same `rid` stay on one server, which has cached their prefix.
 
         None if no live one is there.
         """
@@ -145,10 +150,15 @@ class ServerSet:
             if not live:
                 return None
             server = self._servers.get(self._sticky.get(rid, ""))
-            if server is None or server not in live or server in avoid or server.is_drained:
-                server = min(
-                    live, key=lambda one: (one in avoid, one.is_drained, one.outstanding_tokens, one.num_requests)
-                )
+            if server is None or server not in live or server in avoid:
+                fastest = max((one.tokens_per_s for one in live if one.tokens_per_s is not None), default=1.0)
+                now = self._clock()
+
+                def order(one: Server) -> tuple[bool, float, int]:
+                    work = one.outstanding_tokens + num_tokens
+                    return one in avoid, work / self._expected_tokens_per_s(one, fastest, now), one.num_requests
+
+                server = min(live, key=order)
             self._sticky[rid] = server.address
             self._sticky.move_to_end(rid)
             if len(self._sticky) > _MAX_STICKY:
@@ -156,6 +166,21 @@ class ServerSet:
             server.outstanding_tokens += num_tokens
             server.num_requests += 1
             return server
+
+    def measure(self, server: Server, num_tokens: int, seconds: float) -> None:
+        """Record how long a server took for a completion."""
+        if num_tokens >= _MIN_TOKENS:
+            new, old = num_tokens / max(seconds, 1e-6), server.tokens_per_s
+            server.tokens_per_s = new if old is None else old + _NEWEST_SHARE * (new - old)
+            server.measured_at = self._clock()
+
+    @staticmethod
+    def _expected_tokens_per_s(server: Server, fastest: float, now: float) -> float:
+        """A server without a measurement counts as the fastest. An old measurement fades towards that, so that a server
+        that was slow gets a request now and then, whose speed is the next measurement."""
+        if server.tokens_per_s is None:
+            return fastest
+        return fastest + (server.tokens_per_s - fastest) * 0.5 ** ((now - server.measured_at) / _HALF_LIFE_S)
 
     def release(self, server: Server, num_tokens: int) -> None:
         """Undo the count of `pick`."""

@@ -372,10 +372,9 @@ class RemoteInferenceEngine(InferenceEngine):
         """Return the counts of servers, and the rate of generation since the last call."""
         (began, num_before), now = self._rate_from, (time.monotonic(), self._generator.num_tokens)
         self._rate_from = now
-        servers, membership = self.servers.servers, self._membership
+        membership = self._membership
         return {
             "servers/live": float(len(self.servers.live)),
-            "servers/drained": float(sum(server.is_drained for server in servers)),
             "servers/joined": float(membership.num_joined if membership else 0),
             "servers/left": float(membership.num_left if membership else 0),
             "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),

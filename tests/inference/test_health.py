@@ -126,6 +126,23 @@ async def test_nobody_is_judged_during_a_publication(tmp_path: Path) -> None:
             assert server.is_reachable
 
 
+async def test_a_sick_server_that_answers_health_gets_requests_ever_more_rarely(tmp_path: Path) -> None:
+    async def seconds_without_requests(server: Server) -> float:
+        began = time.monotonic()
+        liveness.suspect(server)
+        async with asyncio.timeout(30):
+            while not server.is_reachable:
+                await asyncio.sleep(0.01)
+        return time.monotonic() - began
+
+    with started(tmp_path) as (address, _), started(tmp_path) as (other, _):
+        async with watching(address, other) as (liveness, (server, _), _):
+            pauses = [await seconds_without_requests(server) for _ in range(5)]
+            assert all(pause >= 0.1 * 2**index for index, pause in enumerate(pauses))
+            liveness.trust(server)
+            assert await seconds_without_requests(server) < 3.2, "it has answered well in between"
+
+
 async def test_a_request_has_its_own_deadline(tmp_path: Path) -> None:
     with started(tmp_path) as (address, _):
         async with watching(address) as (liveness, (server,), _):

@@ -30,7 +30,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.inference import http as server_http
 from arealite.inference.backends.sglang import SGLangDialect
 from arealite.inference.http import StatusError
-from arealite.inference.pool import ServerSet, parse_addresses
+from arealite.inference.pool import parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout import awaits
 from arealite.rollout.episode import Episode, current_episode
@@ -576,55 +576,3 @@ def test_destroy_is_quick_with_requests_in_flight_and_may_come_twice() -> None:
         engine.destroy()
         assert time.monotonic() - began < 3
         engine.destroy()
-
-
-# The set of servers
-
-
-def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
-    servers = ServerSet(["a", "b", "c"])
-    a, b, c = servers.servers
-    assert [servers.pick(f"r{index}", 10) for index in range(3)] == [a, b, c]
-    servers.release(b, 10)
-    assert servers.pick("new", 5) is b
-    assert servers.pick("r0", 100) is a
-    a.is_reachable = False
-    assert servers.pick("r0", 1) is b, "5 tokens against c's 10"
-    a.is_reachable = True
-    assert servers.pick("r0", 1) is b, "it has moved"
-    servers.remove("b")
-    assert servers.pick("r0", 1) is c
-    c.is_drained = True
-    assert servers.pick("r0", 1) is a, "also with more to do"
-    a.is_drained = True
-    assert servers.pick("r1", 1) is c, "a drained one is better than none"
-
-
-def test_only_servers_with_the_newest_weights_are_picked() -> None:
-    servers = ServerSet(["a", "b"])
-    a, b = servers.servers
-    assert servers.pick("r", 1) is a
-    servers.note_publication([b], 3)
-    assert [servers.pick(rid, 1) for rid in ("r", "r", "s", "t")] == [b] * 4, "also a rid that was with another"
-    servers.add("old", version=0)
-    servers.add("new", version=3)
-    assert servers.pick("u", 1) is servers.servers[-1], "the new one"
-    servers.remove("new")
-    b.is_reachable = False
-    assert servers.pick("v", 1) is None, "requests wait for it"
-    assert [one.address for one in servers.stale] == ["a", "old"]
-    servers.note_publication([a], 4)
-    assert servers.pick("x", 1) is a
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 100)), max_size=60))
-def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
-    servers = ServerSet(["a", "b", "c"])
-    for number, (_, tokens) in enumerate(requests):
-        servers.pick(str(number), tokens)
-    loads = [server.outstanding_tokens for server in servers.servers]
-    assert max(loads) - min(loads) <= max((tokens for _, tokens in requests), default=0)
-
-
-def test_without_servers_nobody_is_picked() -> None:
-    assert ServerSet().pick("r", 1) is None

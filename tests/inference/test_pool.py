@@ -1,0 +1,191 @@
+"""Which server gets a request, also from simulated servers in a loop whose clock jumps over every sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import selectors
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.inference.pool import ServerSet
+
+
+def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
+    servers = ServerSet(["a", "b", "c"])
+    a, b, c = servers.servers
+    assert [servers.pick(f"r{index}", 10) for index in range(3)] == [a, b, c]
+    servers.release(b, 10)
+    assert servers.pick("new", 5) is b
+    assert servers.pick("r0", 100) is a
+    a.is_reachable = False
+    assert servers.pick("r0", 1) is b, "5 tokens against c's 10"
+    a.is_reachable = True
+    assert servers.pick("r0", 1) is b, "it has moved"
+    servers.remove("b")
+    assert servers.pick("r0", 1) is c
+    assert servers.pick("r0", 1, avoid={c}) is a, "also with more to do"
+    assert servers.pick("r0", 1, avoid={a, c}) is c, "one to avoid is better than none"
+
+
+def test_only_servers_with_the_newest_weights_are_picked() -> None:
+    servers = ServerSet(["a", "b"])
+    a, b = servers.servers
+    assert servers.pick("r", 1) is a
+    servers.note_publication([b], 3)
+    assert [servers.pick(rid, 1) for rid in ("r", "r", "s", "t")] == [b] * 4, "also a rid that was with another"
+    servers.add("old", version=0)
+    servers.add("new", version=3)
+    assert servers.pick("u", 1) is servers.servers[-1], "the new one"
+    servers.remove("new")
+    b.is_reachable = False
+    assert servers.pick("v", 1) is None, "requests wait for it"
+    assert [one.address for one in servers.stale] == ["a", "old"]
+    servers.note_publication([a], 4)
+    assert servers.pick("x", 1) is a
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 100)), max_size=60))
+def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
+    servers = ServerSet(["a", "b", "c"])
+    for number, (_, tokens) in enumerate(requests):
+        servers.pick(str(number), tokens)
+    loads = [server.outstanding_tokens for server in servers.servers]
+    assert max(loads) - min(loads) <= max((tokens for _, tokens in requests), default=0)
+
+
+def test_without_servers_nobody_is_picked() -> None:
+    assert ServerSet().pick("r", 1) is None
+
+
+# Servers of different speeds
+
+
+class JumpingSelector(selectors.SelectSelector):
+    """Instead of waiting, moves the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+def simulate(coroutine: Coroutine[Any, Any, None]) -> None:
+    selector = JumpingSelector()
+    loop = asyncio.SelectorEventLoop(selector)
+    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    with contextlib.closing(loop):
+        loop.run_until_complete(coroutine)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+
+
+@dataclass
+class Nature:
+    """How fast a simulated server is, and how much more slowly it answers with every further request."""
+
+    token_s: float = 0.01
+    crowding: float = 0.05
+    in_flight: int = 0
+    num_tokens: int = 0
+
+
+class Fleet:
+    """Simulated servers, and clients that keep them busy."""
+
+    def __init__(self, *natures: Nature, num_clients: int) -> None:
+        self.servers = ServerSet([f"s{index}" for index in range(len(natures))], clock=asyncio.get_running_loop().time)
+        self.natures = dict(zip(self.servers.servers, natures))
+        self.rng = random.Random(1)
+        self.clients = [asyncio.create_task(self.client()) for _ in range(num_clients)]
+
+    async def client(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            num_tokens = self.rng.randint(4, 400)
+            server = self.servers.pick(str(self.rng.random()), 420)
+            assert server is not None
+            nature, began = self.natures[server], clock()
+            nature.in_flight += 1
+            for _ in range(4):
+                crowd = 1 + nature.crowding * (nature.in_flight - 1)
+                await asyncio.sleep(num_tokens / 4 * nature.token_s * crowd * self.rng.uniform(0.7, 1.5))
+            nature.in_flight -= 1
+            nature.num_tokens += num_tokens
+            self.servers.measure(server, num_tokens, clock() - began)
+            self.servers.release(server, 420)
+
+    async def shares(self, seconds: float) -> list[float]:
+        """Return each server's share of what is sampled from now on."""
+        for nature in self.natures.values():
+            nature.num_tokens = 0
+        await asyncio.sleep(seconds)
+        total = sum(nature.num_tokens for nature in self.natures.values())
+        return [nature.num_tokens / total for nature in self.natures.values()]
+
+
+def test_servers_get_requests_in_proportion_to_their_speed() -> None:
+    """They are as good as full, so what they sample together is fixed: 4, 2 and 1 parts of 7."""
+
+    async def run() -> None:
+        fleet = Fleet(*(Nature(token_s, crowding=1.0) for token_s in (0.01, 0.02, 0.04)), num_clients=48)
+        await fleet.shares(300)
+        assert await fleet.shares(1500) == pytest.approx([4 / 7, 2 / 7, 1 / 7], abs=0.04)
+
+    simulate(run())
+
+
+@pytest.mark.parametrize("crowding", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize(("num_servers", "num_clients"), [(2, 16), (4, 8)])
+def test_a_server_that_slows_down_gets_less_and_recovers_by_itself(
+    crowding: float, num_servers: int, num_clients: int
+) -> None:
+    async def run() -> None:
+        fleet = Fleet(*(Nature(crowding=crowding) for _ in range(num_servers)), num_clients=num_clients)
+        equal = pytest.approx([1 / num_servers] * num_servers, abs=0.05)
+        await fleet.shares(100)
+        assert await fleet.shares(300) == equal
+        first = fleet.natures[fleet.servers.servers[0]]
+        first.token_s *= 20
+        await fleet.shares(600)
+        slow, *others = await fleet.shares(600)
+        assert 0 < slow < 0.1 / num_servers + 0.02 * crowding
+        assert others == pytest.approx([(1 - slow) / (num_servers - 1)] * (num_servers - 1), abs=0.05)
+        first.token_s /= 20
+        await fleet.shares(600)
+        assert await fleet.shares(600) == equal
+
+    simulate(run())
+
+
+def test_a_server_that_joins_gets_its_share_at_once() -> None:
+    """Nothing is known of its speed yet."""
+
+    async def run() -> None:
+        fleet = Fleet(Nature(crowding=0.5), Nature(crowding=0.5), num_clients=64)
+        joining = fleet.servers.servers[1]
+        joining.is_reachable = False
+        assert await fleet.shares(200) == [1, 0]
+        joining.is_reachable = True
+        await fleet.shares(60)
+        assert await fleet.shares(300) == pytest.approx([0.5, 0.5], abs=0.05)
+
+    simulate(run())
+
+
+def test_short_completions_say_nothing_about_speed() -> None:
+    servers = ServerSet(["a"])
+    (server,) = servers.servers
+    servers.measure(server, 7, 1.0)
+    assert server.tokens_per_s is None
+    servers.measure(server, 80, 2.0)
+    servers.measure(server, 80, 1.0)
+    assert server.tokens_per_s == pytest.approx(0.8 * 40 + 0.2 * 80)
