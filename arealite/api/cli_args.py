@@ -4,7 +4,7 @@ from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConf
 from arealite.api.config.experiment import BaseExperimentConfig, GRPOConfig, SFTConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig, SlurmLauncherConfig
 from arealite.api.config.loader import load_expr_config, to_yaml
-from arealite.api.config.loggers import StatsLoggerConfig, SwanlabConfig, TensorBoardConfig, TrackioConfig, WandBConfig
+from arealite.api.config.loggers import StatsLoggerConfig, TensorBoardConfig
 from arealite.api.config.model import (
     FSDPEngineConfig,
     FSDPWrapPolicy,
@@ -43,11 +43,8 @@ __all__ = [
     "SaverConfig",
     "SlurmLauncherConfig",
     "StatsLoggerConfig",
-    "SwanlabConfig",
     "TensorBoardConfig",
-    "TrackioConfig",
     "TrainEngineConfig",
-    "WandBConfig",
     "WeightCheckConfig",
     "config_help",
     "load_expr_config",

@@ -1,19 +1,18 @@
-"""Where the row of a step goes besides `metrics.jsonl` and the console: TensorBoard, W&B, SwanLab, Trackio.
-
-A sink exists only if the config asks for it, and every key of its block that is set reaches the service.
-"""
+"""Where the metrics of a step go besides `metrics.jsonl` and the console: TensorBoard, W&B, SwanLab, Trackio."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from arealite.api.cli_args import StatsLoggerConfig, SwanlabConfig, TensorBoardConfig, TrackioConfig, WandBConfig
+from arealite.api.cli_args import StatsLoggerConfig
 from arealite.api.errors import ConfigError
+
+SERVICES = ("wandb", "swanlab", "trackio")
+"""Packages with `init`, `log` and `finish`; the config block of that name is passed to `init`."""
 
 
 class Sink(Protocol):
@@ -29,28 +28,27 @@ class Sink(Protocol):
 def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, Any], start_step: int = 0) -> list[Sink]:
     """Start the services that the config asks for; `resolved` is the run's config, stored with the run.
 
-    A run that goes on from `start_step` goes on there too, except at SwanLab, which gets a second run of that name.
+    A run that resumes from `start_step` also resumes there, except at SwanLab, which gets a second run of that name.
     """
     names = {"project": config.experiment_name, "name": config.trial_name}
     sinks: list[Sink] = []
     if config.tensorboard.path is not None:
-        sinks.append(TensorBoardSink(config.tensorboard, start_step=start_step))
-    if config.wandb.mode != "disabled":
-        sinks.append(WandBSink(config.wandb, names=names, folder=folder, resolved=resolved, start_step=start_step))
-    if config.swanlab.mode != "disabled":
-        sinks.append(SwanlabSink(config.swanlab, names=names, resolved=resolved))
-    if config.trackio.mode != "disabled":
-        sinks.append(TrackioSink(config.trackio, names=names, resolved=resolved, start_step=start_step))
+        sinks.append(TensorBoardSink(config.tensorboard.path, start_step=start_step))
+    for service in SERVICES:
+        block = {key: value for key, value in getattr(config, service).items() if value is not None}
+        if block.get("mode", "disabled") != "disabled":
+            options = names | block | {"config": resolved | block.get("config", {})}
+            sinks.append(ServiceSink(service, _adapted(service, options, folder=folder, start_step=start_step)))
     return sinks
 
 
 class TensorBoardSink:
     """Event files."""
 
-    def __init__(self, config: TensorBoardConfig, *, start_step: int) -> None:
+    def __init__(self, path: str, *, start_step: int) -> None:
         _import("tensorboard", key="stats_logger.tensorboard.path")
         summary_writer = _import("torch.utils.tensorboard", key="stats_logger.tensorboard.path").SummaryWriter
-        self._writer = summary_writer(config.path, purge_step=start_step or None)
+        self._writer = summary_writer(path, purge_step=start_step or None)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
@@ -61,74 +59,36 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandBSink:
-    """Weights & Biases; offline runs lie in the run folder."""
+class ServiceSink:
+    """A run at a service whose package is used as wandb is."""
 
-    def __init__(
-        self,
-        config: WandBConfig,
-        *,
-        names: dict[str, str],
-        folder: Path,
-        resolved: dict[str, Any],
-        start_step: int,
-    ) -> None:
-        wandb = _import("wandb", key="stats_logger.wandb.mode")
-        id_path = folder / ".wandb_id"
-        if start_step == 0 or not id_path.exists():
-            id_path.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
-        options = names | _given(config) | {"id": id_path.read_text(encoding="utf-8")}
-        if start_step > 0:
-            options["resume"] = "allow"
-        options["config"] = resolved | (config.config or {})
-        self._run = wandb.init(dir=str(folder), **options)
+    def __init__(self, service: str, options: dict[str, Any]) -> None:
+        self._service = _import(service, key=f"stats_logger.{service}.mode")
+        self._service.init(**options)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
+        self._service.log(metrics, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        self._service.finish()
 
 
-class SwanlabSink:
-    """SwanLab."""
-
-    def __init__(self, config: SwanlabConfig, *, names: dict[str, str], resolved: dict[str, Any]) -> None:
-        self._swanlab = _import("swanlab", key="stats_logger.swanlab.mode")
-        options = names | _given(config)
-        options["config"] = resolved | (config.config or {})
-        options["experiment_name"] = options.pop("name")
-        self._swanlab.init(**options)
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._swanlab.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()
+def _adapted(service: str, options: dict[str, Any], *, folder: Path, start_step: int) -> dict[str, Any]:
+    """Return the arguments of a service's `init`; what the user gave wins."""
+    if service == "swanlab":
+        return {"experiment_name": options.pop("name")} | options
+    if service == "trackio":
+        del options["mode"]  # trackio.init has none
+    else:
+        options = {"dir": str(folder), "id": _wandb_id(folder, start_step)} | options
+    return ({"resume": "allow"} if start_step > 0 else {}) | options
 
 
-class TrackioSink:
-    """Trackio."""
-
-    def __init__(
-        self, config: TrackioConfig, *, names: dict[str, str], resolved: dict[str, Any], start_step: int
-    ) -> None:
-        trackio = _import("trackio", key="stats_logger.trackio.mode")
-        options = names | _given(config)
-        del options["mode"]
-        if start_step > 0:
-            options["resume"] = "allow"
-        self._run = trackio.init(config=resolved, **options)
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _given(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+def _wandb_id(folder: Path, start_step: int) -> str:
+    path = folder / ".wandb_id"
+    if start_step == 0 or not path.exists():
+        path.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def _import(module: str, *, key: str) -> ModuleType:

@@ -320,7 +320,7 @@ def test_values_survive_the_round_trip(lr: float, steps: int, note: str) -> None
         tree |= {"total_train_steps": steps, "stats_logger": {"wandb": {"notes": note}}, "gconfig": {"stop": [note]}}
         config = load(Path(folder), yaml.safe_dump(tree))
         assert (config.actor.optimizer.lr, config.total_train_steps) == (lr, steps)
-        assert config.stats_logger.wandb.notes == note and config.eval_gconfig.stop == [note]
+        assert config.stats_logger.wandb["notes"] == note and config.eval_gconfig.stop == [note]
         assert load(Path(folder), to_yaml(config)) == config
 
 

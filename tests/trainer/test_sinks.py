@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.cli_args import (
-    StatsLoggerConfig,
-    SwanlabConfig,
-    TensorBoardConfig,
-    TrackioConfig,
-    WandBConfig,
-)
+from arealite.api.cli_args import StatsLoggerConfig, TensorBoardConfig
 from arealite.api.errors import ConfigError
 from arealite.trainer.sinks import open_sinks
 
@@ -51,9 +45,9 @@ def test_tensorboard_holds_every_number(tmp_path: Path) -> None:
     ("package", "services"),
     [
         ("tensorboard", {"tensorboard": TensorBoardConfig(path="tb")}),
-        ("wandb", {"wandb": WandBConfig(mode="offline")}),
-        ("swanlab", {"swanlab": SwanlabConfig(mode="local")}),
-        ("trackio", {"trackio": TrackioConfig(mode="online")}),
+        ("wandb", {"wandb": {"mode": "offline"}}),
+        ("swanlab", {"swanlab": {"mode": "local"}}),
+        ("trackio", {"trackio": {"mode": "online"}}),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
@@ -85,19 +79,19 @@ init, log, finish = record("init"), record("log"), record("finish")
     [
         (
             "wandb",
-            {"wandb": WandBConfig(mode="offline", entity="us", job_type="rl", group="g", notes="n", tags=["a"],
-                                  config={"extra": 1})},
+            {"wandb": {"mode": "offline", "entity": "us", "job_type": "rl", "group": "g", "notes": "n", "tags": ["a"],
+                       "save_code": True, "config": {"extra": 1}}},
             {"mode": "offline", "entity": "us", "job_type": "rl", "group": "g", "notes": "n", "tags": ["a"],
-             "project": "exp", "name": "t0", "dir": "FOLDER", "config": {"seed": 3, "extra": 1}},
+             "save_code": True, "project": "exp", "name": "t0", "dir": "FOLDER", "config": {"seed": 3, "extra": 1}},
         ),
         (
             "swanlab",
-            {"swanlab": SwanlabConfig(mode="local", project="p", logdir="d", config={"seed": 4})},
+            {"swanlab": {"mode": "local", "project": "p", "logdir": "d", "config": {"seed": 4}}},
             {"mode": "local", "project": "p", "experiment_name": "t0", "logdir": "d", "config": {"seed": 4}},
         ),
         (
             "trackio",
-            {"trackio": TrackioConfig(mode="online", name="n", space_id="us/space")},
+            {"trackio": {"mode": "online", "name": "n", "space_id": "us/space"}},
             {"project": "exp", "name": "n", "space_id": "us/space", "config": {"seed": 3}},
         ),
     ],
@@ -126,7 +120,7 @@ def test_a_run_that_goes_on_goes_on_at_wandb(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("RECORD", str(tmp_path / "calls.jsonl"))
-    config = config_of(tmp_path, wandb=WandBConfig(mode="offline"))
+    config = config_of(tmp_path, wandb={"mode": "offline"})
     for start_step in (0, 5, 0):
         open_sinks(config, folder=tmp_path, resolved={}, start_step=start_step)
     del sys.modules["wandb"]
@@ -139,7 +133,7 @@ def test_a_run_that_goes_on_goes_on_at_wandb(tmp_path: Path, monkeypatch: pytest
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    (sink,) = open_sinks(config_of(tmp_path, wandb=WandBConfig(mode="offline")), folder=tmp_path, resolved={"seed": 3})
+    (sink,) = open_sinks(config_of(tmp_path, wandb={"mode": "offline"}), folder=tmp_path, resolved={"seed": 3})
     sink.write(0, {"reward/mean": 0.5})
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
@@ -149,9 +143,9 @@ def test_trackio_keeps_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("trackio")
     program = (
         "import sys; from pathlib import Path\n"
-        "from arealite.api.cli_args import StatsLoggerConfig, TrackioConfig\n"
+        "from arealite.api.cli_args import StatsLoggerConfig\n"
         "from arealite.trainer.sinks import open_sinks\n"
-        "config = StatsLoggerConfig(experiment_name='exp', trial_name='t0', trackio=TrackioConfig(mode='online'))\n"
+        "config = StatsLoggerConfig(experiment_name='exp', trial_name='t0', trackio=dict(mode='online'))\n"
         "(sink,) = open_sinks(config, folder=Path('.'), resolved={'seed': 3})\n"
         "sink.write(0, {'reward/mean': 0.5}); sink.close()"
     )

@@ -92,10 +92,11 @@ def _sort(
     """Sort the keys of a block into those kept, in place, and those moved, by dotted name."""
     for name, value in block.items():
         key = f"{prefix}{name}"
-        if key in blocks and isinstance(value, dict):
+        is_known = key in blocks or key in leaves
+        if is_known and isinstance(value, dict):
             kept[name] = {}
             _sort(value, f"{key}.", blocks, leaves, kept[name], moved)
-        elif key in blocks or key in leaves:
+        elif is_known:
             kept[name] = value
         elif key in RENAMED:
             logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
