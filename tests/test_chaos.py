@@ -92,7 +92,7 @@ def test_what_is_left_behind_is_found_and_ended(tmp_path: Path) -> None:
         (experiment.temporary / "torchelastic_x").mkdir()
         (experiment.run_folder / "recover" / ".step_1.unfinished").mkdir(parents=True)
         broken = judge(experiment, Outcome(ports={port}, is_done=True)).broken
-        assert orphan.wait(5) == -9
+        assert orphan.wait(120) == -9
     assert len(broken) == 4
     assert broken[0] == f"no port may be left: got [{port}]"
     assert broken[1].startswith(f"no process may be left: got {orphan.pid} ")
@@ -188,7 +188,7 @@ def outcome_of(address: str) -> str:
     """Ask for a token and tell what came."""
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}, "return_logprob": True}
     try:
-        with urllib.request.urlopen(f"http://{address}/generate", json.dumps(body).encode(), timeout=20) as reply:
+        with urllib.request.urlopen(f"http://{address}/generate", json.dumps(body).encode(), timeout=120) as reply:
             answer = json.loads(reply.read())
     except urllib.error.HTTPError as error:
         return f"status_{error.code}"

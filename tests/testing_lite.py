@@ -35,7 +35,7 @@ class LiteServer:
         """Post as someone who is not our client."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"http://{self.address}{endpoint}", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             answer: dict[str, Any] = json.load(reply)
         return answer
 

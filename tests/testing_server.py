@@ -271,11 +271,11 @@ def serve(server: ScriptedServer, port: int = 0) -> Iterator[ScriptedServer]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
     try:
         yield server
     finally:
-        asyncio.run_coroutine_threadsafe(stop(runner), loop).result(10)
+        asyncio.run_coroutine_threadsafe(stop(runner), loop).result(120)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(120)
         loop.close()

@@ -19,7 +19,7 @@ ORDER = {"seed": 1, "dataset_size": 40, "batch_size": 40, "shuffle": False, "dro
 def arealite(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "arealite.cli.main", *arguments]
     env = os.environ | {"COLUMNS": "80"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
 def make_run(folder: Path) -> None:

@@ -23,7 +23,7 @@ from arealite.utils.network import LOOPBACK
 from arealite.utils.secret import SECRET_FILE, ensure_secret
 from arealite.utils.server_record import ServerRecord, servers_root
 
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 ROOT = servers_root("exp", "trial")
 
 

@@ -180,7 +180,7 @@ def test_nothing_fails_while_the_only_server_starts_anew(
     until(lambda: first.engine.stats().generated_tokens > 60)
     registry.put("server-0", first.address, state="leaving")
     until(lambda: not rollout.servers.servers)
-    first.engine.pause("abort").result(10)
+    first.engine.pause("abort").result(120)
     until(lambda: first.engine.stats().running == 0)
     time.sleep(10.5)
     second = serving(stack, seed=8)

@@ -70,7 +70,7 @@ def broadcast(engine: RemoteInferenceEngine, *values: float, version: int = 1) -
     meta = WeightUpdateMeta("nccl", nccl_param_specs=BUCKETS, timeout_s=10.0, version=version)
     received = engine.update_weights(meta)
     send(meta, *values)
-    received.result(10)
+    received.result(120)
 
 
 @pytest.mark.parametrize("has_generate", [True, False])
@@ -174,7 +174,7 @@ def test_from_disk(tmp_path: Path) -> None:
         meta = WeightUpdateMeta("disk", path=str(folder), version=7, timeout_s=10.0)
         received = engine.update_weights(meta)
         meta.uploaded.set_result(None)
-        received.result(10)
+        received.result(120)
         assert not meta.wants_fingerprints
     assert server.weights == {"disk": "new"} and server.version == 7
     calls = ["/pause?mode=abort", "reload_weights", "/update_weight_version", "/reset_prefix_cache", "/resume"]
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_can_not_be_read_leaves_the_old_weights(tmp_path: Path
         received = engine.update_weights(meta)
         meta.uploaded.set_result(None)
         with pytest.raises(WeightUpdateError, match="collective_rpc must succeed: got status 500"):
-            received.result(10)
+            received.result(120)
     assert server.calls[:3] == ["/pause?mode=abort", "reload_weights", "abandon_weight_update"]
 
 

@@ -74,7 +74,7 @@ def by_broadcast(timeout_s: float = 10.0, version: int | None = None) -> WeightU
 def publish(engine: RemoteSGLangEngine, sender: Sender, meta: WeightUpdateMeta, value: float) -> None:
     future = engine.update_weights(meta)
     sender.send(meta, value)
-    future.result(10)
+    future.result(120)
 
 
 def sample(engine: RemoteSGLangEngine, rid: str = "a") -> ModelResponse:
@@ -95,7 +95,7 @@ def test_broadcast_reaches_every_server_and_uses_the_group_again(stack: contextl
         future = engine.update_weights(meta)
         assert meta.version == version and meta.nccl_world_size == 3
         sender.send(meta, float(version))
-        future.result(10)
+        future.result(120)
         engine.set_version(version)
         for server in servers:
             check_weights(server, float(version))
@@ -198,7 +198,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
             meta.uploaded.set_result(None)
         else:
             sender.send(meta, float(version))
-        future.result(10)
+        future.result(120)
         engine.set_version(version)
 
     with serve(leaves):
@@ -212,7 +212,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
         for index in range(4):
             response = sample(engine, f"2-{index}")
             assert (response.server, response.output_versions) == (stays.address, [2])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not all(one.is_reachable for one in engine.servers.servers):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -231,8 +231,8 @@ def test_no_request_is_sent_while_servers_are_paused(stack: contextlib.ExitStack
         time.sleep(0.3)
         assert server.requests == [] and not pending.done()
         Sender().send(meta, 1.0)
-        future.result(10)
-        assert pending.result(10).output_versions == [1]
+        future.result(120)
+        assert pending.result(120).output_versions == [1]
 
 
 def test_a_server_that_does_not_know_sessions(stack: contextlib.ExitStack) -> None:
@@ -241,7 +241,7 @@ def test_a_server_that_does_not_know_sessions(stack: contextlib.ExitStack) -> No
     meta = by_broadcast()
     future = engine.update_weights(meta)
     sender.send(meta, 1.0)
-    future.result(10)
+    future.result(120)
     check_weights(server, 1.0)
     assert "/end_weight_update" not in server.calls
 
@@ -257,7 +257,7 @@ def test_disk(stack: contextlib.ExitStack, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "weights").write_text("seven")
     meta.uploaded.set_result(None)
-    future.result(10)
+    future.result(120)
     for server in servers:
         assert server.weights == {"disk": "seven"} and server.version == 7 and not server.is_paused
     assert not folder.exists()
@@ -276,7 +276,7 @@ def test_servers_flush_their_cache_with_the_last_of_the_weights(
     meta = WeightUpdateMeta(type="disk", path=str(tmp_path / "w"), version=2, timeout_s=10.0)
     future = engine.update_weights(meta)
     meta.uploaded.set_result(None)
-    future.result(10)
+    future.result(120)
     assert [update["flush_cache"] for update in server.updates] == [False, True, True]
     assert [update["weight_version"] for update in server.updates] == [None, "1", "2"]
 
@@ -297,7 +297,7 @@ def test_generation_goes_on_token_exactly_across_updates(stack: contextlib.ExitS
         meta = by_broadcast()
         future = engine.update_weights(meta)
         sender.send(meta, float(version))
-        future.result(10)
+        future.result(120)
         engine.set_version(version)
     thread.join()
     (response,) = responses
@@ -389,7 +389,7 @@ def test_a_failure_of_one_server_frees_the_sender_at_once(stack: contextlib.Exit
     with pytest.raises(ConnectionError):
         Sender().send(meta, 1.0)
     with pytest.raises(WeightUpdateError):
-        future.result(10)
+        future.result(120)
     assert time.monotonic() - began < 10
 
 
@@ -417,7 +417,7 @@ def test_a_sender_that_fails_ends_the_publication_at_once(
     began = time.monotonic()
     meta.uploaded.set_exception(error)
     with pytest.raises(WeightUpdateError, match=f"the sender failed with {type(error).__name__}"):
-        future.result(10)
+        future.result(120)
     assert time.monotonic() - began < 3
     assert not server.is_paused and server.version == 0
     assert engine.get_version() == 0
@@ -430,7 +430,7 @@ def test_a_sender_that_never_comes_ends_at_the_deadline(stack: contextlib.ExitSt
     meta = WeightUpdateMeta(type=type_, path="/nowhere", nccl_param_specs=BUCKETS, timeout_s=0.5)
     began = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"within 0\.5 s"):
-        engine.update_weights(meta).result(10)
+        engine.update_weights(meta).result(120)
     assert time.monotonic() - began < 5
     assert not server.is_paused
 
@@ -464,5 +464,5 @@ def test_a_server_that_may_hold_half_of_the_weights_stays_paused(stack: contextl
     sender = threading.Thread(target=_try_send, args=(Sender(), meta))
     sender.start()
     with pytest.raises(WeightUpdateError):
-        future.result(10)
+        future.result(120)
     assert server.is_paused

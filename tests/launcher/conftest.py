@@ -15,7 +15,7 @@ import pytest
 from arealite.utils.processes import kill_tree, spawn, wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
-DEADLINE_S = 60
+DEADLINE_S = 180
 
 PRELUDE = """
 import os, pathlib, signal, subprocess, sys, time
@@ -98,7 +98,7 @@ class Run:
     def end(self) -> int:
         """Return the exit status, once everything that the scripts noted is gone."""
         status = self.process.wait(DEADLINE_S)
-        assert wait_gone(self.pids, timeout_s=10) == set(), self.output
+        assert wait_gone(self.pids, timeout_s=120) == set(), self.output
         return status
 
 

@@ -37,7 +37,7 @@ def server() -> Iterator[LiteServer]:
 def status(server: LiteServer, method: str, path: str, headers: dict[str, str], body: bytes | None = None) -> int:
     request = urllib.request.Request(f"http://{server.address}{path}", body, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         told = json.load(error)["error"]["message"] if method != "HEAD" else ""

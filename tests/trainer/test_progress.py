@@ -45,7 +45,7 @@ def run_on_terminal(how: str, folder: Path) -> str:
     except OSError:  # how Linux says that the other side is closed
         pass
     os.close(terminal)
-    process.wait(timeout=30)
+    process.wait(timeout=120)
     return b"".join(chunks).decode()
 
 

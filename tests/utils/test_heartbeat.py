@@ -33,7 +33,7 @@ def program(logs: Path, code: str, **env: str) -> Iterator[subprocess.Popen[byte
             process.kill()
 
 
-def wait_until(is_true, timeout_s: float = 20.0):
+def wait_until(is_true, timeout_s: float = 120.0):
     deadline = time.monotonic() + timeout_s
     while not (found := is_true()):
         assert time.monotonic() < deadline

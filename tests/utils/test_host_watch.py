@@ -24,7 +24,7 @@ def watch(meet: Callable[[socket.socket], None]) -> subprocess.CompletedProcess[
         process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
         listener.settimeout(60)
         meet(listener)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess([], process.returncode, out, err)
 
 

@@ -179,7 +179,7 @@ def test_an_entry_that_is_replaced_all_the_time_is_never_missing_or_torn(store: 
             seen.add(text)
     finally:
         is_over.set()
-        thread.join(10)
+        thread.join(120)
     assert seen == set(texts)
 
 
@@ -211,7 +211,7 @@ def test_of_processes_that_find_a_lease_ended_one_takes_the_name(store: FileStor
             assert racer.stdin is not None
             racer.stdin.write("go\n")
             racer.stdin.flush()
-        won = [json.loads(racer.communicate(timeout=60)[0]) for racer in racers]
+        won = [json.loads(racer.communicate(timeout=120)[0]) for racer in racers]
     finally:
         for racer in racers:
             racer.kill()

@@ -123,7 +123,7 @@ def test_a_bit_that_flips_on_the_way_is_found(stack: contextlib.ExitStack, tmp_p
     future = engine.update_weights(meta)
     send(meta, corrupted(weights), told=weights)
     with pytest.raises(WeightUpdateError, match=rf"got 1 of \d+ with other fingerprints, {NAME}. The old weights stay"):
-        future.result(20)
+        future.result(120)
     for server in servers:
         assert server.engine.version == "0"
         kept = weights_of(server.model)
@@ -131,7 +131,7 @@ def test_a_bit_that_flips_on_the_way_is_found(stack: contextlib.ExitStack, tmp_p
     shutil.rmtree(tmp_path / "w", ignore_errors=True)
     future = engine.update_weights(meta)
     send(meta, weights, told=weights)
-    future.result(20)
+    future.result(120)
     assert [server.engine.version for server in servers] == ["1", "1"]
     assert torch.equal(weights_of(servers[1].model)[NAME], weights[NAME])
     assert engine.metrics()["weights/mismatched_tensors"] == 0
@@ -147,7 +147,7 @@ def test_a_warning_lets_the_run_go_on(
     meta = update(tmp_path, type_, weights)
     future = engine.update_weights(meta)
     send(meta, corrupted(weights), told=weights)
-    future.result(20)
+    future.result(120)
     for server in servers:
         assert server.engine.version == "1"
         taken = weights_of(server.model)[NAME]
@@ -166,7 +166,7 @@ def test_only_embedded_servers_are_told_fingerprints(stack: contextlib.ExitStack
         future = engine.update_weights(meta)
         assert meta.wants_fingerprints == (backend == "lite" and is_on)
         with pytest.raises(WeightUpdateError):
-            future.result(10)
+            future.result(120)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -210,7 +210,7 @@ def test_the_log_of_weights_goes_back_with_the_run(tmp_path: Path) -> None:
 def swap_behind_our_back(server: LiteServer, version: int) -> None:
     """Give a server other weights under the version that it has."""
     other = weights_of(tiny_models.build(tiny_models.config(), seed=21))
-    server.engine.update_weights(other, str(version)).result(10)
+    server.engine.update_weights(other, str(version)).result(120)
 
 
 def test_a_canary_names_the_server_with_other_weights(
@@ -241,7 +241,7 @@ def test_a_canary_explains_tied_embeddings_on_vllm(stack: contextlib.ExitStack, 
     tiny_models.build(config, seed=3).save_pretrained(tmp_path)
     actor, rollout = make_actor(stack, str(tmp_path)), connect(stack, server)
     publish_weights(actor, rollout, version=1)
-    server.engine.update_weights(weights_of(tiny_models.build(config, seed=21)), "1").result(10)
+    server.engine.update_weights(weights_of(tiny_models.build(config, seed=21)), "1").result(120)
     with pytest.raises(WeightUpdateError, match=r"differs by .* Look at that server's log"):
         check_canary(actor, rollout, version=1)
     rollout.config.backend = "vllm"  # the connection stays; only the words depend on it now
@@ -266,14 +266,14 @@ def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.
         assert not pending.done(), "not even if the user lets episodes go on"
         rollout.config.weight_check.canary_bound = None
         publish_weights(actor, rollout, version=1)
-        assert pending.result(10).output_versions == [1] * 4
+        assert pending.result(120).output_versions == [1] * 4
 
 
 def test_a_canary_notices_another_version(stack: contextlib.ExitStack, model_path: str) -> None:
     server = lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, server)
     publish_weights(actor, rollout, version=1)
-    server.engine.set_version("8").result(10)
+    server.engine.set_version("8").result(120)
     with pytest.raises(WeightUpdateError, match=f"{server.address} says version 8"):
         check_canary(actor, rollout, version=1)
 

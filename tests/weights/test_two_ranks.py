@@ -48,7 +48,7 @@ def test_two_ranks_publish(tmp_path: Path) -> None:
             ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
             stack.callback(ranks[-1].wait)
             stack.callback(ranks[-1].kill)
-        codes = [one.wait(100) for one in ranks]
+        codes = [one.wait(120) for one in ranks]
         assert codes == [0, 0], "\n".join((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
         served, expected = weights_of(server.model), torch.load(tmp_path / "params.pt")
     assert server.engine.version == "2" and set(served) == set(expected)

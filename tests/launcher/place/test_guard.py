@@ -51,5 +51,5 @@ def test_shared_memory_goes_with_its_processes(tmp_path: Path, ending: str) -> N
             if path.read_bytes().split(b"\0")[1:2] == [str(tmp_path / "holder.py").encode()]
         )
         subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(command)], check=True)
-    guard.wait(20)
+    guard.wait(120)
     assert not any(path.exists() for path in shared)

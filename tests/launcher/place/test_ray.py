@@ -97,7 +97,7 @@ async def running(slot: Slot) -> tuple[asyncio.Task[int], list[int]]:
     """Run a job that has left a daemon behind, and return the pids of both."""
     heard = Heard()
     task = asyncio.create_task(slot.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not heard.text:
             await asyncio.sleep(0.05)
     return task, json.loads(heard.text)
@@ -109,7 +109,7 @@ def worker_of(pids: list[int]) -> psutil.Process:
 
 
 async def noted_pids(path: Path) -> list[int]:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not (lines := path.read_text().splitlines()) or not lines[-1].startswith("["):
             await asyncio.sleep(0.1)
     return json.loads(lines[-1])
@@ -211,7 +211,7 @@ async def test_no_job_outlives_its_launcher(cluster: RayCluster, number: int, tm
         assert await gone(pids)
     finally:
         kill_tree(launcher.pid)
-        launcher.wait(10)
+        launcher.wait(120)
 
 
 async def test_what_does_not_fit_is_waited_for(cluster: RayCluster) -> None:

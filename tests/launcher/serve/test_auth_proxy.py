@@ -41,7 +41,7 @@ async def proxied(handler: Handler) -> AsyncIterator[tuple[aiohttp.ClientSession
 
 def run(handler: Handler, ask: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), proxied(handler) as (session, url):
+        async with asyncio.timeout(120), proxied(handler) as (session, url):
             await ask(session, url)
 
     asyncio.run(main())

@@ -107,8 +107,8 @@ def on_terminal(command: list[str | Path], **options) -> bytes:
     reader.start()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave, **options)
     os.close(slave)
-    assert process.wait(60) == 0, bytes(written)
-    reader.join(10)
+    assert process.wait(120) == 0, bytes(written)
+    reader.join(120)
     os.close(master)
     return bytes(written)
 
