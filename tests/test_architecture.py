@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "watchdog": {"api", "utils"},
     "server": {"api", "utils", "generation"},
     "inference": {"api", "utils", "rollout"},
-    "engine": {"api", "utils", "algorithms", "inference.remote_engine"},
+    "engine": {"api", "utils", "algorithms", "inference.remote_engine", "inference.backends"},
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward", "rollout.builder"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},

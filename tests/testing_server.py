@@ -1,4 +1,4 @@
-"""A small real server in SGLang's dialect whose tokens are a function of (seed, position): exactness can be checked.
+"""A small real server with SGLang's protocol whose tokens are a function of (seed, position): exactness can be checked.
 
 It can be slow, fail, hang up, abort and swap versions mid-generation. It runs in a thread of its own; several may run.
 """

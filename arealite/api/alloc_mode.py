@@ -1,7 +1,7 @@
 """How many servers and trainers a run has, written as one string such as `sglang.d4p1t1+d4p1t1`.
 
     mode    = servers "+" dims | dims "+" servers | servers "+eval" | servers | dims
-    servers = ("sglang" | "vllm" | "lite") "." dims
+    servers = backend "." dims, e.g. sglang.d4
     dims    = one or more of d<N> (data), p<N> (pipeline), t<N> or m<N> (tensor), each at most once; a missing one is 1
 
 The whole string must match; an error points at the place. A side that is absent has no replicas: data size 0.
@@ -16,8 +16,8 @@ from math import prod
 from typing import NoReturn
 
 from arealite.api.errors import ConfigError
+from arealite.api.server_limits import BACKENDS
 
-BACKENDS = ("sglang", "vllm", "lite")
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor"}
 _DIGITS = "0123456789"
 

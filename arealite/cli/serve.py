@@ -18,9 +18,9 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.inference.backends import kind_of
 from arealite.launcher.plan.jobs import check_model, registry_flags, server_job, visible_gpus
 from arealite.launcher.plan.plan import Placement, rollout_of
-from arealite.launcher.plan.server_commands import check_installed, check_server_block
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.name_resolve import NameResolveError, make_repository
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
@@ -86,8 +86,8 @@ def _check(config: BaseExperimentConfig) -> list[str]:
             "Add e.g. allocation_mode=lite.d1."
         )
     check_model(config)
-    check_server_block(config)
-    check_installed(config)
+    kind_of(config).check_block(config)
+    kind_of(config).check_installed(config)
     if config.cluster.n_gpus_per_node == 0:
         return []
     gpus = visible_gpus()

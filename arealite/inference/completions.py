@@ -20,7 +20,7 @@ from typing import Any
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
-from arealite.inference.backends.base import Caller, Dialect, Segment
+from arealite.inference.backends.base import Backend, Segment, ServerConnection
 from arealite.inference.health import Liveness
 from arealite.inference.http import ServerHttp, StatusError
 from arealite.inference.pool import Server, ServerFacts, ServerSet
@@ -53,7 +53,7 @@ class Canary:
 class Generator:
     """Lets servers complete requests; must be created and used in one event loop."""
 
-    def __init__(self, config: InferenceEngineConfig, dialect: Dialect, servers: ServerSet, secret: str | None) -> None:
+    def __init__(self, config: InferenceEngineConfig, backend: Backend, servers: ServerSet, secret: str | None) -> None:
         self.http = ServerHttp(secret)
         self.may_generate = asyncio.Event()
         """Cleared while a publication of weights pauses the servers."""
@@ -64,7 +64,7 @@ class Generator:
         """Sampled so far."""
         self.num_stale_kv_tokens = 0
         self._config = config
-        self._dialect = dialect
+        self._backend = backend
         self._servers = servers
         self.liveness = Liveness(self.http, servers, self.may_generate)
         self._changed = asyncio.Event()
@@ -92,10 +92,10 @@ class Generator:
         """Learn about a server and wait until it is ready. The weights of one that a run before us left paused may be
         anything; the first publication replaces them."""
         loop = asyncio.get_running_loop()
-        caller = Caller(address, self.http, lambda: max(0.001, deadline - loop.time()))
+        connection = ServerConnection(address, self.http, lambda: max(0.001, deadline - loop.time()))
         if await self.liveness.answers_by(address, deadline):
-            facts = await self._dialect.meet(caller)
-            await self._dialect.take_over(caller)
+            facts = await self._backend.meet(connection)
+            await self._backend.take_over(connection)
             if await self.liveness.is_healthy_by(address, deadline):
                 return facts
         raise ServerError(
@@ -214,11 +214,11 @@ class Generator:
 
     async def _ask(self, server: Server, req: ModelRequest, tokens: list[int], seed: int) -> Segment:
         """Let one server continue a request."""
-        endpoint, payload = self._dialect.generate_call(server.address, req, tokens, seed)
+        endpoint, payload = self._backend.generate_call(server.address, req, tokens, seed)
         try:
             reply = await self.liveness.post(server, endpoint, payload, timeout_s=self._config.request_timeout)
         except StatusError as error:
-            if self._dialect.is_overflow(error):
+            if self._backend.is_overflow(error):
                 if tokens:
                     return Segment([], [], [], "length")  # an interruption fell on its last tokens
                 raise ContextOverflowError(
@@ -228,7 +228,7 @@ class Generator:
                 ) from error
             raise
         heartbeat.tick()
-        return self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
+        return self._backend.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
 
     async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
         """Choose a server, and wait for one while there is none."""
@@ -327,11 +327,13 @@ class Generator:
                 return None
 
     async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
-        caller = Caller(server.address, self.http, lambda: max(0.001, deadline - asyncio.get_running_loop().time()))
+        connection = ServerConnection(
+            server.address, self.http, lambda: max(0.001, deadline - asyncio.get_running_loop().time())
+        )
         seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
-        endpoint, payload = self._dialect.generate_call(server.address, req, [], seed, ignore_eos=True)
-        reply = await caller.post(endpoint, payload)
-        segment = self._dialect.parse_segment(server.address, reply, req.gconfig.max_new_tokens)
+        endpoint, payload = self._backend.generate_call(server.address, req, [], seed, ignore_eos=True)
+        reply = await connection.post(endpoint, payload)
+        segment = self._backend.parse_segment(server.address, reply, req.gconfig.max_new_tokens)
         if not segment.tokens:
             raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
         server.tells_versions |= segment.versions is not None

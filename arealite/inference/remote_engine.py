@@ -1,7 +1,7 @@
 """The client that every kind of server shares: servers, episodes, weights and versions as one `InferenceEngine`.
 
 It puts together `generator` (completions that survive interruptions), `membership` (servers that come and go),
-`weight_receiver` (publications) and the rollout runtime; only the dialect is a server's own. On ranks other than 0 the
+`weight_receiver` (publications) and the rollout runtime; only the backend is a server's own. On ranks other than 0 the
 engine is a receiver: batches come through collectives, everything else belongs to rank 0.
 
 A server that joins while the trainer waits for a batch gets the current weights then and there: rank 0 breaks the wait
@@ -26,9 +26,7 @@ from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.inference.backends.base import Dialect
-from arealite.inference.backends.sglang import SGLangDialect
-from arealite.inference.backends.vllm import VLLMDialect
+from arealite.inference.backends import KINDS, Backend
 from arealite.inference.completions import Canary, Generator
 from arealite.inference.discovery import Membership
 from arealite.inference.pool import ServerSet, parse_addresses
@@ -49,11 +47,21 @@ NextStep = Literal["again", "enough", "no"]
 class RemoteInferenceEngine(InferenceEngine):
     """Samples from servers of the kind that `rollout.backend` names, over HTTP, and runs episodes on top of that."""
 
+    protocol: type[Any] = Backend
+    """What the servers must speak."""
+
     def __init__(self, config: InferenceEngineConfig) -> None:
+        kind = KINDS[config.backend]
+        if not issubclass(kind.backend, self.protocol):
+            fitting = [one.name for one in KINDS.values() if issubclass(one.backend, self.protocol)]
+            raise ConfigError(
+                f"rollout.backend must be {' or '.join(fitting)} for {type(self).__name__}: got {config.backend}. "
+                "Change allocation_mode, or construct a RemoteInferenceEngine, which takes any."
+            )
         self.config = config
         self.servers = ServerSet()
-        self._dialect = _dialect(config)
-        self._receiver = WeightReceiver(self._dialect, self.servers, config.weight_check)
+        self._backend = kind.backend(pause_mode=config.pause_mode)
+        self._receiver = WeightReceiver(self._backend, self.servers, config.weight_check)
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._generator: Generator
@@ -118,7 +126,7 @@ class RemoteInferenceEngine(InferenceEngine):
     async def _connect(self, addresses: list[str]) -> None:
         loop = self._require_executor().loop
         secret = secret_of_environment() if addresses else self._secret()
-        generator = self._generator = Generator(self.config, self._dialect, self.servers, secret)
+        generator = self._generator = Generator(self.config, self._backend, self.servers, secret)
         loop.closers.append(generator.http.close)
         self.servers.on_change = lambda: loop.call_soon(self._note_change)
         if addresses:
@@ -387,12 +395,6 @@ class RemoteInferenceEngine(InferenceEngine):
                 "Call initialize first; on other ranks only the collective methods work."
             )
         return self._executor
-
-
-def _dialect(config: InferenceEngineConfig) -> Dialect:
-    if config.backend == "vllm":
-        return VLLMDialect(pause_mode=config.pause_mode)
-    return SGLangDialect(is_lite=config.backend == "lite", pause_mode=config.pause_mode)
 
 
 def _means(batch: TensorDict) -> dict[str, float]:

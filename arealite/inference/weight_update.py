@@ -25,7 +25,7 @@ import torch
 from arealite.api.cli_args import WeightCheckConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.inference.backends.base import BroadcastPlan, Caller, Dialect, Proof
+from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, ServerConnection
 from arealite.inference.health import Liveness
 from arealite.inference.pool import NO_VERSION, Server, ServerSet
 from arealite.utils.network import LOOPBACK, free_port, host_ip
@@ -46,14 +46,14 @@ _LEAVE_S = 5.0
 class WeightReceiver:
     """Brings published weights to the members of a server set."""
 
-    def __init__(self, dialect: Dialect, servers: ServerSet, check: WeightCheckConfig) -> None:
+    def __init__(self, backend: Backend, servers: ServerSet, check: WeightCheckConfig) -> None:
         self.num_mismatched = 0
         """Tensors that a server took although their fingerprints differed."""
         self.members: list[Server] = []
         """Those that the last publication reached."""
         self.may_try_again = False
         """Whether the last one failed because of servers that the next one would be without."""
-        self._dialect = dialect
+        self._backend = backend
         self._servers = servers
         self._check = check
         self._plan: BroadcastPlan | None = None
@@ -64,10 +64,10 @@ class WeightReceiver:
 
     async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> Publication:
         """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
-        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._dialect.verifies(meta), {}
+        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._backend.verifies(meta), {}
         self._held, self.members, self.may_try_again = None, [], False
         accepts_mismatch = self._check.on_mismatch == "warn"
-        publication = Publication(self._dialect, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch)
+        publication = Publication(self._backend, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch)
         self._last = publication
         if meta.type == "nccl":
             async with self._undone_on_failure(publication):
@@ -166,7 +166,7 @@ class WeightReceiver:
             address = host_ip(remote[0]) if remote else LOOPBACK
             name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
             backend: Literal["nccl", "gloo"] = (
-                "nccl" if torch.cuda.is_available() and not self._dialect.is_on_cpu else "gloo"
+                "nccl" if torch.cuda.is_available() and not self._backend.is_on_cpu else "gloo"
             )
             self._plan = BroadcastPlan(name, address, free_port(address), backend, servers)
         self._plan.write_to(meta)
@@ -179,7 +179,7 @@ class WeightReceiver:
         except (Exception, asyncio.CancelledError) as error:
             plans = {self._plan, self._joined} - {None}
             self._plan = self._joined = None
-            if publication.is_torn and not self._dialect.keeps_old_weights:
+            if publication.is_torn and not self._backend.keeps_old_weights:
                 for server in publication.members:
                     self._servers.note_loss(server, server.version)
                 publication.members = []
@@ -234,7 +234,7 @@ class Publication:
 
     def __init__(
         self,
-        dialect: Dialect,
+        backend: Backend,
         liveness: Liveness,
         meta: WeightUpdateMeta,
         servers: ServerSet,
@@ -256,7 +256,7 @@ class Publication:
         self.is_torn = False
         """Whether a server may hold some of the new weights."""
         self.num_mismatched = 0
-        self._dialect = dialect
+        self._backend = backend
         self._accepts_mismatch = accepts_mismatch
         self._http = liveness.http
         self._servers = servers
@@ -272,7 +272,7 @@ class Publication:
             known = self._servers.servers
             self.asked = [server for server in known if server.is_reachable] or known
         self.members, self.found_nobody = self.asked, not self.asked
-        await self._on_all(self._dialect.pause, self.asked, may_be_gone=True)
+        await self._on_all(self._backend.pause, self.asked, may_be_gone=True)
         self.members = [server for server in self.asked if server not in self.failures]
         for server in self.failures:
             self.liveness.suspect(server)
@@ -288,9 +288,9 @@ class Publication:
         path = self.meta.path
         assert path is not None, "an update through the disk needs a path"
         self.is_torn = True
-        proof = self._proof()
+        checksums = self._checksums()
         await self._on_all(
-            lambda one: self._count_mismatches(one, self._dialect.load(one, path, self.version, proof)), servers
+            lambda one: self._count_mismatches(one, self._backend.load(one, path, self.version, checksums)), servers
         )
         await asyncio.to_thread(shutil.rmtree, path)
 
@@ -302,12 +302,12 @@ class Publication:
                     await asyncio.sleep(_LISTEN_PAUSE_S)
         except TimeoutError:
             raise TimeoutError("the sender did not listen") from None
-        await self._on_all(lambda caller: self._dialect.join(caller, plan, self.meta.timeout_s), plan.servers)
+        await self._on_all(lambda connection: self._backend.join(connection, plan, self.meta.timeout_s), plan.servers)
 
     async def leave(self, plan: BroadcastPlan) -> None:
         """Let the members of a group leave it; one that is gone or refuses does not matter."""
-        callers = [Caller(one.address, self._http, lambda: _LEAVE_S) for one in plan.servers]
-        leaving = (self._dialect.leave(caller, plan) for caller in callers)
+        connections = [ServerConnection(one.address, self._http, lambda: _LEAVE_S) for one in plan.servers]
+        leaving = (self._backend.leave(connection, plan) for connection in connections)
         for outcome in await asyncio.gather(*leaving, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.info("a server did not leave group %s: %s", plan.name, outcome)
@@ -316,12 +316,12 @@ class Publication:
         """Let all servers receive the buckets in send order; the last one carries the version."""
         must_end: dict[str, bool] = {}
 
-        async def begin(caller: Caller) -> None:
-            must_end[caller.address] = await self._dialect.begin(caller)
+        async def begin(connection: ServerConnection) -> None:
+            must_end[connection.address] = await self._backend.begin(connection)
 
-        async def end(caller: Caller) -> None:
-            if must_end[caller.address]:
-                await self._count_mismatches(caller, self._dialect.end(caller, self.version, self._proof()))
+        async def end(connection: ServerConnection) -> None:
+            if must_end[connection.address]:
+                await self._count_mismatches(connection, self._backend.end(connection, self.version, self._checksums()))
 
         await self._on_all(begin, plan.servers)
         buckets = self.meta.nccl_param_specs
@@ -334,19 +334,19 @@ class Publication:
 
     async def _receive_bucket(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> None:
         version = self.version if is_last else None
-        await self._on_all(lambda caller: self._dialect.receive(caller, plan, specs, version), plan.servers)
+        await self._on_all(lambda connection: self._backend.receive(connection, plan, specs, version), plan.servers)
 
-    def _proof(self) -> Proof | None:
+    def _checksums(self) -> Checksums | None:
         """Return what lets a server verify what it got."""
-        return Proof(self.meta.fingerprints, self._accepts_mismatch) if self.meta.fingerprints else None
+        return Checksums(self.meta.fingerprints, self._accepts_mismatch) if self.meta.fingerprints else None
 
-    async def _count_mismatches(self, caller: Caller, verified: Coroutine[Any, Any, list[str]]) -> None:
+    async def _count_mismatches(self, connection: ServerConnection, verified: Coroutine[Any, Any, list[str]]) -> None:
         """Count the tensors that the server took although they differ."""
         if differing := await verified:
             self.num_mismatched += len(differing)
             logger.warning(
                 "server %s took %d tensors of version %d with other fingerprints than were sent: %s",
-                *(caller.address, len(differing), self.version, ", ".join(differing[:5])),
+                *(connection.address, len(differing), self.version, ", ".join(differing[:5])),
             )
 
     async def wait_for_sender(self) -> None:
@@ -375,15 +375,17 @@ class Publication:
     async def continue_all(self) -> None:
         """Let all servers generate again, and raise the first failure when all have been told."""
         timeout_s = min(_CONTINUE_S, self.meta.timeout_s)
-        callers = [Caller(server.address, self._http, lambda: timeout_s) for server in self.members]
-        outcomes = await asyncio.gather(*(self._dialect.resume(caller) for caller in callers), return_exceptions=True)
+        connections = [ServerConnection(server.address, self._http, lambda: timeout_s) for server in self.members]
+        outcomes = await asyncio.gather(
+            *(self._backend.resume(connection) for connection in connections), return_exceptions=True
+        )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
     async def _on_all(
         self,
-        call: Callable[[Caller], Coroutine[Any, Any, object]],
+        call: Callable[[ServerConnection], Coroutine[Any, Any, object]],
         servers: Sequence[Server],
         *,
         may_be_gone: bool = False,
@@ -392,7 +394,7 @@ class Publication:
 
         async def call_one(server: Server) -> None:
             try:
-                await call(Caller(server.address, self._http, self._remaining_s))
+                await call(ServerConnection(server.address, self._http, self._remaining_s))
             except ServerError as error:
                 self.failures[server] = error
                 if not (may_be_gone and isinstance(error, UnreachableError)):

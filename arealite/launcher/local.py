@@ -17,11 +17,11 @@ from pathlib import Path
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
+from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Place
 from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.plan.plan import Plan
-from arealite.launcher.plan.server_commands import check_installed
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import Supervisor
 
@@ -53,7 +53,7 @@ def check(config: BaseExperimentConfig, plan: Plan) -> None:
             "or use arealite.launcher.ray, slurm or torchrun."
         )
     if plan.servers:
-        check_installed(config)
+        kind_of(config).check_installed(config)
     needed = sum(len(one.devices) for one in plan.placements)
     if needed > len(visible_gpus()) and config.cluster.n_gpus_per_node > 0:
         raise ConfigError(

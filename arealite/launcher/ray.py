@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.api.cli_args import BaseExperimentConfig
+from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Place
 from arealite.launcher.place.ray import RayPlace, connect
 from arealite.launcher.plan.plan import Plan
-from arealite.launcher.plan.server_commands import check_installed
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import Supervisor
 
@@ -39,7 +39,7 @@ def launch(entry: str | Path, argv: Sequence[str]) -> int:
 def _check(config: BaseExperimentConfig, plan: Plan) -> None:
     """Connect to the cluster. Whether it has room is no question of now: a slot is waited for."""
     if plan.servers:
-        check_installed(config)
+        kind_of(config).check_installed(config)
     connect()
 
 

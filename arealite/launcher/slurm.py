@@ -27,9 +27,9 @@ from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.inference.backends import kind_of
 from arealite.launcher.plan.jobs import check_model
 from arealite.launcher.plan.plan import Plan, make_plan
-from arealite.launcher.plan.server_commands import check_server_block
 from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = make_plan(config)
         check_model(config)
         if plan.servers:
-            check_server_block(config)
+            kind_of(config).check_block(config)
         script = batch_script(config, plan, entry=entry, argv=args.argv)
         if args.dry_run:
             print("\n".join(plan_lines(config, plan, by="Slurm", entry=entry, argv=args.argv)))

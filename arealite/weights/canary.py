@@ -19,6 +19,7 @@ from arealite.api.cli_args import GenerationHyperparameters, WeightCheckConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.backends import KINDS
 from arealite.inference.completions import Canary
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.distributed import agreed
@@ -77,13 +78,10 @@ def _bound(check: WeightCheckConfig, actor: FSDPPPOActor, canaries: Sequence[Can
 
 def _cause(actor: FSDPPPOActor, rollout: RemoteInferenceEngine) -> str:
     """Return what explains wrong logprobs, where it is known."""
-    is_tied = actor.model.config.get_text_config().tie_word_embeddings
-    if rollout.config.backend != "vllm" or not is_tied:
-        return "Look at that server's log"
-    return (
-        "The model's embeddings are tied, and vLLM on a CPU serves wrong logits after it has reloaded such a model: "
-        "there use a model with tie_word_embeddings=false. Else look at that server's log"
-    )
+    defect = KINDS[rollout.config.backend].tied_embeddings_defect
+    if defect and actor.model.config.get_text_config().tie_word_embeddings:
+        return f"{defect}. Else look at that server's log"
+    return "Look at that server's log"
 
 
 def _judge(

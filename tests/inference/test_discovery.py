@@ -21,8 +21,8 @@ from testing_server import ScriptedServer, serve, token_at
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse
-from arealite.inference.backends.base import Caller
-from arealite.inference.backends.sglang import SGLangDialect
+from arealite.inference.backends.base import ServerConnection
+from arealite.inference.backends.lite import LiteBackend
 from arealite.inference.http import StatusError
 from arealite.inference.pool import NO_VERSION, ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
@@ -245,14 +245,14 @@ def test_a_meeting_that_fails_takes_place_again(
 ) -> None:
     """At the start and later; of two entries at one address the newer one counts."""
     failures: list[ServerError] = [UnreachableError("reset"), StatusError("starting", 503)]
-    meet = SGLangDialect.meet
+    meet = LiteBackend.meet
 
-    async def fail_first(dialect: SGLangDialect, caller: Caller) -> ServerFacts:
+    async def fail_first(backend: LiteBackend, caller: ServerConnection) -> ServerFacts:
         if failures:
             raise failures.pop()
-        return await meet(dialect, caller)
+        return await meet(backend, caller)
 
-    monkeypatch.setattr(SGLangDialect, "meet", fail_first)
+    monkeypatch.setattr(LiteBackend, "meet", fail_first)
     first, second = serving(stack), serving(stack)
     registry.put("server-0", first.address, backend="vllm", since=100.0)
     registry.put("server-1", first.address, since=200.0)

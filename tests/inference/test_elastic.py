@@ -324,7 +324,7 @@ def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
     good = serving(stack)
     registry.put("server-0", good.address)
     actor, rollout = start(stack, registry, model_path, 1, weight_update_timeout=5.0)
-    rollout._dialect.keeps_old_weights = False
+    rollout._backend.keeps_old_weights = False
     publish_weights(actor, rollout, version=1)
     other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
     stack.enter_context(serve(other))

@@ -1,4 +1,4 @@
-"""Our dialects against what real servers answered (`python -m servers record`), without the servers."""
+"""Our backends against what real servers answered (`python -m servers record`), without the servers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from aiohttp import web
 from servers.models import Reference, write_model
 from servers.programs import CONTEXT
-from servers.recording import FLIGHT, SEED, new_dialect
+from servers.recording import FLIGHT, SEED, new_backend
 from servers.subject import prompt, requests
 from testing_server import serve
 
 from arealite.api.errors import ServerError
 from arealite.api.io_struct import ModelResponse
-from arealite.inference.backends.base import Caller, Dialect, Segment
+from arealite.inference.backends.base import Backend, Segment, ServerConnection
 from arealite.inference.http import ServerHttp, StatusError
 
 FILES = sorted((Path(__file__).parent / "replies").glob("*.json"))
@@ -63,7 +63,7 @@ class Recorded:
         async def ask() -> Any:
             http = ServerHttp()
             try:
-                return await call(Caller(self.address, http, lambda: 10.0))
+                return await call(ServerConnection(self.address, http, lambda: 10.0))
             finally:
                 await http.close()
 
@@ -78,12 +78,12 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[Recorded]:
 
 
 @pytest.fixture
-def dialect(recorded: Recorded) -> Dialect:
-    """Return a dialect that has met the server."""
-    dialect = new_dialect(recorded.program)
-    facts = recorded.run("meet", dialect.meet)
+def backend(recorded: Recorded) -> Backend:
+    """Return a backend that has met the server."""
+    backend = new_backend(recorded.program)
+    facts = recorded.run("meet", backend.meet)
     assert (facts.dtype, facts.num_gpus, facts.takes_broadcasts) == ("float32", 1, True)
-    return dialect
+    return backend
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +99,10 @@ def tokens_asked(exchange: dict[str, Any]) -> list[int]:
     return next(payload[name] for name in ("input_ids", "token_ids", "prompt") if name in payload)
 
 
-def parse(recorded: Recorded, dialect: Dialect, case: str, max_tokens: int = FLIGHT) -> Segment:
+def parse(recorded: Recorded, backend: Backend, case: str, max_tokens: int = FLIGHT) -> Segment:
     (exchange,) = recorded.of(case)
     assert exchange["status"] == 200
-    return dialect.parse_segment(recorded.address, exchange["body"], max_tokens)
+    return backend.parse_segment(recorded.address, exchange["body"], max_tokens)
 
 
 def gaps(recorded: Recorded, case: str, segment: Segment, reference: Reference) -> torch.Tensor:
@@ -116,70 +116,70 @@ def gaps(recorded: Recorded, case: str, segment: Segment, reference: Reference) 
 
 @pytest.mark.parametrize("case", ["greedy", "sampled"])
 def test_completions_have_the_reference_s_logprobs(
-    recorded: Recorded, dialect: Dialect, references: list[Reference], case: str
+    recorded: Recorded, backend: Backend, references: list[Reference], case: str
 ) -> None:
-    segment = parse(recorded, dialect, case)
+    segment = parse(recorded, backend, case)
     assert len(segment.tokens) == len(segment.logprobs) == 16 and segment.finish == "length"
     assert gaps(recorded, case, segment, references[0]).max() < 1e-3
 
 
-def test_our_requests_are_those_that_were_recorded(recorded: Recorded, dialect: Dialect) -> None:
+def test_our_requests_are_those_that_were_recorded(recorded: Recorded, backend: Backend) -> None:
     request = requests(1, 16, greedy=True)[0]
     request.input_ids = prompt(3, 12)
     (exchange,) = recorded.of("greedy")
-    assert dialect.generate_call(recorded.address, request, [], 7) == (exchange["endpoint"], exchange["payload"])
+    assert backend.generate_call(recorded.address, request, [], 7) == (exchange["endpoint"], exchange["payload"])
 
 
-def test_completions_end_at_stop_tokens(recorded: Recorded, dialect: Dialect) -> None:
-    whole = parse(recorded, dialect, "greedy")
-    stopped = parse(recorded, dialect, "stop id")
+def test_completions_end_at_stop_tokens(recorded: Recorded, backend: Backend) -> None:
+    whole = parse(recorded, backend, "greedy")
+    stopped = parse(recorded, backend, "stop id")
     stop = whole.tokens[5]
     assert stopped.finish == "stop" and stopped.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
-    by_string = parse(recorded, dialect, "stop string")
+    by_string = parse(recorded, backend, "stop string")
     assert by_string.finish == "stop" and by_string.tokens == whole.tokens[: len(by_string.tokens)]
     assert 1 < len(by_string.tokens) < 16
-    kept = parse(recorded, dialect, "min tokens")
+    kept = parse(recorded, backend, "min tokens")
     assert kept.finish == "length" and len(kept.tokens) == 8 and stop not in kept.tokens
-    ended = parse(recorded, dialect, "end token")
+    ended = parse(recorded, backend, "end token")
     assert ended.finish == "stop" and ended.tokens[-1] in recorded.end_ids
     assert not set(ended.tokens[:-1]) & set(recorded.end_ids)
 
 
 def test_logprobs_after_top_k_are_of_the_rest_on_vllm_and_of_everything_on_sglang(
-    recorded: Recorded, dialect: Dialect
+    recorded: Recorded, backend: Backend
 ) -> None:
-    whole, only = parse(recorded, dialect, "greedy"), parse(recorded, dialect, "top_k")
+    whole, only = parse(recorded, backend, "greedy"), parse(recorded, backend, "top_k")
     assert only.tokens == whole.tokens
     expected = [0.0] * 16 if recorded.program == "vllm" else whole.logprobs
     assert only.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_an_aborted_completion_keeps_what_was_sampled(
-    recorded: Recorded, dialect: Dialect, references: list[Reference]
+    recorded: Recorded, backend: Backend, references: list[Reference]
 ) -> None:
-    segment = parse(recorded, dialect, "aborted")
+    segment = parse(recorded, backend, "aborted")
     assert segment.finish == "abort" and 0 < len(segment.tokens) == len(segment.logprobs) < FLIGHT
     assert gaps(recorded, "aborted", segment, references[0]).max() < 1e-3
 
 
 def test_versions_split_where_the_weights_changed(
-    recorded: Recorded, dialect: Dialect, references: list[Reference]
+    recorded: Recorded, backend: Backend, references: list[Reference]
 ) -> None:
-    segment = parse(recorded, dialect, "split")
+    segment = parse(recorded, backend, "split")
     assert segment.versions is not None and segment.finish == "length" and len(segment.tokens) == FLIGHT
     assert segment.versions == sorted(segment.versions) and set(segment.versions) == {1, 2}
     assert gaps(recorded, "split", segment, references[1]).max() < 1e-3, "both versions are the same weights"
-    assert set(parse(recorded, dialect, "greedy after the update").versions or []) == {1}
+    assert set(parse(recorded, backend, "greedy after the update").versions or []) == {1}
 
 
-def test_an_update_through_the_disk_is_what_the_server_accepted(recorded: Recorded, dialect: Dialect) -> None:
+def test_an_update_through_the_disk_is_what_the_server_accepted(recorded: Recorded, backend: Backend) -> None:
     calls = recorded.of("update from disk")
     folder = json.dumps([one["payload"] for one in calls]).partition("/models/")[2].partition('"')[0]
 
-    async def update(caller: Caller) -> None:
-        await dialect.pause(caller)
-        assert await dialect.load(caller, f"/models/{folder}", 1, None) == []
-        await dialect.resume(caller)
+    async def update(caller: ServerConnection) -> None:
+        await backend.pause(caller)
+        assert await backend.load(caller, f"/models/{folder}", 1, None) == []
+        await backend.resume(caller)
 
     recorded.run("update from disk", update)
     assert recorded.asked == [(one["endpoint"], one["payload"]) for one in calls]
@@ -205,16 +205,16 @@ def error_of(recorded: Recorded, case: str) -> StatusError:
     ],
 )
 def test_errors(
-    recorded: Recorded, dialect: Dialect, case: str, status: int | None, is_overflow: bool, says: str
+    recorded: Recorded, backend: Backend, case: str, status: int | None, is_overflow: bool, says: str
 ) -> None:
     error = error_of(recorded, case)
     assert error.status == status or (status is None and error.status in (400, 500))
-    assert dialect.is_overflow(error) is is_overflow
+    assert backend.is_overflow(error) is is_overflow
     assert says in str(error) or (case == "update without begin" and "start" in str(error))
 
 
 def test_a_server_of_another_kind_is_refused(recorded: Recorded) -> None:
-    other = new_dialect("sglang" if recorded.program == "vllm" else "vllm")
+    other = new_backend("sglang" if recorded.program == "vllm" else "vllm")
     with pytest.raises(ServerError):
         recorded.run("unknown endpoint", other.meet)
 
@@ -222,6 +222,6 @@ def test_a_server_of_another_kind_is_refused(recorded: Recorded) -> None:
 def test_openai_completions_of_vllm_are_understood(recorded: Recorded, references: list[Reference]) -> None:
     if recorded.program != "vllm":
         pytest.skip("only vLLM has two endpoints for completions")
-    segment = parse(recorded, new_dialect("vllm"), "completions: greedy")
+    segment = parse(recorded, new_backend("vllm"), "completions: greedy")
     assert segment.versions is None and len(segment.tokens) == 16
     assert gaps(recorded, "completions: greedy", segment, references[1]).max() < 1e-3

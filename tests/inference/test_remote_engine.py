@@ -28,7 +28,8 @@ from arealite.api.errors import ConfigError, ContextOverflowError, EpisodeError,
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.inference import http as server_http
-from arealite.inference.backends.sglang import SGLangDialect
+from arealite.inference.backends.lite import LiteBackend
+from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import StatusError
 from arealite.inference.pool import parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
@@ -64,7 +65,7 @@ def test_a_completion() -> None:
     assert "rid" not in server.requests[0]
 
 
-def test_parameters_in_the_dialect_of_the_server(tmp_path: Path) -> None:
+def test_parameters_as_the_server_spells_them(tmp_path: Path) -> None:
     tiny_models.tokenizer().save_pretrained(tmp_path)
     server = ScriptedServer()
     with connected(server, tokenizer_path=str(tmp_path)) as engine:
@@ -283,14 +284,14 @@ def test_a_prompt_that_leaves_no_room_is_not_repeated() -> None:
 
 
 def test_the_embedded_server_says_the_same_of_a_long_prompt() -> None:
-    dialect = SGLangDialect(is_lite=True, pause_mode="abort")
+    backend = LiteBackend(pause_mode="abort")
     texts = (
         "input_ids must hold 1 to 127 tokens: got 128. Shorten the prompt or serve with a larger context.",
         "Requested token count exceeds the model's maximum context length of 128 tokens.",
         "Input length (130) exceeds the maximum allowed length (128).",
     )
-    assert all(dialect.is_overflow(StatusError(text, 400)) for text in texts)
-    assert not dialect.is_overflow(StatusError("top_p must be positive", 400))
+    assert all(backend.is_overflow(StatusError(text, 400)) for text in texts)
+    assert not backend.is_overflow(StatusError("top_p must be positive", 400))
 
 
 def test_completions_are_on_record_in_their_episode() -> None:
@@ -429,7 +430,7 @@ def test_malformed_replies_are_refused(change: dict[str, Any], rule: str) -> Non
         "weight_version": "3",
     }
     reply: dict[str, Any] = {"output_ids": [1, 2], "meta_info": meta}
-    parse_segment = SGLangDialect(is_lite=False, pause_mode="abort").parse_segment
+    parse_segment = SGLangBackend(pause_mode="abort").parse_segment
     assert parse_segment("s:1", reply, 2).versions == [3, 3]
     for key, value in change.items():
         (reply if key in reply else meta)[key] = value
@@ -440,7 +441,7 @@ def test_malformed_replies_are_refused(change: dict[str, Any], rule: str) -> Non
 def test_too_many_tokens_are_refused() -> None:
     reply = {"output_ids": [1, 2], "meta_info": {}}
     with pytest.raises(ServerError, match="at most 1 tokens"):
-        SGLangDialect(is_lite=False, pause_mode="abort").parse_segment("s:1", reply, 1)
+        SGLangBackend(pause_mode="abort").parse_segment("s:1", reply, 1)
 
 
 def test_wrong_requests() -> None:

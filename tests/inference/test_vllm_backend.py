@@ -1,4 +1,4 @@
-"""The client on a scripted vLLM: the core is the same, so what is tested here is what the dialect adds."""
+"""The client on a scripted vLLM: the core is the same, so what is tested here is what the backend adds."""
 
 from __future__ import annotations
 

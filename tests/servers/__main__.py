@@ -63,7 +63,7 @@ def _parse() -> argparse.Namespace:
     conforming.add_argument("--skipped", help="why a server is left out, for the last line")
     conforming.add_argument("--only", default="", help="checks whose name contains this")
     trained = commands.add_parser("train", help="train through a server, by every way that weights can take")
-    recorded = commands.add_parser("record", help="write down what a server answers, for the tests of our dialects")
+    recorded = commands.add_parser("record", help="write down what a server answers, for the tests of our backends")
     for command in (trained, recorded):
         command.add_argument("--server", choices=["vllm", "sglang"], required=True)
         command.add_argument("--python", type=os.path.abspath, required=True, help="interpreter that has it")

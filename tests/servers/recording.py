@@ -1,6 +1,6 @@
-"""Writes down what a real server answers, so that the tests of our dialects need no server.
+"""Writes down what a real server answers, so that the tests of our backends need no server.
 
-Requests for completions are those that our dialects make. Of long answers only what we read is kept, and folders of
+Requests for completions are those that our backends make. Of long answers only what we read is kept, and folders of
 this machine are replaced.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Caller, Dialect, PauseMode
-from arealite.inference.backends.sglang import SGLangDialect
-from arealite.inference.backends.vllm import VLLMDialect
+from arealite.inference.backends.base import Backend, PauseMode, ServerConnection
+from arealite.inference.backends.sglang import SGLangBackend
+from arealite.inference.backends.vllm import VLLMBackend
 from arealite.inference.http import ServerHttp
 from servers.models import end_ids, write_model
 from servers.programs import CONTEXT, Program, served
@@ -37,11 +37,11 @@ _TIMEOUT_S = 60.0
 Json = dict[str, Any]
 
 
-def new_dialect(program: str, pause_mode: PauseMode = "abort") -> Dialect:
-    """Return the dialect of a program."""
+def new_backend(program: str, pause_mode: PauseMode = "abort") -> Backend:
+    """Return the backend of a program."""
     if program == "vllm":
-        return VLLMDialect(pause_mode=pause_mode)
-    return SGLangDialect(is_lite=False, pause_mode=pause_mode)
+        return VLLMBackend(pause_mode=pause_mode)
+    return SGLangBackend(pause_mode=pause_mode)
 
 
 def record(program: Program, folder: Path, out: Path) -> Path:
@@ -67,7 +67,7 @@ class Recorder:
         self.exchanges: list[Json] = []
         self._program = program
         self._address = address
-        self._dialect = new_dialect(program)
+        self._backend = new_backend(program)
 
     def ask_everything(self, model: Path, next_model: Path) -> None:
         """Go through all cases: the server holds one model, and gets the next."""
@@ -83,11 +83,11 @@ class Recorder:
         self._complete("overflow", 16, request=prompt(1, CONTEXT + 50))
         self._complete("temperature below 0", 16, change={"temperature": -1.0})
         self._ask("unknown endpoint", "POST", "/no_such_endpoint", {})
-        self._in_flight("aborted", "abort", lambda dialect, caller: asyncio.sleep(0))
+        self._in_flight("aborted", "abort", lambda backend, caller: asyncio.sleep(0))
         self._update_calls(str(next_model))
-        self._in_flight("split", "retract", lambda dialect, caller: dialect.load(caller, str(next_model), 2, None))
+        self._in_flight("split", "retract", lambda backend, caller: backend.load(caller, str(next_model), 2, None))
         if self._program == "vllm":
-            self._dialect = new_dialect("vllm")  # one that has not met the server believes that it is an older one
+            self._backend = new_backend("vllm")  # one that has not met the server believes that it is an older one
             self._complete("completions: greedy", 16)
 
     def _meet(self) -> None:
@@ -97,7 +97,7 @@ class Recorder:
         else:
             self._ask("meet", "GET", "/get_model_info", None)
             self._ask("meet", "GET", "/get_server_info", None, _sglang_info)
-        asyncio.run(self._with_caller(self._dialect, lambda dialect, caller: dialect.meet(caller)))
+        asyncio.run(self._with_caller(self._backend, lambda backend, caller: backend.meet(caller)))
 
     def _until_stopped(self, ends: list[int]) -> None:
         """Sample hotly until the model ends a completion itself."""
@@ -133,27 +133,27 @@ class Recorder:
         self._complete("greedy after the update", 16)
 
     def _in_flight(
-        self, case: str, mode: PauseMode, action: Callable[[Dialect, Caller], Coroutine[Any, Any, object]]
+        self, case: str, mode: PauseMode, action: Callable[[Backend, ServerConnection], Coroutine[Any, Any, object]]
     ) -> None:
         """Pause the server while it samples, do something, and let it go on."""
         thread = threading.Thread(target=self._complete, args=(case, FLIGHT))
         thread.start()
         time.sleep(_IN_FLIGHT_S)
 
-        async def interrupt(dialect: Dialect, caller: Caller) -> None:
-            await dialect.pause(caller)
-            await action(dialect, caller)
-            await dialect.resume(caller)
+        async def interrupt(backend: Backend, caller: ServerConnection) -> None:
+            await backend.pause(caller)
+            await action(backend, caller)
+            await backend.resume(caller)
 
-        asyncio.run(self._with_caller(new_dialect(self._program, mode), interrupt))
+        asyncio.run(self._with_caller(new_backend(self._program, mode), interrupt))
         thread.join(_TIMEOUT_S)
 
     async def _with_caller(
-        self, dialect: Dialect, action: Callable[[Dialect, Caller], Coroutine[Any, Any, object]]
+        self, backend: Backend, action: Callable[[Backend, ServerConnection], Coroutine[Any, Any, object]]
     ) -> None:
         http = ServerHttp()
         try:
-            await action(dialect, Caller(self._address, http, lambda: _TIMEOUT_S))
+            await action(backend, ServerConnection(self._address, http, lambda: _TIMEOUT_S))
         finally:
             await http.close()
 
@@ -170,7 +170,7 @@ class Recorder:
         """Ask for a completion as our client does, with `change` in its sampling parameters."""
         sampling = requests(1, length, **{"greedy": True, **gconfig})[0].gconfig
         asked = ModelRequest(request or prompt(3, 12), sampling)
-        endpoint, payload = self._dialect.generate_call(self._address, asked, [], seed)
+        endpoint, payload = self._backend.generate_call(self._address, asked, [], seed)
         payload.get("sampling_params", payload).update(change or {})
         body: Json = self._ask(case, "POST", endpoint, payload).body
         return body

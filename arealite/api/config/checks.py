@@ -13,10 +13,9 @@ from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import ALL_TOKENS, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.errors import ConfigError
+from arealite.api.server_limits import backends_where, limits_of
 
 logger = logging.getLogger("arealite.config")
-
-_VLLM_MAX_TEMPERATURE = 2.0
 
 
 def warn_same_file(train: DatasetConfig, valid: DatasetConfig | None) -> None:
@@ -79,7 +78,7 @@ def check_dataset_type(dataset: DatasetConfig, expected: str) -> None:
 
 def check_backend(rollout: InferenceEngineConfig, allocation: AllocationMode, text: str) -> None:
     """Refuse a backend that is not the one of the allocation (`text`)."""
-    if rollout.backend not in ("sglang", allocation.gen_backend):
+    if rollout.backend not in (InferenceEngineConfig.backend, allocation.gen_backend):  # the default was not given
         raise ConfigError(
             f"rollout.backend must agree with allocation_mode: got {rollout.backend} and {text}. "
             "Remove rollout.backend."
@@ -121,40 +120,44 @@ def check_token_limits(gconfig: GenerationHyperparameters, key: str) -> None:
 
 
 def check_pause_mode(rollout: InferenceEngineConfig) -> None:
-    """Refuse a way to pause that the servers do not know."""
-    if rollout.pause_mode == "wait" and rollout.backend != "vllm":
+    """Refuse a pause mode that the servers do not have."""
+    modes = limits_of(rollout.backend).pause_modes
+    if rollout.pause_mode not in modes:
         raise ConfigError(
-            f"rollout.pause_mode must be abort, retract or in_place for {rollout.backend}: got wait. "
-            "Remove it for the default, abort."
+            f"rollout.pause_mode must be {', '.join(modes[:-1])} or {modes[-1]} for {rollout.backend}: got "
+            f"{rollout.pause_mode}. Remove it for the default, abort."
         )
 
 
 def check_truncated_sampling(rollout: InferenceEngineConfig, gconfig: GenerationHyperparameters) -> None:
     """Refuse to sample from a part of the distribution whose logprobs the server does not return."""
-    if rollout.backend == "sglang" and (gconfig.top_p < 1 or gconfig.top_k < ALL_TOKENS):
+    is_narrowed = gconfig.top_p < 1 or gconfig.top_k < ALL_TOKENS
+    if is_narrowed and not limits_of(rollout.backend).has_narrowed_logprobs:
         raise ConfigError(
-            f"gconfig.top_p must be 1 and gconfig.top_k at least {ALL_TOKENS} for sglang: got {gconfig.top_p} and "
-            f"{gconfig.top_k}. SGLang's logprobs are those of the whole distribution, not of what it sampled from, "
-            "so that importance weights would be wrong. Remove both, or use vllm or lite."
+            f"gconfig.top_p must be 1 and gconfig.top_k at least {ALL_TOKENS} for {rollout.backend}: got "
+            f"{gconfig.top_p} and {gconfig.top_k}. Its logprobs are those of the whole distribution, not of what it "
+            "sampled from, so that importance weights would be wrong. Remove both, or use "
+            f"{backends_where(lambda one: one.has_narrowed_logprobs)}."
         )
 
 
 def check_max_temperature(rollout: InferenceEngineConfig, gconfig: GenerationHyperparameters, key: str) -> None:
     """Refuse a temperature that the server refuses."""
-    if rollout.backend == "vllm" and gconfig.temperature > _VLLM_MAX_TEMPERATURE:
+    limit = limits_of(rollout.backend).max_temperature
+    if gconfig.temperature > limit:
         raise ConfigError(
-            f"{key}.temperature must be at most {_VLLM_MAX_TEMPERATURE:g} for vllm: got {gconfig.temperature:g}. "
-            "Lower it, or use sglang or lite."
+            f"{key}.temperature must be at most {limit:g} for {rollout.backend}: got {gconfig.temperature:g}. "
+            f"Lower it, or use {backends_where(lambda one: one.max_temperature >= gconfig.temperature)}."
         )
 
 
 def check_stop_strings(rollout: InferenceEngineConfig, gconfig: GenerationHyperparameters, key: str) -> None:
     """Refuse a least length with stop strings, where the server stops before it."""
-    if rollout.backend == "sglang" and gconfig.stop and gconfig.min_new_tokens > 0:
+    if gconfig.stop and gconfig.min_new_tokens > 0 and not limits_of(rollout.backend).delays_stop_strings:
         raise ConfigError(
-            f"{key}.min_new_tokens must be 0 with {key}.stop for sglang: got {gconfig.min_new_tokens} and "
-            f"{gconfig.stop}. SGLang looks for stop strings from the first token on. Remove one, or use vllm or "
-            "lite."
+            f"{key}.min_new_tokens must be 0 with {key}.stop for {rollout.backend}: got {gconfig.min_new_tokens} and "
+            f"{gconfig.stop}. It looks for stop strings from the first token on. Remove one, or use "
+            f"{backends_where(lambda one: one.delays_stop_strings)}."
         )
 
 
@@ -181,7 +184,7 @@ def warn_narrowed_sampling(gconfig: GenerationHyperparameters) -> None:
 def check_context(rollout: InferenceEngineConfig, lite: LiteConfig, *gconfigs: GenerationHyperparameters) -> None:
     """Refuse completions longer than the embedded server's context."""
     longest = max(gconfig.max_new_tokens for gconfig in gconfigs)
-    if rollout.backend == "lite" and not rollout.server_addrs and longest >= lite.context:
+    if limits_of(rollout.backend).is_embedded and not rollout.server_addrs and longest >= lite.context:
         raise ConfigError(
             f"lite.context must be greater than max_new_tokens: got {lite.context} and {longest}. "
             "Raise lite.context or lower gconfig.max_new_tokens."

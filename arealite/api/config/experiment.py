@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
@@ -15,6 +15,7 @@ from arealite.api.config.optimizer import OptimizerConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.config.schema import MISSING
 from arealite.api.config.types import Bool, ConfigBase, Name, NonNegativeInt, PositiveInt
+from arealite.api.server_limits import BackendName
 
 
 def _named(block: str, **sources: str) -> dict[str, str]:
@@ -112,7 +113,7 @@ class BaseExperimentConfig(ConfigBase):
         rollout, mode = self.rollout, self.allocation
         if rollout is not None and mode is not None and mode.gen_backend is not None:
             checks.check_backend(rollout, mode, self.allocation_mode)
-            rollout.backend = cast(Literal["lite", "sglang", "vllm"], mode.gen_backend)
+            rollout.backend = cast(BackendName, mode.gen_backend)
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
             checks.check_broadcast_pipeline(rollout, mode, self.allocation_mode)
         servers_are_ours = rollout is None or not rollout.server_addrs

@@ -19,6 +19,7 @@ from arealite.api.config.types import (
     PositiveFraction,
     PositiveInt,
 )
+from arealite.api.server_limits import BackendName, PauseMode
 
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
@@ -94,7 +95,7 @@ class InferenceEngineConfig(ConfigBase):
     """Filled in from `cluster.fileroot`."""
     seed: NonNegativeInt = 1
     """Of the sampling seeds; filled in from the top level."""
-    backend: Literal["lite", "sglang", "vllm"] = "sglang"
+    backend: BackendName = "sglang"
     """Protocol of the servers; filled in from `allocation_mode`."""
     server_addrs: Addresses = field(default_factory=list)
     """host:port of servers that someone else started and stops; empty is those that register for this run."""
@@ -113,7 +114,7 @@ class InferenceEngineConfig(ConfigBase):
     """Most episodes submitted and not yet started; None is 16 times the concurrency."""
     weight_update: Literal["broadcast", "disk"] = "broadcast"
     """How new weights reach the servers."""
-    pause_mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
+    pause_mode: PauseMode = "abort"
     """What new weights do to completions in flight. `abort`: they come back and are continued later, by any server.
     `retract`: they stay and their keys and values are computed again. `in_place`: they stay and go on with those of the
     old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the weights wait for them,

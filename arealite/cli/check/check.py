@@ -28,11 +28,11 @@ from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_model, check_weights
 from arealite.cli.check.text import check_data, check_template, check_tokenizer
+from arealite.inference.backends import kind_of
 from arealite.inference.http import ServerHttp
 from arealite.launcher import local
 from arealite.launcher.plan.jobs import environment, visible_gpus
-from arealite.launcher.plan.plan import Plan, foreign_servers, rollout_of
-from arealite.launcher.plan.server_commands import server_command
+from arealite.launcher.plan.plan import Plan, foreign_servers
 from arealite.launcher.supervise.run import checked_plan, entry_script
 from arealite.utils.secret import secret_of_environment
 
@@ -101,7 +101,7 @@ def _check_server(found: Findings, config: Config, plan: Plan) -> None:
     """Ask servers for their health, or the program that will run what it says of its flags and of the model."""
     if foreign := foreign_servers(config):
         asyncio.run(_ask_health(found, foreign.split(",")))
-    elif plan.servers and rollout_of(config).backend != "lite":
+    elif plan.servers and not kind_of(config).is_embedded:
         _ask_program(found, config, plan)
 
 
@@ -116,7 +116,7 @@ async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
 
 
 def _ask_program(found: Findings, config: Config, plan: Plan) -> None:
-    command = server_command(config, index=0, num_gpus=max(1, len(plan.servers[0].devices)))
+    command = kind_of(config).command(config, index=0, num_gpus=max(1, len(plan.servers[0].devices)))
     module = command.index("-m") + 2
     command = [*command[:module], "--check", *command[module:]]
     names = visible_gpus() if plan.servers[0].devices else []

@@ -14,7 +14,8 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import PPOActorConfig
 from arealite.cli.check.findings import Findings, Level
-from arealite.launcher.plan.plan import foreign_servers, rollout_of
+from arealite.inference.backends import kind_of
+from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
 
 GIB = 2**30
@@ -101,14 +102,13 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     rollout, sampling = config.rollout, config.sampling
     if rollout is None or sampling is None or mode.gen_dp_size == 0 or foreign_servers(config):
         return {}, 0
-    backend = rollout.backend
-    options = {"lite": {"dtype": config.lite.dtype}, "sglang": config.sglang, "vllm": config.vllm}[backend]
-    dtype = getattr(torch, str(options.get("dtype", config.trained[1].dtype)), torch.bfloat16)
+    kind = kind_of(config)
+    dtype = getattr(torch, str(kind.block(config).get("dtype", config.trained[1].dtype)), torch.bfloat16)
     weights = shape.num_parameters * dtype.itemsize // mode.gen_tp_size
     kv_token = kv_bytes_per_token(shape, value_bytes=dtype.itemsize, gpus=mode.gen_tp_size)
     episodes = rollout.max_concurrent_rollouts or rollout.consumer_batch_size
     sequences = -(-episodes * sampling.n_samples // mode.gen_dp_size)
-    if backend != "lite":
+    if not kind.is_embedded:
         return {"weights": weights, "cache": sequences * longest * kv_token}, kv_token
     cache = min(sequences, config.lite.slots) * min(longest, config.lite.context) * kv_token
     return {"weights": weights, "next weights": weights, "cache": cache}, kv_token
@@ -127,8 +127,8 @@ def _fit(found: Findings, who: str, parts: Parts, device: int, key: str) -> None
 
 def _fit_answers(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
     """Compare the cache that a server has room for with the answers it is asked for at once."""
-    options = {"sglang": config.sglang.get("mem_fraction_static"), "vllm": config.vllm.get("gpu_memory_utilization")}
-    share = float(options.get(rollout_of(config).backend) or _SERVER_SHARE)
+    kind = kind_of(config)
+    share = float(kind.block(config).get(kind.memory_flag) or _SERVER_SHARE)
     room = (int(gpu * share) - sum(server.values()) + server["cache"]) // kv_token
     asked = server["cache"] // kv_token
     level: Level = "problem" if room < longest else "warning" if room < asked else "ok"

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.cli.check.findings import Findings
 from arealite.dataset import load_split
+from arealite.inference.backends import kind_of
 from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.chat_template import Certificate, certify
 from arealite.utils.hf import load_hf_tokenizer
@@ -119,6 +120,6 @@ def _context(config: Config, model: PreTrainedModel) -> float:
     """Return the longest sequence that model and servers take, as far as the config tells."""
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     if config.rollout is not None and not foreign_servers(config):
-        lite, sglang, vllm = config.lite.context, config.sglang.get("context_length"), config.vllm.get("max_model_len")
-        limits.append({"lite": lite, "sglang": sglang, "vllm": vllm}[config.rollout.backend])
+        kind = kind_of(config)
+        limits.append(kind.block(config).get(kind.context_flag))
     return min((int(limit) for limit in limits if limit is not None), default=float("inf"))

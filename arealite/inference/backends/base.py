@@ -1,8 +1,7 @@
-"""What differs between inference servers: what they call things, and what they can do.
+"""What differs between inference servers: the names of their endpoints and fields, and what they support.
 
-A dialect translates and checks, and decides nothing: `generator` decides when a server is asked and what becomes of the
-answer, `weight_receiver` when servers pause and get weights. Invariant: nothing of a reply is believed before it was
-checked, and one that breaks the protocol becomes a ServerError that names server and endpoint.
+A backend translates and checks, and decides nothing: `completions` and `weight_update` do. Invariant: every reply is
+checked before it is used; one that breaks the protocol becomes a ServerError that names server and endpoint.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.api.server_limits import PauseMode
 from arealite.inference.http import Json, ServerHttp, StatusError
 from arealite.inference.pool import Server, ServerFacts
 
-_UNTOLD = ("default", None)
-"""What a server says that has no version."""
+_UNVERSIONED = ("default", None)
+"""Version of a server that was started without one."""
 
 Finish = Literal["stop", "length", "abort"]
-PauseMode = Literal["abort", "retract", "in_place", "wait"]
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,20 @@ class Segment:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int] | None
-    """None when the server does not tell."""
+    """Version of the weights that sampled each token; None if the server does not report them."""
     finish: Finish
     stale_kv_tokens: int = 0
     """Tokens sampled on keys and values of older weights than their version says."""
 
     def kept_in_place(self) -> Segment:
-        """Count the tokens after a change of weights as stale: the server went on with the keys and values it had."""
+        """Count the tokens after a change of weights as stale: the server kept its keys and values."""
         versions = self.versions or []
         return replace(self, stale_kv_tokens=sum(version != versions[0] for version in versions))
 
 
 @dataclass(frozen=True)
 class BroadcastPlan:
-    """The broadcast group of some servers: the sender is rank 0, and the GPUs of the servers follow in order."""
+    """A broadcast group: the sender is rank 0, and the GPUs of the servers follow in order."""
 
     name: str
     address: str
@@ -62,7 +61,7 @@ class BroadcastPlan:
         return 1 + sum(server.facts.num_gpus for server in before)
 
     def payload(self, address: str) -> Json:
-        """Return what a server must know to join."""
+        """Return what a server needs to join."""
         return {
             "master_address": self.address,
             "master_port": self.port,
@@ -73,7 +72,7 @@ class BroadcastPlan:
         }
 
     def write_to(self, meta: WeightUpdateMeta) -> None:
-        """Tell the sender."""
+        """Fill in what the sender needs."""
         meta.nccl_group_name = self.name
         meta.nccl_master_address = self.address
         meta.nccl_master_port = self.port
@@ -82,16 +81,16 @@ class BroadcastPlan:
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What the sender says of each tensor, and whether a server takes one that differs."""
+class Checksums:
+    """The sender's checksum of each tensor, and whether a server keeps a tensor that differs."""
 
-    fingerprints: dict[str, str]
+    by_name: dict[str, str]
     accepts_mismatch: bool
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Asks one server, under the deadline of what is under way."""
+class ServerConnection:
+    """Sends requests to one server, under the deadline of the operation they belong to."""
 
     address: str
     http: ServerHttp
@@ -107,7 +106,7 @@ class Caller:
 
 
 def described(specs: list[ParamSpec]) -> Json:
-    """Return what a server must know of the tensors of a bucket."""
+    """Describe the tensors of a bucket to a server."""
     return {
         "names": [spec.name for spec in specs],
         "dtypes": [spec.dtype for spec in specs],
@@ -116,10 +115,10 @@ def described(specs: list[ParamSpec]) -> Json:
 
 
 def token_versions(spans: list[Json], num_tokens: int, require: Callable[[bool, str], None]) -> list[int] | None:
-    """Return the version of each token; None if the server was started without one and has not been told one."""
+    """Return the version of each token; None if the server has none yet."""
     versions: list[int] = []
     for span in spans:
-        if span["version"] in _UNTOLD:
+        if span["version"] in _UNVERSIONED:
             return None
         is_sound = span["start"] == len(versions) and str(span["version"]).isdecimal()
         require(is_sound, "have contiguous spans of integer versions")
@@ -128,27 +127,30 @@ def token_versions(spans: list[Json], num_tokens: int, require: Callable[[bool, 
     return versions
 
 
-class Dialect(abc.ABC):
-    """How one kind of server is talked to."""
+class Backend(abc.ABC):
+    """The protocol of one kind of server."""
 
     keeps_old_weights = False
-    """Whether a server goes on with its old weights when an update fails half-way."""
+    """Whether a server still serves its old weights after an update that failed half-way."""
     is_on_cpu = False
-    """Whether broadcasts reach it by gloo also if the trainer has GPUs."""
+    """Whether broadcasts use gloo even if the trainer has GPUs."""
+
+    def __init__(self, *, pause_mode: PauseMode) -> None:
+        self._pause_mode = pause_mode
 
     @abc.abstractmethod
-    async def meet(self, caller: Caller) -> ServerFacts:
-        """Find out what a server is; ServerError if it is of another kind, ConfigError if it can't do enough."""
+    async def meet(self, server: ServerConnection) -> ServerFacts:
+        """Inspect a server; ServerError if it is of another kind, ConfigError if it lacks what the run needs."""
 
     @abc.abstractmethod
-    async def take_over(self, caller: Caller) -> None:
-        """Let a server go on that a run before us may have left paused, or in the middle of an update."""
+    async def take_over(self, server: ServerConnection) -> None:
+        """Resume a server that a previous run may have left paused or mid-update."""
 
     @abc.abstractmethod
     def generate_call(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
     ) -> tuple[str, Json]:
-        """Return endpoint and payload that let a server continue `req` after `tokens`."""
+        """Return endpoint and payload that make a server continue `req` after `tokens`."""
 
     @abc.abstractmethod
     def parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
@@ -160,36 +162,38 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def verifies(self, meta: WeightUpdateMeta) -> bool:
-        """Tell whether servers compare the fingerprints of what they get that way."""
+        """Tell whether servers compare checksums in such an update."""
 
     @abc.abstractmethod
-    async def pause(self, caller: Caller) -> None:
-        """Stop generating; what becomes of requests in flight is `rollout.pause_mode`."""
+    async def pause(self, server: ServerConnection) -> None:
+        """Stop generating; `rollout.pause_mode` decides what becomes of requests in flight."""
 
     @abc.abstractmethod
-    async def resume(self, caller: Caller) -> None:
-        """Go on generating."""
+    async def resume(self, server: ServerConnection) -> None:
+        """Continue generating."""
 
     @abc.abstractmethod
-    async def load(self, caller: Caller, path: str, version: int, proof: Proof | None) -> list[str]:
-        """Take the weights of a folder as `version`, and return the tensors that were taken although they differ."""
+    async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
+        """Load the weights of a folder as `version`; return the tensors that were kept although they differ."""
 
     @abc.abstractmethod
-    async def join(self, caller: Caller, plan: BroadcastPlan, timeout_s: float) -> None:
-        """Join a broadcast group; a server that can bounds joining and each bucket by `timeout_s`."""
+    async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
+        """Join a broadcast group; where servers support it, joining and each bucket must end within `timeout_s`."""
 
     @abc.abstractmethod
-    async def leave(self, caller: Caller, plan: BroadcastPlan) -> None:
+    async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
         """Leave a broadcast group."""
 
     @abc.abstractmethod
-    async def begin(self, caller: Caller) -> bool:
-        """Start an update by broadcast; return whether `end` must finish it."""
+    async def begin(self, server: ServerConnection) -> bool:
+        """Start an update by broadcast, dropping an unfinished one; return whether `end` must finish it."""
 
     @abc.abstractmethod
-    async def receive(self, caller: Caller, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None) -> None:
-        """Take one bucket from the group; the last one comes with the version."""
+    async def receive(
+        self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
+    ) -> None:
+        """Receive one bucket from the group; the last one comes with the version."""
 
     @abc.abstractmethod
-    async def end(self, caller: Caller, version: int, proof: Proof | None) -> list[str]:
-        """Finish an update by broadcast, and return the tensors that were taken although they differ."""
+    async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
+        """Finish an update by broadcast; return the tensors that were kept although they differ."""

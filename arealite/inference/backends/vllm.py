@@ -1,9 +1,8 @@
-"""The dialect of vLLM (with VLLM_SERVER_DEV_MODE=1, as `arealite.launcher.serve.vllm_server` starts it).
+"""vLLM with VLLM_SERVER_DEV_MODE=1, as `arealite.launcher.serve.vllm_server` starts it.
 
-Requests go by token ids: to the generate endpoint of newer servers (with --enable-scale-out), which tells the version
-of every token, or to the OpenAI completions of any server, which does not, so that a reply belongs to the version that
-the client has published. Weights come from a folder, which every vLLM can, or by broadcast, which takes the worker
-extension that our launch wrapper brings along (`arealite.launcher.serve.vllm_weights`).
+Newer servers (with --enable-scale-out) have a generate endpoint that reports the version of every token; on others a
+completion belongs to the version that was published last. Any server loads weights from a folder; broadcasts need the
+worker extension of our wrapper (`arealite.launcher.serve.vllm_weights`).
 """
 
 from __future__ import annotations
@@ -17,99 +16,93 @@ from typing import Any
 from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.api.server_limits import PauseMode
 from arealite.inference.backends.base import (
+    Backend,
     BroadcastPlan,
-    Caller,
-    Dialect,
+    Checksums,
     Finish,
-    PauseMode,
-    Proof,
     Segment,
+    ServerConnection,
     described,
     token_versions,
 )
+from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, StatusError, bad_reply
 from arealite.inference.pool import ServerFacts
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
 _OVERFLOW = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
-"""In what vLLM (at three places) says of a prompt that leaves no room."""
+"""What vLLM (at three places) writes about a prompt that is too long."""
 _OUR_EXTENSION = "arealite"
-"""Name of the weight transfer that our launch wrapper brings along."""
+"""Name of the weight transfer of our wrapper."""
 _ABANDON_S = 10.0
-"""In which a server must put its old weights back, also when the deadline of an update has passed."""
+"""Time for a server to restore its old weights, also after the deadline of an update."""
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep&clear_cache=false", "wait": "wait"}
 
 
-class VLLMDialect(Dialect):
-    """How vLLM is talked to."""
+class VLLMBackend(Backend):
+    """The protocol of vLLM."""
 
     def __init__(self, *, pause_mode: PauseMode) -> None:
-        self._pause_mode = pause_mode
+        super().__init__(pause_mode=pause_mode)
         self._has_generate: set[str] = set()
         """Addresses of servers that have the generate endpoint."""
         self._extended: set[str] = set()
         """Addresses of servers that our launch wrapper has started."""
 
-    async def meet(self, caller: Caller) -> ServerFacts:
-        """Refuse a server of another kind, with raw logprobs, or with old keys and values, and note what it tells."""
+    async def meet(self, server: ServerConnection) -> ServerFacts:
         try:
-            paths = (await caller.get("/openapi.json"))["paths"].keys()
+            paths = (await server.get("/openapi.json"))["paths"].keys()
             if _COMPLETIONS not in paths or "/pause" not in paths:
                 raise KeyError(_COMPLETIONS if _COMPLETIONS not in paths else "/pause")
         except (StatusError, KeyError) as error:
             raise ServerError(
-                f"http://{caller.address} must be a vLLM server with VLLM_SERVER_DEV_MODE=1: it has no {error}. "
+                f"http://{server.address} must be a vLLM server with VLLM_SERVER_DEV_MODE=1: it has no {error}. "
                 "Start it by python3 -m arealite.launcher.serve.vllm_server, or correct rollout.server_addrs or the "
                 "backend."
             ) from error
         if _GENERATE in paths:
-            self._has_generate.add(caller.address)
+            self._has_generate.add(server.address)
         elif self._pause_mode in ("retract", "in_place"):
             raise ConfigError(
-                "rollout.pause_mode must be abort or wait for a vLLM that does not tell which weights sampled a token: "
-                f"got {self._pause_mode} and {caller.address}. Start it with --enable-scale-out, or change "
+                "rollout.pause_mode must be abort or wait for a vLLM that does not report the version of "
+                f"tokens: got {self._pause_mode} and {server.address}. Start it with --enable-scale-out, or change "
                 "rollout.pause_mode."
             )
-        config: dict[str, Any] = (await caller.get("/server_info?config_format=json"))["vllm_config"]
+        config: dict[str, Any] = (await server.get("/server_info?config_format=json"))["vllm_config"]
         if (mode := config["model_config"]["logprobs_mode"]) != "processed_logprobs":
             raise ConfigError(
-                f"vLLM must return logprobs of what it samples from: got {mode} at {caller.address}, which are those "
+                f"vLLM must return logprobs of what it samples from: got {mode} at {server.address}, which are those "
                 "before temperature, top-p and top-k. Start it with --logprobs-mode processed_logprobs."
             )
         if self._pause_mode == "in_place" and config["cache_config"]["enable_prefix_caching"]:
             raise ConfigError(
-                f"rollout.pause_mode must not be in_place with the prefix cache of vLLM: got both at {caller.address}, "
-                "so that new requests would go on with keys and values of old weights. Start it with "
+                f"rollout.pause_mode must not be in_place with the prefix cache of vLLM: got both at {server.address}, "
+                "so that new requests would reuse keys and values of old weights. Start it with "
                 "--no-enable-prefix-caching, or set rollout.pause_mode=retract."
             )
         transfer, parallel = config["weight_transfer_config"], config["parallel_config"]
         if transfer is not None and transfer["backend"] == _OUR_EXTENSION:
-            self._extended.add(caller.address)
+            self._extended.add(server.address)
         return ServerFacts(
             dtype=str(config["model_config"]["dtype"]).removeprefix("torch."),
             num_gpus=parallel["world_size"] * parallel["data_parallel_size"],
-            takes_broadcasts=caller.address in self._extended,
+            takes_broadcasts=server.address in self._extended,
         )
 
-    async def take_over(self, caller: Caller) -> None:
-        """Let a server go on that a run before us may have left paused, with the layers that an update left empty."""
-        if caller.address in self._extended:
-            await _call_workers(caller, "abandon_weight_update")
-        await self.resume(caller)
+    async def take_over(self, server: ServerConnection) -> None:
+        if server.address in self._extended:
+            await _call_workers(server, "abandon_weight_update")
+        await self.resume(server)
 
     def generate_call(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
     ) -> tuple[str, Json]:
-        """Return endpoint and payload that let a server continue `req` after `tokens`.
-
-        Nothing is left to defaults, which come from the model's generation_config.json. A continuation has a seed of
-        its own, because vLLM draws the same random numbers again for the same seed, wherever a request begins.
-        """
         gconfig = req.gconfig
-        sampling: Json = {
+        sampling: Json = {  # all of it, because vLLM takes defaults from the model's generation_config.json
             "max_tokens": gconfig.max_new_tokens - len(tokens),
             "min_tokens": max(0, gconfig.min_new_tokens - len(tokens)),
             "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
@@ -121,7 +114,7 @@ class VLLMDialect(Dialect):
             "skip_special_tokens": False,  # a stop string may be the text of one
             "stop_token_ids": gconfig.stop_token_ids,
             "ignore_eos": ignore_eos,
-            "seed": (seed + len(tokens)) % 2**63,
+            "seed": (seed + len(tokens)) % 2**63,  # the same one would draw the same numbers for the continuation
             "logprobs": 0,  # only those of the sampled tokens
         }
         input_ids = [*req.input_ids, *tokens]
@@ -130,7 +123,6 @@ class VLLMDialect(Dialect):
         return _COMPLETIONS, {"prompt": input_ids, "return_token_ids": True} | sampling
 
     def parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
-        """Check a reply and return what it adds."""
         endpoint = _GENERATE if address in self._has_generate else _COMPLETIONS
         try:
             (choice,) = reply["choices"]
@@ -139,93 +131,85 @@ class VLLMDialect(Dialect):
             raise bad_reply(address, endpoint, "have the fields of vLLM", reply) from error
         spans_versions = endpoint == _GENERATE and self._pause_mode in ("retract", "in_place")
         if spans_versions and choice.get("weight_versions") is None:
-            raise bad_reply(address, endpoint, "tell weight_versions, as rollout.pause_mode needs", reply)
+            raise bad_reply(address, endpoint, "have weight_versions, as rollout.pause_mode needs", reply)
         return segment.kept_in_place() if self._pause_mode == "in_place" else segment
 
     def is_overflow(self, error: StatusError) -> bool:
-        """Tell whether a server refused a request because its context is too short."""
         return error.status == 400 and _OVERFLOW.search(str(error)) is not None
 
     def verifies(self, meta: WeightUpdateMeta) -> bool:
-        """Tell whether servers compare the fingerprints of what they get that way."""
         return meta.type == "nccl"
 
-    async def pause(self, caller: Caller) -> None:
-        """Stop generating; what becomes of requests in flight is `rollout.pause_mode`."""
-        await caller.post(f"/pause?mode={_PAUSES[self._pause_mode]}")
+    async def pause(self, server: ServerConnection) -> None:
+        await server.post(f"/pause?mode={_PAUSES[self._pause_mode]}")
 
-    async def resume(self, caller: Caller) -> None:
-        """Go on generating."""
-        await caller.post("/resume")
+    async def resume(self, server: ServerConnection) -> None:
+        await server.post("/resume")
 
-    async def load(self, caller: Caller, path: str, version: int, proof: Proof | None) -> list[str]:
-        """Take the weights of a folder as `version`."""
+    async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
         try:
-            await _call_workers(caller, "reload_weights", weights_path=path)
+            await _call_workers(server, "reload_weights", weights_path=path)
         except ServerError:
-            if caller.address in self._extended:
+            if server.address in self._extended:
                 with contextlib.suppress(ServerError):
-                    soon = replace(caller, remaining_s=lambda: _ABANDON_S)
+                    soon = replace(server, remaining_s=lambda: _ABANDON_S)
                     await _call_workers(soon, "abandon_weight_update")
             raise
-        await caller.post("/update_weight_version", {"new_version": str(version)})
-        await self._forget_cache(caller)
+        await server.post("/update_weight_version", {"new_version": str(version)})
+        await self._forget_cache(server)
         return []
 
-    async def join(self, caller: Caller, plan: BroadcastPlan, timeout_s: float) -> None:
-        """Join a broadcast group, in which joining and each bucket are bounded by `timeout_s`."""
-        init_info = plan.payload(caller.address) | {"timeout_s": timeout_s}
-        await caller.post("/init_weight_transfer_engine", {"init_info": init_info})
+    async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
+        init_info = plan.payload(server.address) | {"timeout_s": timeout_s}
+        await server.post("/init_weight_transfer_engine", {"init_info": init_info})
 
-    async def leave(self, caller: Caller, plan: BroadcastPlan) -> None:
-        """Leave a broadcast group."""
-        await _call_workers(caller, "abandon_weight_update")
-        await caller.post("/shutdown_weight_transfer_engine")
+    async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
+        await _call_workers(server, "abandon_weight_update")
+        await server.post("/shutdown_weight_transfer_engine")
 
-    async def begin(self, caller: Caller) -> bool:
-        """Start an update by broadcast, forgetting one that was never finished; `end` must finish it."""
-        await _call_workers(caller, "abandon_weight_update")
-        await caller.post("/start_weight_update")
+    async def begin(self, server: ServerConnection) -> bool:
+        await _call_workers(server, "abandon_weight_update")
+        await server.post("/start_weight_update")
         return True
 
-    async def receive(self, caller: Caller, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None) -> None:
-        """Take one bucket from the group."""
-        await caller.post("/update_weights", {"update_info": described(specs)})
+    async def receive(
+        self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
+    ) -> None:
+        await server.post("/update_weights", {"update_info": described(specs)})
 
-    async def end(self, caller: Caller, version: int, proof: Proof | None) -> list[str]:
-        """Finish an update by broadcast, and return the tensors that were taken although they differ."""
+    async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
         differing: list[str] = []
-        if proof is not None:
-            by_worker = await _call_workers(caller, "mismatched_weights", fingerprints=proof.fingerprints)
-            if not all(isinstance(names, list) for names in by_worker):  # a worker answers an earlier call
+        if checksums is not None:
+            by_worker = await _call_workers(server, "mismatched_weights", fingerprints=checksums.by_name)
+            if not all(isinstance(names, list) for names in by_worker):  # a worker replied to an earlier call
                 raise ServerError(
-                    f"every worker of {caller.address} must answer with a list of names: got {by_worker}. A call that "
-                    "failed on one of them has put them out of step; start the server anew."
+                    f"every worker of {server.address} must reply with a list of names: got {by_worker}. A call that "
+                    "failed on one of them has put them out of step; restart the server."
                 )
             differing = sorted({name for names in by_worker for name in names})
-        if proof is not None and differing and not proof.accepts_mismatch:
+        if checksums is not None and differing and not checksums.accepts_mismatch:
             raise ServerError(
-                f"tensors must arrive at {caller.address} as they were sent: got {len(differing)} of "
-                f"{len(proof.fingerprints)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
+                f"tensors must arrive at {server.address} as they were sent: got {len(differing)} of "
+                f"{len(checksums.by_name)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
             )
-        await caller.post("/finish_weight_update", {"weight_version": str(version)})
-        await self._forget_cache(caller)
+        await server.post("/finish_weight_update", {"weight_version": str(version)})
+        await self._forget_cache(server)
         return differing
 
-    async def _forget_cache(self, caller: Caller) -> None:
-        """Drop the keys and values of old weights; there is no prefix cache if requests in flight keep theirs."""
+    async def _forget_cache(self, server: ServerConnection) -> None:
+        """Drop the keys and values of old weights; with `in_place` there is no prefix cache."""
         if self._pause_mode != "in_place":
-            reply = await caller.post("/reset_prefix_cache")
+            reply = await server.post("/reset_prefix_cache")
             if reply.get("success") is False:
-                raise bad_reply(caller.address, "/reset_prefix_cache", "report success", reply)
+                raise bad_reply(server.address, "/reset_prefix_cache", "report success", reply)
 
 
-async def _call_workers(caller: Caller, method: str, **arguments: object) -> list[Any]:
+async def _call_workers(server: ServerConnection, method: str, **arguments: object) -> list[Any]:
     """Call a method of every worker of a server and return their results."""
-    reply = await caller.post("/collective_rpc", {"method": method, "kwargs": arguments})
+    reply = await server.post("/collective_rpc", {"method": method, "kwargs": arguments})
     results = reply.get("results")
     if not isinstance(results, list):
-        raise bad_reply(caller.address, f"/collective_rpc {method}", "have results", reply)
+        raise bad_reply(server.address, f"/collective_rpc {method}", "have results", reply)
     return results
 
 
@@ -250,3 +234,24 @@ def _parse(address: str, endpoint: str, choice: Json, max_tokens: int) -> Segmen
         require(len(logprobs) == len(tokens), f"have {len(tokens)} token_logprobs, one per token")
     require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
     return Segment(tokens, logprobs, versions, _FINISHES[choice["finish_reason"]])
+
+
+VLLM = ServerKind(
+    name="vllm",
+    backend=VLLMBackend,
+    module="arealite.launcher.serve.vllm_server",
+    package="vllm",
+    block=lambda config: config.vllm,
+    model_flag="model",
+    seed_flag="seed",
+    gpus_flag="tensor_parallel_size",
+    context_flag="max_model_len",
+    memory_flag="gpu_memory_utilization",
+    in_place_flag="no_enable_prefix_caching",
+    has_negated_flags=True,
+    abort_call=("/pause?mode=abort", {}),
+    tied_embeddings_defect=(
+        "The model's embeddings are tied, and vLLM on a CPU serves wrong logits after it has reloaded such a model: "
+        "there use a model with tie_word_embeddings=false"
+    ),
+)

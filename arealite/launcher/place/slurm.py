@@ -24,10 +24,10 @@ from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Slot
 from arealite.launcher.place.relay import RelaySlot, take_all
 from arealite.launcher.plan.plan import Placement, Plan
-from arealite.launcher.plan.server_commands import check_installed
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor
 from arealite.utils.file_lock import file_lock
@@ -194,7 +194,7 @@ def _check(config: BaseExperimentConfig, plan: Plan, nodes: Sequence[str]) -> No
             f"({' '.join(nodes)}). Leave --nodes out of launcher.slurm.sbatch_additional_args."
         )
     if plan.servers and not config.launcher.slurm.inference_server_image:
-        check_installed(config)
+        kind_of(config).check_installed(config)
 
 
 def _machines_answer(nodes: Sequence[str], timeout_s: float) -> bool:

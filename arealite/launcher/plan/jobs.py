@@ -18,9 +18,9 @@ from pathlib import Path
 import arealite
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
+from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, rollout_of
-from arealite.launcher.plan.server_commands import server_command
 from arealite.utils.environment import RESTART_VARIABLE, SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK
 
@@ -38,15 +38,16 @@ def server_job(
 ) -> Job:
     """Describe a server, which listens at `host`, picks its own port and registers for the run."""
     rollout = rollout_of(config)
-    command = server_command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
-    serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", rollout.backend]
+    kind = kind_of(config)
+    command = kind.command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
+    serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", kind.name]
     serve += ["--name", placement.name, "--host", host, *registry_flags(config)]
     serve += ["--setup-timeout", str(rollout.setup_timeout)]
     env = environment(
         config.launcher.inference_server_env_vars,
         python=command[0],
         **devices,
-        **({"OMP_NUM_THREADS": str(config.lite.threads)} if rollout.backend == "lite" else {}),
+        **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
         **{SECRET_VARIABLE: secret},
     )
     return Job(placement.name, [*serve, "--", *command], env)

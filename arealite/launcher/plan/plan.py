@@ -13,6 +13,7 @@ from typing import Literal
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.cli_args import BaseExperimentConfig, InferenceEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.inference.backends import kind_of
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 
 
@@ -118,8 +119,9 @@ def _num_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
             f"allocation_mode must name servers for reinforcement learning: got {mode}. "
             f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
         )
-    if mode.gen_pp_size > 1 or (mode.gen_backend == "lite" and mode.gen_tp_size > 1):
-        limits = "p1t1" if mode.gen_backend == "lite" else "p1"
+    has_one_gpu = not kind_of(config).gpus_flag
+    if mode.gen_pp_size > 1 or (has_one_gpu and mode.gen_tp_size > 1):
+        limits = "p1t1" if has_one_gpu else "p1"
         raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")
     return mode.gen_dp_size
 

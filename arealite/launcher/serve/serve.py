@@ -31,6 +31,7 @@ import aiohttp
 import psutil
 
 from arealite.api.errors import ConfigError
+from arealite.inference.backends import KINDS
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import JobRun
 from arealite.launcher.serve.auth_proxy import AuthProxy
@@ -53,17 +54,12 @@ _SHOWN_CHARS = 200
 _REMEMBERED_BYTES = 4096
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f]")
 _WHERE = {"nfs": "nfs_record_root", "redis": "redis_addr", "etcd3": "etcd3_addr", "ray": "ray_actor_name"}
-_ABORT: dict[str, tuple[str, dict[str, str]]] = {
-    "sglang": ("/pause_generation", {"mode": "abort"}),
-    "vllm": ("/pause?mode=abort", {}),
-}
-"""What makes servers answer with the tokens so far; ours does that by itself when it gets SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m arealite.launcher.serve", description="Run one inference server.")
-    parser.add_argument("--backend", choices=["lite", "sglang", "vllm"], required=True, help="what the command starts")
+    parser.add_argument("--backend", choices=KINDS, required=True, help="what the command starts")
     parser.add_argument("--name", required=True, help="of the server in its run")
     parser.add_argument("--host", default=LOOPBACK, help="address by which trainers reach this machine")
     parser.add_argument("--port", type=int, default=0, help="0 is any free one")
@@ -89,7 +85,8 @@ class Server:
         """Start it."""
         host, _, port = address.rpartition(":")
         command = [*args.command, "--host", host, "--port", port]
-        hidden = {} if args.backend == "lite" else {SECRET_VARIABLE: ""}  # others could do nothing with it but show it
+        # Other servers could do nothing with the secret but show it.
+        hidden = {} if KINDS[args.backend].is_embedded else {SECRET_VARIABLE: ""}
         self.address = address
         """Where it listens."""
         self._last = b""
@@ -135,7 +132,7 @@ async def _run(args: argparse.Namespace) -> int:
         registration = _registration(args, address, secret)
         await registration.publish()
         proxy, inner = None, address
-        if args.backend != "lite" and secret and not is_loopback(args.host):
+        if not KINDS[args.backend].is_embedded and secret and not is_loopback(args.host):
             inner = f"{LOOPBACK}:{port_of(inner_holder)}"
             proxy = AuthProxy(inner, secret=secret)
             await proxy.start(args.host, port_of(holder))
@@ -237,8 +234,8 @@ async def _hand_back(
         if not num_connected(server.address):
             return
         await asyncio.sleep(_NOTICE_S)
-        if args.backend in _ABORT:
-            await _post(server.address, *_ABORT[args.backend])
+        if (abort := KINDS[args.backend].abort_call) is not None:
+            await _post(server.address, *abort)
         server.terminate()
         while num_connected(server.address) and not server.ended.done():
             await asyncio.sleep(_LOOK_S)

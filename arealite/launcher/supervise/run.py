@@ -20,10 +20,10 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, Place, Slot
 from arealite.launcher.plan.jobs import check_model, server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan, rollout_of
-from arealite.launcher.plan.server_commands import check_server_block
 from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
 from arealite.utils.environment import SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
@@ -113,7 +113,7 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
     plan = make_plan(config)
     check_model(config)
     if plan.servers:
-        check_server_block(config)
+        kind_of(config).check_block(config)
         try:
             make_repository(**dataclasses.asdict(config.cluster.name_resolve))
         except (ValueError, ImportError, NameResolveError) as error:
@@ -258,7 +258,7 @@ def _start_servers(
         restarts=config.launcher.server_restarts,
         look_up=look_up,
         forget=forget,
-        publish_progress=rollout.backend == "lite",
+        publish_progress=kind_of(config).is_embedded,
         invitation=None
         if run.plan.trainers
         else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "

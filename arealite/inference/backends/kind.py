@@ -1,0 +1,119 @@
+"""How a kind of server is installed, configured, started and stopped. Without torch, because launchers import it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.backends.base import Backend
+from arealite.inference.http import Json
+
+_INSTALLED = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); sys.exit(not (s and s.origin))"
+"""Fails for a folder that merely has the package's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerKind:
+    """What differs between kinds of servers, apart from the wire protocol. Flags are spelled with underscores."""
+
+    name: str
+    backend: type[Backend]
+    """Its wire protocol."""
+    module: str
+    """Program that `launcher.server_python` runs."""
+    package: str | None
+    """What must be installed there; None is a server of this package, which runs on our own interpreter."""
+    block: Callable[[BaseExperimentConfig], dict[str, Any]]
+    """The user's flags."""
+    model_flag: str
+    seed_flag: str
+    gpus_flag: str
+    """Number of GPUs; empty if a server has one at most."""
+    context_flag: str
+    memory_flag: str
+    """Share of the GPU's memory for weights and cache; empty if it can't be limited."""
+    in_place_flag: str
+    """What `rollout.pause_mode=in_place` needs. Where sequences keep old keys and values when weights change, a prefix
+    cache would lend them to new sequences."""
+    fixed_flags: Mapping[str, object] = field(default_factory=dict)
+    """Further flags that are the same for every run."""
+    has_negated_flags: bool = False
+    """Whether `--no-x` turns off what `x: false` means; otherwise it is left out."""
+    abort_call: tuple[str, Json] | None = None
+    """Endpoint and payload that end requests in flight with the tokens so far; None if SIGTERM does."""
+    tied_embeddings_defect: str = ""
+    """Why logprobs may be wrong after an update of a model with tied embeddings, and what to do."""
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is our own server, which checks the run's secret and writes heartbeats."""
+        return self.package is None
+
+    def python(self, config: BaseExperimentConfig) -> str:
+        """Return the interpreter that runs servers of this kind."""
+        return (
+            sys.executable if self.is_embedded else os.path.expanduser(config.launcher.server_python or sys.executable)
+        )
+
+    def command(self, config: BaseExperimentConfig, *, index: int, num_gpus: int) -> list[str]:
+        """Return the command of server `index` except `--host` and `--port`, which whoever runs it adds."""
+        block, model = self.block(config), config.trained[1]
+        flags: dict[str, object] = {"dtype": model.dtype}  # servers compute like the trainer unless told not to
+        flags |= {self.in_place_flag: True} if config.rollout and config.rollout.pause_mode == "in_place" else {}
+        flags |= block | {self.model_flag: model.path}
+        flags |= {self.gpus_flag: num_gpus} if self.gpus_flag else {}
+        flags |= {**self.fixed_flags, self.seed_flag: int(block.get(self.seed_flag, config.seed)) + index}
+        return [self.python(config), "-m", self.module, *self._spelled(flags)]
+
+    def check_block(self, config: BaseExperimentConfig) -> None:
+        """Refuse flags that the launcher sets; repeating the model is fine."""
+        block, model = self.block(config), config.trained[1]
+        owned = {self.model_flag, "host", "port", self.gpus_flag, *self.fixed_flags} - {""}
+        taken = {name for name in block if name.replace("-", "_") in owned}
+        taken -= {self.model_flag} if block.get(self.model_flag) == model.path else set()
+        if taken:
+            raise ConfigError(
+                f"the {self.name} block must leave {', '.join(sorted(owned))} to the launcher: got "
+                f"{', '.join(sorted(taken))}. Remove them: actor.path is the model, and allocation_mode says how many "
+                "GPUs a server has."
+            )
+
+    def check_installed(self, config: BaseExperimentConfig) -> None:
+        """Ask the servers' interpreter for the package."""
+        if self.package is None:
+            return
+        python = self.python(config)
+        try:
+            answer = subprocess.run([python, "-c", _INSTALLED, self.package], timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(
+                f"launcher.server_python must be a Python interpreter: got {python}, {error}. Correct its path."
+            ) from error
+        if answer.returncode != 0:
+            raise ConfigError(
+                f"the backend in allocation_mode must be installed: got {config.allocation}, and {self.package} is not "
+                f"in the environment of {python}. Set launcher.server_python to the Python of an environment that has "
+                f"it, or write lite in place of {self.name}."
+            )
+
+    def _spelled(self, flags: Mapping[str, object]) -> list[str]:
+        """Spell flags: None and "" are left out, True is a bare flag, a list is several words and a mapping JSON."""
+        words: list[str] = []
+        for name, value in flags.items():
+            flag = name.replace("_", "-")
+            if value is True:
+                words.append(f"--{flag}")
+            elif value is False and self.has_negated_flags and not flag.startswith("no-"):
+                words.append(f"--no-{flag}")
+            elif isinstance(value, list | tuple):
+                words += [f"--{flag}", *map(str, value)]
+            elif value is not None and value is not False and value != "":
+                words += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+        return words

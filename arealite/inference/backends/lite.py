@@ -1,0 +1,62 @@
+"""Our embedded server, `arealite.server`: SGLang's protocol, with checksums, deadlines and counts of stale tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.inference.backends.base import BroadcastPlan, Checksums, ServerConnection
+from arealite.inference.backends.kind import ServerKind
+from arealite.inference.backends.sglang import SGLangBackend, post
+from arealite.inference.http import Json
+from arealite.inference.pool import ServerFacts
+
+
+class LiteBackend(SGLangBackend):
+    """The protocol of `arealite.server`."""
+
+    keeps_old_weights = True
+    is_on_cpu = True
+
+    async def meet(self, server: ServerConnection) -> ServerFacts:
+        info = await self._model_info(server)
+        self._takes_seeds.add(server.address)
+        return ServerFacts(str(info["dtype"]))
+
+    def verifies(self, meta: WeightUpdateMeta) -> bool:
+        return True
+
+    async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
+        payload = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        reply = await post(server, "/update_weights_from_disk", payload | _fields(checksums))
+        return list(reply.get("mismatched", []))
+
+    async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
+        payload = plan.payload(server.address) | {"timeout_s": timeout_s}
+        await post(server, "/init_weights_update_group", payload)
+
+    async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
+        reply = await post(server, "/end_weight_update", _fields(checksums))
+        return list(reply.get("mismatched", []))
+
+
+def _fields(checksums: Checksums | None) -> Json:
+    if checksums is None:
+        return {}
+    return {"fingerprints": checksums.by_name, "on_mismatch": "accept" if checksums.accepts_mismatch else "refuse"}
+
+
+LITE = ServerKind(
+    name="lite",
+    backend=LiteBackend,
+    module="arealite.server",
+    package=None,
+    block=lambda config: dataclasses.asdict(config.lite),
+    model_flag="model_path",
+    seed_flag="seed",
+    gpus_flag="",
+    context_flag="context",
+    memory_flag="",
+    in_place_flag="allow_stale_kv",
+    fixed_flags={"weight_version": 0},
+)
