@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,6 +44,8 @@ class ScriptedServer:
     """The endpoints, and knobs that tests turn while it runs."""
 
     token_delay_s: float = 0.0
+    holds_at: int | None = None
+    """Position at which generation waits until this grows or is None; an abort ends the wait too."""
     eos_every: int = 0
     """A token is EOS with this inverse probability; 0 is never."""
     context: int = 4096
@@ -74,6 +77,7 @@ class ScriptedServer:
         self._groups: dict[str, list[BroadcastGroup]] = {}
         self._staged: dict[str, Any] | None = None
         self._aborts = 0
+        self._reached: list[tuple[int, int]] = []
 
     def app(self) -> web.Application:
         self._resumed = asyncio.Event()
@@ -156,10 +160,11 @@ class ScriptedServer:
         while len(tokens) < params["max_new_tokens"] and len(prompt) + len(tokens) < self.context:
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s)
+            position = len(prompt) + len(tokens)
+            await self._hold(position, aborts)
             if self._aborts != aborts:
                 finish = {"type": "abort", "message": "Aborted"}
                 break
-            position = len(prompt) + len(tokens)
             token = token_at(seed, position, eos_every=self.eos_every)
             version = self.version if self.tells == "spans" else first_version
             pairs.append([logprob_at(token, position, version), token, None])
@@ -176,6 +181,24 @@ class ScriptedServer:
         if self.tells == "spans":
             meta["weight_versions"] = spans
         return {"output_ids": tokens, "text": "", "meta_info": meta}
+
+    async def _hold(self, position: int, aborts: int) -> None:
+        here = (position, aborts)
+        self._reached.append(here)
+        while self._is_held(here):
+            await asyncio.sleep(0.002)
+        self._reached.remove(here)
+
+    def _is_held(self, place: tuple[int, int]) -> bool:
+        position, aborts = place
+        return self.holds_at is not None and position >= self.holds_at and aborts == self._aborts
+
+    def wait_until_held(self, count: int = 1) -> None:
+        """Return once so many completions wait at `holds_at`."""
+        deadline = time.monotonic() + 120
+        while sum(map(self._is_held, list(self._reached))) < count:
+            assert time.monotonic() < deadline, f"{count} completions must reach position {self.holds_at}"
+            time.sleep(0.002)
 
     async def _pause(self, _: web.Request) -> web.Response:
         self._resumed.clear()
@@ -203,7 +226,7 @@ class ScriptedServer:
 
         def join(rank: int) -> BroadcastGroup:
             address, port = body["master_address"], body["master_port"]
-            return join_group(address, port, rank, world_size, name, timeout_s=min(3.0, body.get("timeout_s", 3.0)))
+            return join_group(address, port, rank, world_size, name, timeout_s=body.get("timeout_s", 60.0))
 
         ranks = range(body["rank_offset"], body["rank_offset"] + self.tp_size)
         try:

@@ -155,13 +155,13 @@ def test_a_stop_string_is_found_wherever_interruptions_fall(tmp_path: Path, leng
 
 
 def test_versions_may_change_within_one_reply() -> None:
-    server = ScriptedServer(token_delay_s=0.005)
+    server = ScriptedServer(holds_at=10)
     with connected(server) as engine:
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=20)))
         thread.start()
-        time.sleep(0.05)
-        server.version = 1
+        server.wait_until_held()
+        server.version, server.holds_at = 1, None
         thread.join()
     versions = pending[0].output_versions
     assert set(versions) == {0, 1} and versions == sorted(versions) and pending[0].num_interrupts == 0
@@ -189,14 +189,15 @@ def test_failures_of_a_server_are_repaired(failures: list[int | str]) -> None:
 
 
 def test_a_failure_keeps_the_tokens_already_received() -> None:
-    server = ScriptedServer(token_delay_s=0.005)
+    server = ScriptedServer(holds_at=10)
     with connected(server) as engine:
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=20)))
         thread.start()
-        time.sleep(0.05)
+        server.wait_until_held()
         server.failures = [500]
         server.abort_all()
+        server.holds_at = None
         thread.join()
     check_exact(pending[0], server.requests[0]["sampling_params"]["sampling_seed"])
     assert len(server.requests) == 3
@@ -206,33 +207,27 @@ def test_a_failure_keeps_the_tokens_already_received() -> None:
 def test_a_connection_is_not_used_when_the_server_may_be_closing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a request would be lost, and a server that loses that of a pause would miss the weights."""
 
-    class Impatient(ScriptedServer):
-        """Loses requests on connections that were idle for long."""
+    class Listing(ScriptedServer):
+        """Keeps the connections of its requests."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.num_lost = 0
-            self.answered_at: dict[Any, float] = {}
+            self.connections: list[Any] = []
 
         @web.middleware
         async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
-            transport = request.transport
-            assert transport is not None
-            if time.monotonic() - self.answered_at.get(transport, math.inf) > 0.3:
-                self.num_lost += 1
-                transport.close()
-            response = await super()._refuse(request, handler)
-            self.answered_at[transport] = time.monotonic()
-            return response
+            if request.path == "/generate":
+                self.connections.append(request.transport)
+            return await super()._refuse(request, handler)
 
     assert server_http._IDLE_S < 5
     monkeypatch.setattr(server_http, "_IDLE_S", 0.2)
-    server = Impatient()
+    server = Listing()
     with connected(server) as engine:
         for _ in range(3):
             generate(engine, max_new_tokens=2)
             time.sleep(0.4)
-    assert server.num_lost == 0 and len(server.requests) == 3
+    assert len(set(server.connections)) == len(server.connections) == 3
 
 
 def test_retries_end() -> None:
@@ -295,7 +290,7 @@ def test_the_embedded_server_says_the_same_of_a_long_prompt() -> None:
 
 
 def test_completions_are_on_record_in_their_episode() -> None:
-    server = ScriptedServer(token_delay_s=0.01)
+    server = ScriptedServer(token_delay_s=0.01, holds_at=10)
     episodes: list[Episode] = []
 
     class Recording(SamplingWorkflow):
@@ -306,7 +301,13 @@ def test_completions_are_on_record_in_their_episode() -> None:
             return await super().arun_episode(engine, data)
 
     with connected(server) as engine:
-        aborting = threading.Timer(0.1, server.abort_all)
+
+        def interrupt() -> None:
+            server.wait_until_held(2)
+            server.abort_all()
+            server.holds_at = None
+
+        aborting = threading.Thread(target=interrupt)
         aborting.start()
         row = {"input_ids": PROMPT, "prompt_id": PromptId(0, 0)}
         engine.rollout_batch([row], Recording(n_samples=2, max_new_tokens=20))
@@ -314,19 +315,23 @@ def test_completions_are_on_record_in_their_episode() -> None:
     (episode,) = episodes
     assert sorted(one.sample for one in episode.samples) == [0, 1]
     assert {(one.tokens, one.num_interrupts, one.server) for one in episode.samples} == {(20, 1, server.address)}
-    assert all(0.2 <= one.latency_s < 5 for one in episode.samples)
+    assert all(0.2 <= one.latency_s < 120 for one in episode.samples)
 
 
 def test_an_episode_that_waits_for_a_server_says_so() -> None:
     found: list[dict[str, Any]] = []
+    server = ScriptedServer(holds_at=5)
 
-    class Watched(SamplingWorkflow):
-        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
-            asyncio.get_running_loop().call_later(0.1, lambda: found.extend(awaits.oldest()))
-            return await super().arun_episode(engine, data)
+    def look() -> None:
+        server.wait_until_held()
+        found.extend(awaits.oldest())
+        server.holds_at = None
 
-    with connected(ScriptedServer(token_delay_s=0.05)) as engine:
-        engine.rollout_batch([{"input_ids": PROMPT, "prompt_id": PromptId(0, 4)}], Watched(max_new_tokens=10))
+    with connected(server) as engine:
+        looking = threading.Thread(target=look)
+        looking.start()
+        engine.rollout_batch([{"input_ids": PROMPT, "prompt_id": PromptId(0, 4)}], SamplingWorkflow(max_new_tokens=10))
+        looking.join()
     assert [(one["name"], one["on"]) for one in found] == [("0-4", "servers")]
 
 
@@ -339,7 +344,7 @@ def test_a_request_does_not_wait_for_ever_for_the_end_of_a_publication(monkeypat
 
 
 def test_a_server_that_only_aborts_does_not_keep_a_request_for_ever() -> None:
-    server = ScriptedServer(token_delay_s=0.05)
+    server = ScriptedServer(holds_at=0)
     with connected(server, request_timeout=1.0) as engine:
         is_over = threading.Event()
 
@@ -382,15 +387,17 @@ def test_another_server_takes_over_and_the_first_is_readmitted() -> None:
 
 
 def test_a_server_that_tells_no_version_is_believed_unless_weights_moved_meanwhile() -> None:
-    server = ScriptedServer(tells="nothing", token_delay_s=0.01)
+    server = ScriptedServer(tells="nothing")
     with connected(server) as engine:
         engine.servers.note_publication(engine.servers.servers, 4)
         assert generate(engine, max_new_tokens=2).output_versions == [4, 4]
+        server.holds_at = 8
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=10)))
         thread.start()
-        time.sleep(0.05)
+        server.wait_until_held()
         engine.servers.note_publication(engine.servers.servers, 5)
+        server.holds_at = None
         thread.join()
     assert pending[0].output_versions == [5] * 10
     assert len(server.requests) == 3, "the reply that spans the change is asked for again"
@@ -523,8 +530,8 @@ def test_an_evaluation_tells_how_many_rows_have_no_result() -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, serve(ScriptedServer()) as server:
         missing = f"127.0.0.1:{silent.getsockname()[1]}"
-        engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=[server.address, missing], setup_timeout=0.5))
-        with pytest.raises(ServerError, match=f"within 0.5 s: got no answer from {missing}\\."):
+        engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=[server.address, missing], setup_timeout=2.0))
+        with pytest.raises(ServerError, match=f"within 2 s: got no answer from {missing}\\."):
             engine.initialize(None, None)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("arealite")]
 
@@ -575,5 +582,5 @@ def test_destroy_is_quick_with_requests_in_flight_and_may_come_twice() -> None:
             engine.wait(1, timeout=0.3)
         began = time.monotonic()
         engine.destroy()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 120, "a request takes 1000 s"
         engine.destroy()

@@ -176,36 +176,31 @@ async def test_booleans_are_numbers(runner_of) -> None:
 
 
 async def test_a_call_that_never_returns_is_killed_and_delays_nobody(runner_of) -> None:
-    runner = runner_of(hangs_in_c, timeout=1.0, num_workers=2)
+    runner = runner_of(hangs_in_c, timeout=3.0, num_workers=2)
     await asyncio.gather(runner(completions="a"), runner(completions="b"))
     hanging = asyncio.create_task(failure(runner, completions="hang"))
     await asyncio.sleep(0.05)
-    began = time.monotonic()
     assert await asyncio.gather(*(runner(completions="fine") for _ in range(20))) == [1.0] * 20
-    assert time.monotonic() - began < 0.9
+    assert not hanging.done()
     error = await hanging
-    assert error.kind == "timeout" and "1 s" in str(error)
+    assert error.kind == "timeout" and "3 s" in str(error)
     assert await asyncio.gather(*(runner(completions="fine") for _ in range(4))) == [1.0] * 4
 
 
 @pytest.mark.parametrize(("reward_fn", "endless"), [(backtracks, "a" * 64), (multiplies, str(10**9))])
-async def test_while_one_call_computes_for_ever_in_c_others_take_their_normal_time(
-    runner_of, reward_fn, endless: str
-) -> None:
+async def test_while_one_call_computes_for_ever_in_c_others_go_on(runner_of, reward_fn, endless: str) -> None:
     runner = runner_of(reward_fn, timeout=1.5, num_workers=2)
     await asyncio.gather(*(runner(completions="1") for _ in range(8)))
-    began = time.monotonic()
-    await asyncio.gather(*(runner(completions="1") for _ in range(100)))
-    normal_s = time.monotonic() - began
     hanging = asyncio.create_task(failure(runner, completions=endless))
-    began, slowest_s = time.monotonic(), 0.0
-    while time.monotonic() < began + 2.5:  # also while the worker is being replaced
-        asked = time.monotonic()
+    num_meanwhile = 0
+    while not hanging.done():
         assert await runner(completions="1") == 1.0
-        slowest_s = max(slowest_s, time.monotonic() - asked)
+        num_meanwhile += 1
         await asyncio.sleep(0.005)
     assert (await hanging).kind == "timeout"
-    assert slowest_s < 0.5, (slowest_s, normal_s)
+    assert num_meanwhile > 5, "they do not wait for the one that hangs"
+    for _ in range(10):  # also while the worker is being replaced
+        assert await runner(completions="1") == 1.0
 
 
 async def test_a_replacement_is_ready_before_it_is_needed(tmp_path: Path, monkeypatch, runner_of) -> None:
@@ -214,14 +209,14 @@ async def test_a_replacement_is_ready_before_it_is_needed(tmp_path: Path, monkey
         "def score(completions, **kwargs):\n    return float(completions == 'fine' or ctypes.PyDLL(None).pause())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    runner = runner_of(importlib.import_module("slow_to_import").score, timeout=0.3, num_workers=1)
+    runner = runner_of(importlib.import_module("slow_to_import").score, timeout=1.0, num_workers=1)
     assert await runner(completions="fine") == 1.0
     for _ in range(2):
-        await asyncio.sleep(1.2)
+        while (spare := runner._spare) is None:
+            await asyncio.sleep(0.01)
         assert (await failure(runner, completions="hang")).kind == "timeout"
-        began = time.monotonic()
         assert await runner(completions="fine") == 1.0
-        assert time.monotonic() - began < 0.4
+        assert spare in runner._workers and spare is not runner._spare, "it took over"
 
 
 async def test_a_spare_that_died_is_not_used(runner_of) -> None:
@@ -250,7 +245,7 @@ async def test_a_call_that_takes_too_much_memory_is_a_crash_with_that_reason(run
 
 
 async def test_a_stopped_worker_is_a_timeout_even_if_it_takes_nothing_in(runner_of) -> None:
-    runner = runner_of(where, num_workers=1, timeout=0.5)
+    runner = runner_of(where, num_workers=1, timeout=2.0)
     pid = int(await runner())
     os.kill(pid, signal.SIGSTOP)
     error = await failure(runner, prompt="long" * 10**6)
@@ -272,10 +267,9 @@ async def test_a_worker_killed_in_the_middle_of_a_call_is_a_crash(runner_of) -> 
 
 async def test_a_crash_is_seen_at_once_even_if_a_child_holds_the_socket(runner_of, tmp_path) -> None:
     note = tmp_path / "pid"
-    began = time.monotonic()
-    error = await failure(runner_of(starts_a_program_and_dies, timeout=30), completions=str(note))
+    error = await failure(runner_of(starts_a_program_and_dies, timeout=120), completions=str(note))
     os.kill(int(note.read_text()), signal.SIGKILL)
-    assert error.kind == "crash" and "exit status 7" in str(error) and time.monotonic() - began < 5
+    assert error.kind == "crash" and "exit status 7" in str(error)
 
 
 async def test_a_long_explanation_is_shortened(runner_of) -> None:
@@ -285,7 +279,7 @@ async def test_a_long_explanation_is_shortened(runner_of) -> None:
 
 async def test_what_a_hanging_reward_has_started_ends_with_it(runner_of, tmp_path) -> None:
     note = tmp_path / "pid"
-    assert (await failure(runner_of(starts_a_program_and_hangs, timeout=0.5), completions=str(note))).kind == "timeout"
+    assert (await failure(runner_of(starts_a_program_and_hangs, timeout=2.0), completions=str(note))).kind == "timeout"
     assert not is_alive(int(note.read_text()))
 
 
@@ -297,7 +291,7 @@ async def test_a_worker_that_dies_fails_one_call_and_is_replaced(runner_of) -> N
 
 
 async def test_coroutine_functions_run_on_the_loop_with_a_deadline(runner_of) -> None:
-    runner = runner_of(slow, timeout=0.2)
+    runner = runner_of(slow, timeout=1.0)
     assert await runner(completions="quick") == 0.5
     assert (await failure(runner, completions="slow")).kind == "timeout"
     assert await runner_of(Waiting())() == 0.25
@@ -372,7 +366,7 @@ def test_a_reward_of_the_entry_script_works(tmp_path: Path) -> None:
             runner.close()
         """,
     )
-    assert process.communicate(timeout=30)[0].strip() == "6.0"
+    assert process.communicate(timeout=120)[0].strip() == "6.0"
 
 
 def test_the_entry_script_is_imported_only_for_its_own_rewards(tmp_path: Path) -> None:
@@ -391,7 +385,7 @@ def test_the_entry_script_is_imported_only_for_its_own_rewards(tmp_path: Path) -
             print(asyncio.run(RewardRunner(gsm8k_reward_fn)(**call)))  # not closed: must not keep the script alive
         """,
     )
-    assert process.communicate(timeout=30)[0].strip() == "1.0"
+    assert process.communicate(timeout=120)[0].strip() == "1.0"
     assert (tmp_path / "imports").read_text().split() == ["__main__"]
 
 
@@ -412,12 +406,12 @@ def test_no_worker_survives_a_killed_parent_even_in_the_middle_of_a_call(tmp_pat
             asyncio.run(RewardRunner(hang, timeout=60)())
         """,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     worker = os.pidfd_open(int((tmp_path / "ready").read_text()))
     process.kill()
     process.communicate()
-    assert select.select([worker], [], [], 10)[0]
+    assert select.select([worker], [], [], 120)[0]
     os.close(worker)
