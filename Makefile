@@ -64,12 +64,12 @@ test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one
 
 test-vllm: $(VENV)/.installed-dev            ## train through a real vLLM on a CPU (5 minutes once it is installed)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
-	AREALITE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(WRAPPERS) tests/launcher/test_vllm_server.py
+	AREALITE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_vllm_server.py
 	$(SERVERS) train --server vllm --python $(VLLM_VENV)/bin/python $(ARGS)
 
 test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on a CPU (6 minutes), or say loudly that it can't be installed
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
-		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/test_sglang_server.py && \
+		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_sglang_server.py && \
 		$(SERVERS) train --server sglang --python $(SGLANG_VENV)/bin/python $(ARGS); \
 	else \
 		echo "SKIPPED: SGLang can't be installed here, see above"; \
@@ -82,7 +82,7 @@ test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of fo
 
 test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job on Ray: nothing may be left (3 minutes)
 	$(PIP) -e '.[ray]'
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/test_ray_place.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/place/test_ray.py $(ARGS)
 
 install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, Redis, etcd, iptables (Debian, root)
 	sh tests/cluster/install.sh

@@ -85,8 +85,8 @@ class Experiment:
             "rollout.server_addrs": f"[{','.join(self.server_addrs)}]",
             "rollout.weight_update": self.weight_update,
             "rollout.weight_update_timeout": 20,
-            "rollout.setup_timeout": 60,
-            "rollout.episode_timeout": 60,
+            "rollout.setup_timeout": 120,
+            "rollout.episode_timeout": 120,
             "rollout.request_timeout": 30,
             "actor.group_reward_norm": False,
             "actor.reward_bias": -0.5,  # a random model earns nothing, and its weights would never change

@@ -21,8 +21,8 @@ from typing import Any
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from chaos.experiment import REPOSITORY, environment
 
-_READY_S = 90.0
-_ANSWER_S = 20.0
+_READY_S = 300.0
+_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _guard(stack: contextlib.ExitStack, path: Path, module: str, *arguments: str
     command = [sys.executable, "-m", "arealite.launcher.place.guard", sys.executable, "-m", module, *arguments]
     env = environment(also_tests=True)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, cwd=REPOSITORY)
-    stack.callback(process.wait, 20)
+    stack.callback(process.wait, 120)
     assert process.stdin is not None
     stack.enter_context(process.stdin)  # its end is the guard's sign to end
 

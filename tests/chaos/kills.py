@@ -109,11 +109,11 @@ def run(experiment: Experiment, *plans: list[Kill], timeout_s: float, say: Say) 
             for gun in guns:
                 gun.look(launchers[-1].process.pid)
             time.sleep(_LOOK_S)
-        say(f"not done within {timeout_s:g} s")
+        say(f"not done within {timeout_s:g} s; waiting for {[gun.waits_for for gun in guns]}, {marks.newest}")
         return outcome
     finally:
         kill_tree(launchers[-1].process.pid)
-        launchers[-1].process.wait(10)
+        launchers[-1].process.wait(120)
 
 
 def _start(experiment: Experiment, marks: Marks, number: int) -> Launcher:
@@ -132,6 +132,11 @@ class _Gun:
         self._first = 0
         """The marks before it are those of the last kill."""
         self._due_at: float | None = None
+
+    @property
+    def waits_for(self) -> str:
+        """Describe the next kill."""
+        return str(self._plan[0]) if self._plan else "nothing"
 
     def look(self, launcher: int) -> None:
         """Fire if it is time."""

@@ -21,7 +21,7 @@ from chaos.experiment import Experiment, environment
 from chaos.kills import Outcome
 from chaos.victims import describe, marked, orphaned_ports
 
-_END_S = 3.0
+_END_S = 60.0
 """In which the last processes of a run that has ended must be gone."""
 _TEMPORARY = (".unfinished", ".partial", ".tmp", ".old", ".removed", "-wal", "-shm", "-journal")
 """How the names of files end that nobody may find in the folder of a run that has ended."""
@@ -121,7 +121,7 @@ def _account(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[s
     """Nothing is lost and nothing repeated, says the audit."""
     command = [sys.executable, "-m", "arealite.cli.main", "ledger", str(experiment.run_folder), "--json"]
     env = environment()
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     if finished.returncode not in (0, 1):
         yield f"the audit must work: got {finished.stderr}"
         return

@@ -27,8 +27,8 @@ Name = Literal["lite", "sglang", "vllm"]
 REPOSITORY = Path(__file__).parents[2]
 CONTEXT = 512
 """Longest sequence of every server, in tokens."""
-_READY_S = 300.0
-_CHECK_S = 300.0
+_READY_S = 600.0
+_CHECK_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _wait_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> No
     deadline = time.monotonic() + _READY_S
     while True:
         with contextlib.suppress(OSError):
-            if ask(address, "GET", "/health", timeout_s=20).status == 200:
+            if ask(address, "GET", "/health", timeout_s=60).status == 200:
                 return
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the server must be ready within {_READY_S:g} s. Its log:\n{log.read_text()[-4000:]}")

@@ -27,7 +27,8 @@ CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml
 STEPS, BOUND, BATCH, GROUP = 10, 2, 6, 4
 MAX_GAP = 1e-3
 """Of a canary's logprobs, and of what was trained on in steps whose tokens are all of the newest weights."""
-_RUN_S = 600.0
+_RUN_S = 1800.0
+"""For a run that hangs: its guard then ends everything."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ def _launch(run: Run, program: Program, model: Path, folder: Path) -> Outcome:
         "evaluator.freq_steps": STEPS,
         "rollout.max_concurrent_rollouts": 2 * BATCH,
         "rollout.max_head_offpolicyness": BOUND,
-        "rollout.setup_timeout": 300,
-        "rollout.weight_update_timeout": 30,
+        "rollout.setup_timeout": 600,
+        "rollout.weight_update_timeout": 120,
         "actor.group_reward_norm": "false",
         "actor.reward_bias": -0.5,  # a random model earns nothing, and its weights would never change
         "launcher.server_python": program.python,
@@ -222,7 +223,7 @@ def _agreement(outcome: Outcome) -> Iterator[str]:
 def _account(outcome: Outcome) -> Iterator[str]:
     command = [sys.executable, "-m", "arealite.cli.main", "ledger", str(outcome.folder), "--json"]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    audited = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    audited = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     if audited.returncode != 0:
         yield f"the audit must be clean: got {audited.returncode}: {audited.stdout[-500:]}{audited.stderr[-500:]}"
         return
