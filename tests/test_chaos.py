@@ -15,6 +15,7 @@ from collections import Counter
 from http.client import HTTPException
 from pathlib import Path
 
+import pytest
 from chaos import kills
 from chaos.experiment import Experiment
 from chaos.flaky_proxy import FAULTS, REFUSED

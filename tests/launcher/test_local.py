@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,7 @@ def test_second_ctrl_c_does_not_wait(launch_script):
     run.process.send_signal(signal.SIGINT)
     while "stopping everything" not in run.output:
         assert run.process.poll() is None
+        time.sleep(0.02)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
 
@@ -278,6 +280,7 @@ def test_servers_only_run_until_ctrl_c(launch_script):
         assert run.process.poll() is None, run.output
     while "until Ctrl-C: export AREALITE_SECRET=$(cat " not in run.output:
         assert run.process.poll() is None, run.output
+        time.sleep(0.02)
     assert "/.secret) AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in run.output
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
@@ -400,6 +403,7 @@ def test_ctrl_c_is_the_last_word(launch_script):
     )
     while "stopping everything" not in run.output:
         assert run.process.poll() is None
+        time.sleep(0.02)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.output
     assert "restart" not in run.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -18,13 +19,14 @@ def test_a_run_that_goes_on_after_a_verdict(launch_script):
         from arealite.utils import heartbeat
         note("trainer-0")
         heartbeat.tick()
-        for _ in range(2):
+        run = pathlib.Path(os.environ["FILEROOT"], "exp", "trial")
+        for count in (1, 2):
             with heartbeat.waiting("the tide"):
-                time.sleep(3)
+                while len(list(run.glob("stall_*.txt"))) < count: time.sleep(0.05)
             heartbeat.tick()
         """,
         *SFT,
-        "launcher.stall_timeout=1.5",
+        "launcher.stall_timeout=2",
         "launcher.on_stall=continue",
     )
     assert run.end() == 0, run.output
@@ -37,16 +39,16 @@ def test_a_run_that_goes_on_after_a_verdict(launch_script):
 
 
 def test_progress_is_no_stall(launch_script):
-    """Four times the timeout, with a tick now and then by one of two ranks only."""
+    """Twice the timeout, with a tick now and then by one of two ranks only."""
     run = launch_script(
         """
         from arealite.utils import heartbeat
         heartbeat.tick()
-        for _ in range(8):
-            time.sleep(1)
+        for _ in range(20):
+            time.sleep(0.5)
             if os.environ["RANK"] == "1": heartbeat.tick()
         """,
-        *("allocation_mode=d2", "model.path=tiny", "launcher.stall_timeout=2.5"),
+        *("allocation_mode=d2", "model.path=tiny", "launcher.stall_timeout=5"),
     )
     assert run.end() == 0, run.output
     assert "stalled" not in run.output
@@ -70,7 +72,7 @@ def test_the_start_has_a_timeout_of_its_own_and_lines_are_progress(launch_script
     found = re.search(
         r"nothing has moved for (\d+) s, because of trainer-0 \(pid (\d+)\), which has not come", run.output
     )
-    assert found is not None and 7 <= int(found[1]) < 20 and int(found[2]) == pid
+    assert found is not None and 7 <= int(found[1]) < 120 and int(found[2]) == pid
 
 
 def test_servers_without_trainer_may_idle(launch_script):
@@ -79,6 +81,7 @@ def test_servers_without_trainer_may_idle(launch_script):
     )
     while "is ready at" not in run.output:
         assert run.process.poll() is None, run.output
+        time.sleep(0.02)
     with pytest.raises(subprocess.TimeoutExpired):
         run.process.wait(2.5)
     assert "stalled" not in run.output
