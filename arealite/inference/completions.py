@@ -181,7 +181,9 @@ class Generator:
             version = server.version
             began = time.monotonic()
             try:
-                segment = await self._ask(server, req, tokens, seed)
+                async with self.liveness.in_flight(server):
+                    connection = ServerConnection(server.address, self.http, lambda: self._config.request_timeout)
+                    segment = await self._backend.complete(connection, req, tokens, seed)
             except ServerError as error:
                 failed.append(server)
                 if len(failed) > self._config.request_retries or not _may_retry(error):
@@ -191,6 +193,7 @@ class Generator:
                 continue
             finally:
                 self._servers.release(server, num_tokens)
+            heartbeat.tick()
             self.liveness.trust(server)
             self._servers.measure(server, len(segment.tokens), time.monotonic() - began)
             if segment.versions is None and not server.tells_versions:
@@ -211,24 +214,6 @@ class Generator:
             if episode is not None:
                 episode.servers.add(server.address)
             return server, segment
-
-    async def _ask(self, server: Server, req: ModelRequest, tokens: list[int], seed: int) -> Segment:
-        """Let one server continue a request."""
-        endpoint, payload = self._backend.generate_call(server.address, req, tokens, seed)
-        try:
-            reply = await self.liveness.post(server, endpoint, payload, timeout_s=self._config.request_timeout)
-        except StatusError as error:
-            if self._backend.is_overflow(error):
-                if tokens:
-                    return Segment([], [], [], "length")  # an interruption fell on its last tokens
-                raise ContextOverflowError(
-                    f"a request must fit into the context of {server.address}: got {len(req.input_ids)} tokens that "
-                    f"may become {len(req.input_ids) + req.gconfig.max_new_tokens}. Drop long prompts, lower "
-                    f"max_new_tokens or serve with a larger context. The server: {error}"
-                ) from error
-            raise
-        heartbeat.tick()
-        return self._backend.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
 
     async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
         """Choose a server, and wait for one while there is none."""
@@ -331,9 +316,7 @@ class Generator:
             server.address, self.http, lambda: max(0.001, deadline - asyncio.get_running_loop().time())
         )
         seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
-        endpoint, payload = self._backend.generate_call(server.address, req, [], seed, ignore_eos=True)
-        reply = await connection.post(endpoint, payload)
-        segment = self._backend.parse_segment(server.address, reply, req.gconfig.max_new_tokens)
+        segment = await self._backend.complete(connection, req, [], seed, ignore_eos=True)
         if not segment.tokens:
             raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
         server.tells_versions |= segment.versions is not None

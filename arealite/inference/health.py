@@ -9,13 +9,14 @@ another server could take a request, it waits for a dead one no longer than abou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.inference.http import Json, ServerHttp, StatusError
+from arealite.inference.http import ServerHttp, StatusError
 from arealite.inference.pool import Server, ServerSet
 
 logger = logging.getLogger("arealite.client")
@@ -26,7 +27,7 @@ _MAX_SICK_PAUSE_S = 60.0
 
 
 class Liveness:
-    """Posts requests and watches the servers that have some; lives in one event loop."""
+    """Watches the servers that have requests in flight; lives in one event loop."""
 
     def __init__(
         self,
@@ -52,23 +53,23 @@ class Liveness:
         self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}
         self._start(("watch", None), self._watch())
 
-    async def post(self, server: Server, endpoint: str, payload: Json, *, timeout_s: float) -> Json:
-        """Post, and raise UnreachableError if the server turns out to be dead while another is alive."""
+    @contextlib.asynccontextmanager
+    async def in_flight(self, server: Server) -> AsyncIterator[None]:
+        """Watch the server of the block's request; UnreachableError if it is dead while another one is alive."""
         leashes = self._leashes[server]
         leash = asyncio.timeout(None)
         try:
             async with leash:
                 leashes.add(leash)
-                reply = await self.http.post(server.address, endpoint, payload, timeout_s=timeout_s)
+                yield
         except TimeoutError:
             raise UnreachableError(
-                f"POST http://{server.address}{endpoint} must reach a live server: got no answer to /health within "
+                f"a request to http://{server.address} must reach a live server: got no answer to /health within "
                 f"{self._health_s:g} s. Look at its log; the request goes to another server."
             ) from None
         finally:
             leashes.discard(leash)
         self._heard_at[server] = asyncio.get_running_loop().time()
-        return reply
 
     def suspect(self, server: Server) -> None:
         """Prefer other servers until this one answers /health."""

@@ -16,7 +16,7 @@ import pytest
 
 from arealite.api.errors import ServerError, UnreachableError
 from arealite.inference.health import Liveness
-from arealite.inference.http import ServerHttp
+from arealite.inference.http import Json, ServerHttp
 from arealite.inference.pool import Server, ServerSet
 
 QUIET_S, HEALTH_S = 0.3, 1.5
@@ -72,12 +72,17 @@ async def watching(*addresses: str) -> AsyncIterator[tuple[Liveness, list[Server
         await http.close()
 
 
+async def post(liveness: Liveness, server: Server, payload: Json, *, timeout_s: float = 60) -> Json:
+    async with liveness.in_flight(server):
+        return await liveness.http.post(server.address, "/generate", payload, timeout_s=timeout_s)
+
+
 async def test_requests_of_a_stopped_server_are_given_up_and_it_is_readmitted(tmp_path: Path) -> None:
     with started(tmp_path) as (address, pid), started(tmp_path) as (other, _):
         async with watching(address, other) as (liveness, (server, second), _):
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(UnreachableError, match=rf"{address}/generate must reach a live server"):
-                await liveness.post(server, "/generate", {"seconds": 600}, timeout_s=600)
+            with pytest.raises(UnreachableError, match=f"{address} must reach a live server"):
+                await post(liveness, server, {"seconds": 600}, timeout_s=600)
             assert not server.is_reachable and second.is_reachable
             os.kill(pid, signal.SIGCONT)
             async with asyncio.timeout(120):
@@ -89,7 +94,7 @@ async def test_requests_wait_for_a_stopped_server_if_there_is_no_other(tmp_path:
     with started(tmp_path) as (address, pid):
         async with watching(address) as (liveness, (server,), _):
             os.kill(pid, signal.SIGSTOP)
-            request = asyncio.create_task(liveness.post(server, "/generate", {"seconds": 0}, timeout_s=60))
+            request = asyncio.create_task(post(liveness, server, {"seconds": 0}))
             async with asyncio.timeout(120):
                 while server.is_reachable:
                     await asyncio.sleep(0.02)
@@ -103,16 +108,16 @@ async def test_requests_wait_for_a_stopped_server_if_there_is_no_other(tmp_path:
 async def test_a_long_request_on_a_healthy_server_is_left_alone(tmp_path: Path) -> None:
     with started(tmp_path) as (address, _), started(tmp_path) as (other, _):
         async with watching(address, other) as (liveness, (server, _), _):
-            assert await liveness.post(server, "/generate", {"seconds": 3.5}, timeout_s=60) == {"done": True}
+            assert await post(liveness, server, {"seconds": 3.5}) == {"done": True}
             assert server.is_reachable
 
 
 async def test_answers_are_signs_of_life_even_if_health_is_slow(tmp_path: Path) -> None:
     with started(tmp_path, health_delay_s=15) as (address, _), started(tmp_path) as (other, _):
         async with watching(address, other) as (liveness, (server, _), _):
-            long = asyncio.create_task(liveness.post(server, "/generate", {"seconds": 3.5}, timeout_s=60))
+            long = asyncio.create_task(post(liveness, server, {"seconds": 3.5}))
             while not long.done():
-                await liveness.post(server, "/generate", {"seconds": 0.1}, timeout_s=60)
+                await post(liveness, server, {"seconds": 0.1})
             assert await long == {"done": True} and server.is_reachable
 
 
@@ -120,7 +125,7 @@ async def test_nobody_is_judged_during_a_publication(tmp_path: Path) -> None:
     with started(tmp_path, health_delay_s=15) as (address, _), started(tmp_path) as (other, _):
         async with watching(address, other) as (liveness, (server, _), may_generate):
             may_generate.clear()
-            assert await liveness.post(server, "/generate", {"seconds": 3.5}, timeout_s=60) == {"done": True}
+            assert await post(liveness, server, {"seconds": 3.5}) == {"done": True}
             assert server.is_reachable
 
 
@@ -145,4 +150,4 @@ async def test_a_request_has_its_own_deadline(tmp_path: Path) -> None:
     with started(tmp_path) as (address, _):
         async with watching(address) as (liveness, (server,), _):
             with pytest.raises(ServerError, match=r"must answer within 0\.2 s"):
-                await liveness.post(server, "/generate", {"seconds": 9}, timeout_s=0.2)
+                await post(liveness, server, {"seconds": 9}, timeout_s=0.2)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from arealite.api.errors import ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.api.server_limits import PauseMode
 from arealite.inference.http import Json, ServerHttp, StatusError
@@ -145,6 +146,25 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def take_over(self, server: ServerConnection) -> None:
         """Resume a server that a previous run may have left paused or mid-update."""
+
+    async def complete(
+        self, server: ServerConnection, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
+    ) -> Segment:
+        """Let a server continue `req` after `tokens`; ContextOverflowError if its context is too short."""
+        endpoint, payload = self.generate_call(server.address, req, tokens, seed, ignore_eos=ignore_eos)
+        try:
+            reply = await server.post(endpoint, payload)
+        except StatusError as error:
+            if not self.is_overflow(error):
+                raise
+            if tokens:
+                return Segment([], [], [], "length")  # an interruption fell on its last tokens
+            raise ContextOverflowError(
+                f"a request must fit into the context of {server.address}: got {len(req.input_ids)} tokens that "
+                f"may become {len(req.input_ids) + req.gconfig.max_new_tokens}. Drop long prompts, lower "
+                f"max_new_tokens or serve with a larger context. The server: {error}"
+            ) from error
+        return self.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
 
     @abc.abstractmethod
     def generate_call(
