@@ -31,6 +31,7 @@ from arealite.engine import fsdp_weights, hf_model
 from arealite.engine.optimizer import LRSchedule, make_adamw
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
+from arealite.utils.logging import setup_logging
 from arealite.utils.micro_batch import (
     MicroBatch,
     count_micro_batches,
@@ -72,6 +73,7 @@ class FSDPEngine(TrainEngine):
         """Join the process group, load and shard the model, build optimizer and schedule."""
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
+        setup_logging()  # every script of a rank initializes an engine before anything that logs
         distributed.join_default_group(COLLECTIVE_TIMEOUT_S, self.config.node_timeout)
         self._group: dist.ProcessGroup | None = dist.new_group()
         try:

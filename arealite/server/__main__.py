@@ -28,6 +28,7 @@ from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
 from arealite.utils import heartbeat
 from arealite.utils.hf import local_folder
+from arealite.utils.logging import setup_logging
 from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.weight_transfer import DTYPES
 
@@ -39,7 +40,7 @@ FAILURE_NOTICE_S = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, load the model, serve."""
     args = parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup_logging()
     disable_progress_bar()
     torch.set_num_threads(args.threads)
     try:

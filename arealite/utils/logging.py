@@ -1,6 +1,6 @@
-"""The log lines of all our programs: `09:31:02 WARNING arealite.server: text`, on stderr.
+"""The log lines of trainers and embedded servers: `09:31:02 WARNING arealite.server: text`, on stderr.
 
-The level is the second word of every line, so whoever merges several logs can filter by it.
+The level is the second word of every line, so a reader of several logs can filter by it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import sys
 _COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 
 
-def setup_logging(name: str, level: int | str = logging.INFO) -> logging.Logger:
-    """Send the records of this process to stderr and return the logger `name`. For programs, not for libraries."""
+def setup_logging() -> None:
+    """Send this process's records to stderr: ours from INFO on, those of libraries from WARNING on.
+
+    A program that has configured logging itself keeps what it has.
+    """
+    if logging.getLogger().handlers:
+        return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLineFormatter(colour=sys.stderr.isatty()))
-    logging.basicConfig(handlers=[handler], level=level, force=True)
-    return logging.getLogger(name)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("arealite").setLevel(logging.INFO)
 
 
 class OneLineFormatter(logging.Formatter):

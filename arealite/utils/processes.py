@@ -1,4 +1,4 @@
-"""Starting processes so that they can be found again, and ending them with all their descendants.
+"""Finding processes and ending them with all their descendants.
 
 A process is *gone* when it has ended, even if nobody has reaped it yet: a zombie holds no memory, port or device.
 Everything goes by recorded process ids; nothing is ever searched by name. Linux only.
@@ -12,36 +12,14 @@ import functools
 import os
 import select
 import signal
-import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def spawn(
-    command: Sequence[str | Path],
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: str | Path | None = None,
-    stdout: IO[bytes] | int | None = None,
-    stderr: IO[bytes] | int | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, without input: a Ctrl-C at the terminal does not reach it."""
-    return subprocess.Popen(
-        [str(part) for part in command],
-        env=env,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-    )
 
 
 def is_alive(pid: int) -> bool:
@@ -127,20 +105,6 @@ def kill_tree(pid: int) -> None:
         for process in tree:
             send_signal(process, signal.SIGKILL)
         wait_gone(tree, timeout_s=1)
-
-
-def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> int:
-    """End our child with all its descendants, first by SIGTERM, and return its exit status.
-
-    Descendants are noted before the signal, so that those whose parent ends first are found as well.
-    """
-    tree = descendants(process.pid)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(grace_s)
-    for pid in [process.pid, *tree]:
-        kill_tree(pid)
-    return process.wait(10)
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:

@@ -110,16 +110,9 @@ def join_group(
     return BroadcastGroup(name, rank, world_size, timeout_s, device, transport, store)
 
 
-def broadcast_tensor(
-    group: BroadcastGroup, tensor: torch.Tensor, src: int = 0, *, timeout_s: float | None = None
-) -> None:
-    """Send `tensor` (rank `src`) or receive into it (other ranks)."""
-    _broadcast(group, [tensor], src, timeout_s)
-
-
 def send_bucket(group: BroadcastGroup, tensors: Iterable[torch.Tensor], *, timeout_s: float | None = None) -> None:
     """Send the tensors of one bucket, in the order of the specs that the receivers were told."""
-    _broadcast(group, [tensor.detach().to(group.device).contiguous() for tensor in tensors], 0, timeout_s)
+    _broadcast(group, [tensor.detach().to(group.device).contiguous() for tensor in tensors], timeout_s)
 
 
 def receive_bucket(
@@ -127,7 +120,7 @@ def receive_bucket(
 ) -> dict[str, torch.Tensor]:
     """Receive one bucket into fresh tensors, by name."""
     bucket = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=group.device) for spec in specs}
-    _broadcast(group, list(bucket.values()), 0, timeout_s)
+    _broadcast(group, list(bucket.values()), timeout_s)
     return bucket
 
 
@@ -138,12 +131,12 @@ def close_group(group: BroadcastGroup) -> None:
         backend.abort()
 
 
-def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], src: int, timeout_s: float | None) -> None:
+def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], timeout_s: float | None) -> None:
     """Broadcast one after the other (all ranks keep the same order) under one deadline for the whole list."""
     if group.backend is None:
         raise ConnectionError(f"broadcast group {group.name!r} must be open: got a closed one. Join a new group.")
     options = dist.BroadcastOptions()
-    options.rootRank = src
+    options.rootRank = 0
     options.timeout = timedelta(seconds=group.timeout_s if timeout_s is None else timeout_s)
     deadline = time.monotonic() + options.timeout.total_seconds()
     try:

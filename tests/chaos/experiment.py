@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from arealite.utils.processes import spawn
+from testing_processes import spawn
 
 REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"

@@ -16,8 +16,9 @@ from chaos.experiment import Experiment, Launcher
 from chaos.kills import Outcome
 from chaos.promises import Verdict, judge
 from chaos.victims import marked
+from testing_processes import spawn
 
-from arealite.utils.processes import kill_tree, spawn
+from arealite.utils.processes import kill_tree
 
 _LOOK_S = 0.1
 _STARTED = time.monotonic()

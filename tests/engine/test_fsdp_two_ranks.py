@@ -93,6 +93,10 @@ def test_a_rank_without_trajectories_reports_what_the_others_do(two: dict[str, A
         assert "policy/entropy" in idle and idle["optim/skipped_steps"] == 0
 
 
+def test_log_lines_of_a_rank_have_time_and_level(two: dict[str, Any]) -> None:
+    assert [rank["formatters"] for rank in two["ranks"]] == [["OneLineFormatter"]] * 2
+
+
 def test_a_failed_upload_raises_on_every_rank(two: dict[str, Any]) -> None:
     first, second = (rank["upload_error"] for rank in two["ranks"])
     assert second == f"RuntimeError: rank 0 failed: {first}"

@@ -1,5 +1,6 @@
 """What each of two ranks runs in `test_fsdp_two_ranks.py`; results go to a folder."""
 
+import logging
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def main(_: Connection, model_path: str, resumed_path: str, out: Path) -> None:
     engine = FSDPEngine(train_config(model_path))
     engine.initialize(None, FinetuneSpec(1, 100, 10))
     engine.load(SaveLoadMeta(resumed_path, with_optim=True))
+    found["formatters"] = [type(handler.formatter).__name__ for handler in logging.getLogger().handlers]
     found["resumed"] = sft_steps(engine, [batch[SHARES["unequal"][rank]] for batch in BATCHES])
     engine.save(SaveLoadMeta(str(out / "saved"), with_optim=True))
     found["saved"], found["fingerprint"] = full_params(engine), engine.fingerprint()

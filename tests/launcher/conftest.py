@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from testing_processes import spawn
 
-from arealite.utils.processes import kill_tree, spawn, wait_gone
+from arealite.utils.processes import kill_tree, wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 180

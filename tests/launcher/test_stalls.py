@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from testing_processes import spawn
 from tiny_models import save_qwen3
 
-from arealite.utils.processes import kill_tree, spawn, wait_gone
+from arealite.utils.processes import kill_tree, wait_gone
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "planted_stalls.py"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-import pytest
+from testing_processes import spawn
 
 from arealite.utils.processes import (
     adopt_orphans,
@@ -18,15 +18,12 @@ from arealite.utils.processes import (
     is_alive,
     kill_tree,
     send_signal,
-    spawn,
-    stop_tree,
     wait_gone,
 )
 
 TREE = """
-import signal, subprocess, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else signal.SIG_DFL)
-sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+import subprocess, sys
+sleep = "import time; print(1, flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -34,8 +31,8 @@ child.wait()
 """
 
 
-def spawn_tree(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
-    process = spawn([sys.executable, "-c", TREE, *arguments], stdout=subprocess.PIPE)
+def spawn_tree() -> tuple[subprocess.Popen[bytes], int]:
+    process = spawn([sys.executable, "-c", TREE], stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process.stdout as output:
         return process, int(output.readline())
@@ -61,19 +58,13 @@ def test_descendants_cross_sessions():
     assert process.wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_stop_tree(stubborn):
-    process, grandchild = spawn_tree(*["stubborn"] * stubborn)
-    assert stop_tree(process, grace_s=0.5) == (-signal.SIGKILL if stubborn else -signal.SIGTERM)
-    assert not is_alive(grandchild)
-
-
 def test_wait_gone_keeps_its_deadline():
     process = spawn([sys.executable, "-c", "import time; time.sleep(600)"])
     started = time.monotonic()
     assert wait_gone([process.pid], timeout_s=0.2) == {process.pid}
     assert time.monotonic() - started >= 0.2
-    assert stop_tree(process) == -signal.SIGTERM
+    kill_tree(process.pid)
+    assert process.wait() == -signal.SIGKILL
 
 
 def test_adopted_orphans_become_children():

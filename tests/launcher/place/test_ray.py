@@ -14,11 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testing_processes import spawn
 
 from arealite.api.cli_args import LauncherConfig
 from arealite.launcher.place.base import Job, NodeLostError, Slot
 from arealite.launcher.plan.plan import Placement, Plan
-from arealite.utils.processes import exit_status, kill_tree, spawn, wait_gone
+from arealite.utils.processes import exit_status, kill_tree, wait_gone
 
 pytest.importorskip("ray")
 import ray
