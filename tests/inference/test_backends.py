@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,12 +118,10 @@ def test_token_limits_fit_into_the_context() -> None:
 
 def test_a_completion_that_is_interrupted_where_the_context_ends_is_kept() -> None:
     """SGLang takes no prompt as long as what it had already sampled."""
-    server = ScriptedServer(info={"max_req_input_len": 10}, context=16, token_delay_s=0.02)
+    server = ScriptedServer(info={"max_req_input_len": 10}, context=16, holds_at=12)
 
     def interrupt() -> None:
-        while not server.requests:
-            time.sleep(0.005)
-        time.sleep(0.06)
+        server.wait_until_held()
         server.context = 10
         server.abort_all()
 

@@ -153,9 +153,9 @@ def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable
 def test_wait_takes_the_oldest_first_and_loses_nothing_on_timeout(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=4, max_head_offpolicyness=9, max_concurrent_rollouts=4)
     for row in rows(3):
-        engine.executor.submit({**row, "delay_s": 0.4 if row["prompt_id"].index == 1 else 0.0}, WaitingWorkflow())
+        engine.executor.submit({**row, "delay_s": 3.0 if row["prompt_id"].index == 1 else 0.0}, WaitingWorkflow())
     with pytest.raises(TimeoutError, match="got 2 finished, 1 running"):
-        engine.executor.wait(3, timeout=0.1)
+        engine.executor.wait(3, timeout=1.0)
     assert prompts_of(engine.executor.wait(3)) == [0, 1, 2]
 
 
@@ -253,8 +253,8 @@ def test_a_batch_that_a_retry_allows_is_taken_at_once(start: Callable[..., IdleE
 
 def test_a_retry_is_a_sign_of_life(start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two attempts that time out last longer than one may stall."""
-    monkeypatch.setattr(executor_module, "_GRACE_S", 0.4)
-    engine = start(consumer_batch_size=1, episode_timeout=0.6, episode_retries=2)
+    monkeypatch.setattr(executor_module, "_GRACE_S", 1.4)
+    engine = start(consumer_batch_size=1, episode_timeout=1.5, episode_retries=2)
 
     class ThirdTimeLucky(WaitingWorkflow):
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
@@ -369,7 +369,11 @@ def test_failures_long_ago_are_forgiven(start: Callable[..., IdleEngine]) -> Non
 def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str, taken_at_2: list[int]) -> None:
     """Prompt 0 starts at version 0 and ends after version 1 began; the bound is 0 or 1."""
     engine = start(
-        consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=8, overdue=overdue, episode_timeout=5.0
+        consumer_batch_size=1,
+        max_head_offpolicyness=1,
+        max_concurrent_rollouts=8,
+        overdue=overdue,
+        episode_timeout=120.0,
     )
     ended = threading.Event()
     cancelled: list[int] = []
@@ -401,7 +405,7 @@ def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str
     assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == [2]
     engine.set_version(2)
     ended.set()
-    time.sleep(0.1)
+    time.sleep(0.5)
     assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == taken_at_2
     assert engine.executor.metrics().get("rollout/rejected_overdue", 0) == (overdue == "drop")
     assert cancelled == ([0] if overdue == "drop" else [])
@@ -575,6 +579,8 @@ def test_nothing_starts_after_close(start: Callable[..., IdleEngine]) -> None:
     workflow = WaitingWorkflow()
     for row in rows(1000):
         engine.executor.submit({**row, "delay_s": 60.0}, workflow)
+    while not workflow.started:
+        time.sleep(0.001)
     engine.executor.close()
     num_started = len(workflow.started)
     assert 0 < num_started <= 1000
@@ -604,10 +610,12 @@ def test_an_evaluation_has_one_version(start: Callable[..., IdleEngine]) -> None
 
 def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=64)
+    started: list[Row] = []
     ended: list[str] = []
 
     class Endless(WaitingWorkflow):
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            started.append(data)
             try:
                 await asyncio.sleep(3600)
             finally:
@@ -616,11 +624,11 @@ def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
 
     for row in rows(64):
         engine.executor.submit(row, Endless())
-    with pytest.raises(TimeoutError):
-        engine.executor.wait(1, timeout=0.05)
+    while len(started) < 64:
+        time.sleep(0.001)
     began = time.monotonic()
     engine.executor.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 120, "an episode takes an hour"
     assert len(ended) == 64
     with pytest.raises(RuntimeError, match="closed"):
         engine.executor.wait(1)
@@ -714,9 +722,9 @@ def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEn
     engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="exp", max_head_offpolicyness=9)
     engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
     with pytest.raises(OSError, match="rollouts"):
-        for _ in range(8):
+        for attempt in range(8):
             engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
-            time.sleep(0.05)
+            time.sleep(0.05 * 2**attempt)
     with pytest.raises(OSError, match="rollouts"):
         engine.executor.close()
     engine.executor._store = None

@@ -1,6 +1,6 @@
-import time
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,10 +49,27 @@ def test_the_first_call_can_be_due() -> None:
     assert [step for step in range(7) if frequency.check()] == [0, 2, 4, 6]
 
 
-def test_seconds() -> None:
-    frequency = Frequency.from_config(Triggers(freq_secs=0.05), Epochs())
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    monkeypatch.setattr("arealite.utils.frequency.time", one)
+    return one
+
+
+def test_seconds(clock: Clock) -> None:
+    frequency = Frequency.from_config(Triggers(freq_secs=5), Epochs())
     assert not frequency.check()
-    time.sleep(0.06)
+    clock.now_s += 6
     assert [frequency.check(), frequency.check()] == [True, False]
 
 
@@ -67,12 +84,12 @@ def test_goes_on_from_a_state(n: int, is_first_due: bool, before: int, after: in
     assert found + [second.check() for _ in range(after)] == expected
 
 
-def test_seconds_go_on_too() -> None:
-    first = Frequency(limit_steps=None, limit_s=0.4)
+def test_seconds_go_on_too(clock: Clock) -> None:
+    first = Frequency(limit_steps=None, limit_s=4)
     assert not first.check()
-    time.sleep(0.25)
-    second = Frequency(limit_steps=None, limit_s=0.4)
+    clock.now_s += 2.5
+    second = Frequency(limit_steps=None, limit_s=4)
     second.load_state_dict(first.state_dict())
     assert not second.check()
-    time.sleep(0.2)
+    clock.now_s += 2
     assert second.check()

@@ -100,7 +100,7 @@ def send(meta: WeightUpdateMeta, weights: dict[str, torch.Tensor], told: dict[st
         save_file(weights, Path(meta.path) / "model.safetensors")
     else:
         args = (meta.nccl_master_address, meta.nccl_master_port, 0, meta.nccl_world_size, meta.nccl_group_name)
-        group = join_group(*args, timeout_s=10)
+        group = join_group(*args, timeout_s=60)
         for specs in meta.nccl_param_specs:
             send_bucket(group, [weights[spec.name] for spec in specs])
     meta.uploaded.set_result(None)
@@ -110,7 +110,7 @@ def send(meta: WeightUpdateMeta, weights: dict[str, torch.Tensor], told: dict[st
 
 def update(tmp_path: Path, type_: Any, weights: dict[str, torch.Tensor]) -> WeightUpdateMeta:
     specs = [ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
-    return WeightUpdateMeta(type_, path=str(tmp_path / "w"), nccl_param_specs=[specs[:9], specs[9:]], timeout_s=10.0)
+    return WeightUpdateMeta(type_, path=str(tmp_path / "w"), nccl_param_specs=[specs[:9], specs[9:]], timeout_s=60.0)
 
 
 @pytest.mark.parametrize("type_", ["disk", "nccl"])
