@@ -23,7 +23,7 @@ import torch
 from circumstances import circumstances
 from transformers import AutoModelForCausalLM
 
-from arealite.cli.tiny_model import write_tiny_model
+from arealite.cli.main import main as arealite
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import GenerationRequest, SamplingParams
@@ -40,7 +40,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        path = str(write_tiny_model(out=folder, corpus=None, seed=1))
+        arealite(["tiny-model", "--out", folder])
+        path = folder
         for name, num_requests, group in (("uniform", 64, 1), ("uniform", 256, 8), ("lengths", 256, 1)):
             result = measure(path, name, num_requests=num_requests, group=group, rounds=args.rounds)
             theirs, ours = result["generate_tok_per_cpu_s"], result["engine_tok_per_cpu_s"]

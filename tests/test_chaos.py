@@ -23,9 +23,9 @@ from chaos.fleet import fleet
 from chaos.kills import Outcome
 from chaos.moments import MOMENTS, Marks
 from chaos.promises import judge
+from testing_quickstart import write_tiny_model
 
 from arealite.api.io_struct import PromptId
-from arealite.cli.tiny_model import write_tiny_model
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount

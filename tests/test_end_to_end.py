@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 
-from arealite.cli.tiny_model import write_tiny_model
 from arealite.weights.log import read_weights
 
 REPOSITORY = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def run_grpo(model: Path, fileroot: Path, num_steps: int, *overrides: str) -> Pa
         *("-m", "arealite.launcher.local", str(REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py")),
         *("--config", str(CONFIGS / "gsm8k_grpo_cpu.yaml"), f"actor.path={model}", f"cluster.fileroot={fileroot}"),
         *("experiment_name=e2e", "trial_name=t", f"total_train_steps={num_steps}", "train_dataset.batch_size=6"),
-        *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", "train_dataset.path=story?train=200&test=10"),
+        *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10"),
         *("evaluator.freq_steps=2", *overrides),
     )
     return fileroot / "e2e" / "t"
@@ -151,7 +151,7 @@ def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:
         *(str(REPOSITORY / "examples" / "arealite" / "gsm8k_sft.py"), "--config", str(CONFIGS / "gsm8k_sft_cpu.yaml")),
         *(f"model.path={model}", f"cluster.fileroot={tmp_path}", "trial_name=t", "total_train_steps=20"),
         *(
-            "train_dataset.path=story?train=400&test=40",
+            f"train_dataset.path={WORD_PROBLEMS}?train=400&test=40",
             "stats_logger.line_freq_steps=1",
             "train_dataset.batch_size=15",
         ),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 
-from arealite.cli.tiny_model import write_tiny_model
 from arealite.utils.processes import kill_tree
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "arealite"
@@ -38,7 +38,11 @@ class Run:
             *(f"actor.path={model}", f"cluster.fileroot={fileroot}", f"allocation_mode={allocation}"),
             *("experiment_name=recovered", "trial_name=t", "recover.mode=auto", "recover.freq_steps=2"),
             *("async_training=false", "lite.deterministic=true", "launcher.trainer_threads=1"),
-            *("actor.group_reward_norm=false", "actor.reward_bias=-0.5", "train_dataset.path=story?train=40&test=4"),
+            *(
+                "actor.group_reward_norm=false",
+                "actor.reward_bias=-0.5",
+                f"train_dataset.path={WORD_PROBLEMS}?train=40&test=4",
+            ),
             *(f"total_train_steps={STEPS}", f"train_dataset.batch_size={BATCH}", "evaluator.freq_steps=3"),
             *(f"gconfig.n_samples={GROUP}", "gconfig.max_new_tokens=12"),
         ]

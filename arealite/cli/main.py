@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
 from arealite import __version__
 from arealite.api.errors import AReaLiteError, ConfigError
@@ -29,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     quickstart = commands.add_parser(
         "quickstart",
         help="train a tiny model from scratch: SFT, then asynchronous GRPO, in minutes, on a CPU",
-        description="Make a tiny model, fine-tune it on story problems, then improve it by asynchronous GRPO through "
+        description="Make a tiny model, fine-tune it on word problems, then improve it by asynchronous GRPO through "
         "the same launcher, server and scripts that a cluster uses. Ends with a report page.",
     )
     quickstart.add_argument(
@@ -76,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny_model = commands.add_parser("tiny-model", help="make a tiny model and tokenizer for tests and smoke runs")
     tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")
     tiny_model.add_argument(
-        "--corpus", help="text or jsonl file to train the tokenizer on; default: built-in story problems"
+        "--corpus", help="text or jsonl file to train the tokenizer on; default: generated word problems"
     )
     tiny_model.add_argument("--seed", type=int, default=1, help="seed of the random weights (default 1)")
     tiny_model.add_argument(
@@ -111,10 +114,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quickstart(args: argparse.Namespace) -> int:
-    from arealite.cli.quickstart import quickstart
+def _example(name: str) -> ModuleType:
+    """Import a program of the quickstart, from the checkout's examples or from those that the wheel carries."""
+    package = Path(__file__).parents[1]
+    for examples in (package.parent / "examples", package / "examples"):
+        if (examples / "quickstart").is_dir():
+            sys.path.insert(0, str(examples / "quickstart"))
+            return import_module(name)
+    raise ConfigError(f"the examples must lie beside or in the package: got neither at {package}. Reinstall.")
 
-    return quickstart(args.overrides)
+
+def _quickstart(args: argparse.Namespace) -> int:
+    status: int = _example("quickstart").quickstart(args.overrides)
+    return status
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -134,9 +146,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _tiny_model(args: argparse.Namespace) -> int:
-    from arealite.cli.tiny_model import write_tiny_model
-
-    print(write_tiny_model(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
+    write = _example("tiny_model").write_tiny_model
+    print(write(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
     return 0
 
 

@@ -7,20 +7,21 @@ whole run. Demonstrations are sharded: every rank gets equally many rows and no 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.dataset.gsm8k import SUFFIXES, read_hub, read_hub_file, read_path
-from arealite.dataset.story import StoryOptions, story_rows
+from arealite.dataset.gsm8k import SUFFIXES, read_function, read_hub, read_hub_file, read_path
 
 logger = logging.getLogger(__name__)
 
 ACCEPTED = (
-    "'gsm8k', 'story' or 'story?train=20000&test=512&steps=4-5&with_steps=0.35', a .jsonl, .json or .parquet file with "
-    "the columns question and answer, a folder of such files, or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
+    "'gsm8k', a .jsonl, .json or .parquet file with the columns question and answer, a folder of such files, "
+    "'FILE.py:FUNCTION?option=value', or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
 )
 _HUB_SCHEME = "hf-dataset://"
+_FUNCTION = re.compile(r"(.+\.py):(\w+)(?:\?(.*))?")
 
 
 def get_custom_dataset(
@@ -39,7 +40,7 @@ def get_custom_dataset(
     `rl` rows are `{"messages", "question", "answer", ...}`, never sharded. `sft` rows are this rank's share of
     `{"input_ids", "loss_mask"}`; up to `world_size - 1` rows at the end are left out so that all shares are equal.
     `max_rows` keeps the first so many rows of the source; `max_length` drops longer rows (for `rl`: longer prompts)
-    and logs how many. `seed` is for generated data.
+    and logs how many. `seed` is for data that a function generates.
     """
     if type not in ("sft", "rl"):
         raise ValueError(f"dataset type must be 'sft' or 'rl': got {type!r}. Set train_dataset.type.")
@@ -69,8 +70,8 @@ def load_split(config: DatasetConfig, split: str, *, tokenizer: Any, seed: int) 
 def _read(path: str, split: str, seed: int) -> list[dict[str, Any]]:
     if path in ("gsm8k", "openai/gsm8k"):
         return read_hub("openai/gsm8k", "main", split)
-    if path == "story" or path.startswith("story?"):
-        return story_rows(StoryOptions.from_query(path.partition("?")[2]), split, seed=seed)
+    if function := _FUNCTION.fullmatch(path):
+        return read_function(function[1], function[2], function[3] or "", split, seed)
     if path.startswith(_HUB_SCHEME):
         parts = path.removeprefix(_HUB_SCHEME).split("/", maxsplit=2)
         if len(parts) == 3 and all(parts):
@@ -79,9 +80,7 @@ def _read(path: str, split: str, seed: int) -> list[dict[str, Any]]:
         return read_path(Path(path).expanduser(), split)
     if path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
         raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct train_dataset.path.")
-    raise ValueError(
-        f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it or use 'story'."
-    )
+    raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
 
 
 def _as_prompt(row: dict[str, Any]) -> dict[str, Any]:

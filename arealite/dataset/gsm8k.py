@@ -1,10 +1,13 @@
-"""Question-and-answer rows in the shape of GSM8K, from the hub or from files of our own."""
+"""Question-and-answer rows in the shape of GSM8K, from the hub, from files, or from a function of the user's."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import runpy
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import datasets
 
@@ -19,6 +22,21 @@ def read_hub(name: str, config: str | None, split: str) -> list[dict[str, Any]]:
 def read_hub_file(name: str, file: str) -> list[dict[str, Any]]:
     """Download one file of a hub dataset."""
     return _checked(datasets.load_dataset(name, data_files=file, split="train").to_list(), f"{name}/{file}")
+
+
+def read_function(file: str, name: str, query: str, split: str, seed: int) -> list[dict[str, Any]]:
+    """Call `name(split, seed=seed, **options)` of a Python file, which returns rows; options of the query are text."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"dataset file must exist: got {file!r}, which does not. Correct train_dataset.path.")
+    function, options = runpy.run_path(str(path)).get(name), dict(parse_qsl(query, keep_blank_values=True))
+    if not callable(function):
+        raise ValueError(f"{file} must have a function {name}: got none. Correct train_dataset.path.")
+    try:
+        inspect.signature(function).bind(split, seed=seed, **options)
+    except TypeError as error:
+        raise ValueError(f"{file}:{name} must take (split, *, seed) and the given options: {error}.") from error
+    return _checked(function(split, seed=seed, **options), f"{file}:{name}")
 
 
 def read_path(path: Path, split: str) -> list[dict[str, Any]]:

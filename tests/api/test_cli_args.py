@@ -31,7 +31,7 @@ MINIMAL = """
 experiment_name: e
 trial_name: t
 actor: {path: model, ppo_n_minibatches: 1}
-train_dataset: {path: story, batch_size: 8}
+train_dataset: {path: gsm8k, batch_size: 8}
 """
 
 DOCUMENTED = """
@@ -214,7 +214,7 @@ def test_filled_in_keys_follow_overrides_unless_given(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "seed=5", "actor.seed=6", "rollout.consumer_batch_size=3", "valid_dataset={}")
     assert (config.rollout.seed, config.actor.seed) == (5, 6)
     assert (config.rollout.consumer_batch_size, config.train_dataset.batch_size) == (3, 8)
-    assert (config.valid_dataset.path, config.valid_dataset.batch_size) == ("story", 8)
+    assert (config.valid_dataset.path, config.valid_dataset.batch_size) == ("gsm8k", 8)
 
 
 def test_reference_block_follows_actor(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_embeddings_are_no_longer_untied(tmp_path: Path, caplog: pytest.LogCaptu
 def test_sampling_that_the_trainer_can_not_reproduce_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, override: str
 ) -> None:
-    overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=story")
+    overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=gsm8k")
     overrides += ("train_dataset.batch_size=8", "rollout.backend=vllm")
     load(tmp_path, "", *overrides)
     assert not caplog.records

@@ -18,7 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from arealite.cli.tiny_model import write_tiny_model
+from testing_quickstart import write_tiny_model
+
 from chaos import kills
 from chaos.experiment import Experiment
 from chaos.flaky_proxy import REFUSED

@@ -18,6 +18,7 @@ from testing_processes import spawn
 
 REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
+WORD_PROBLEMS = f"{REPOSITORY / 'examples' / 'quickstart' / 'word_problems.py'}:rows"
 CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
 MARKER = "AREALITE_CHAOS_RUN"
 STEPS = 12
@@ -77,7 +78,7 @@ class Experiment:
             "total_train_steps": self.steps,
             "gconfig.n_samples": self.group_size,
             "gconfig.max_new_tokens": 24,
-            "train_dataset.path": "story?train=200&test=10",
+            "train_dataset.path": f"{WORD_PROBLEMS}?train=200&test=10",
             "train_dataset.batch_size": self.batch_size,
             "evaluator.freq_steps": 5,
             "rollout.max_concurrent_rollouts": 2 * self.batch_size,

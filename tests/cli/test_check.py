@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from testing_quickstart import CHAT_TEMPLATE, WORD_PROBLEMS, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
@@ -22,18 +23,17 @@ from arealite.cli.check.memory import plan_memory
 from arealite.cli.main import main
 from arealite.utils.memory_plan import ModelShape
 from arealite.utils.network import free_port
-from arealite.utils.tiny_model import CHAT_TEMPLATE, make_tiny_model
 
 torch.set_num_threads(1)
-CONFIG = """
+CONFIG = f"""
 experiment_name: e
 trial_name: t
 allocation_mode: lite.d2+d2
-cluster: {n_gpus_per_node: 0, fileroot: unused}
-gconfig: {n_samples: 4, max_new_tokens: 64}
-actor: {dtype: float32, gradient_checkpointing: false, mb_spec: {max_tokens_per_mb: 512}}
-lite: {context: 512}
-train_dataset: {path: "story?train=16&test=4", batch_size: 8}
+cluster: {{n_gpus_per_node: 0, fileroot: unused}}
+gconfig: {{n_samples: 4, max_new_tokens: 64}}
+actor: {{dtype: float32, gradient_checkpointing: false, mb_spec: {{max_tokens_per_mb: 512}}}}
+lite: {{context: 512}}
+train_dataset: {{path: "{WORD_PROBLEMS}?train=16&test=4", batch_size: 8}}
 """
 ENTRY = """
 def train(argv):

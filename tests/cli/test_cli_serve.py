@@ -38,7 +38,7 @@ class RunningRun:
         self.config = fileroot / "given.yaml"
         self.config.write_text(
             f"experiment_name: exp\ntrial_name: trial\nallocation_mode: lite.d1+d1\nactor: {{path: {self.model}}}\n"
-            f"cluster: {{n_gpus_per_node: 0, fileroot: {fileroot}}}\ntrain_dataset: {{path: story, batch_size: 4}}\n"
+            f"cluster: {{n_gpus_per_node: 0, fileroot: {fileroot}}}\ntrain_dataset: {{path: gsm8k, batch_size: 4}}\n"
             "gconfig: {max_new_tokens: 16}\nlite: {context: 128, threads: 1}\nown_key: 1\n"
         )
         config, _ = load_expr_config(["--config", str(self.config)], GRPOConfig, ignore_unknown=True)

@@ -19,9 +19,9 @@ from typing import Any
 
 from chaos.experiment import Experiment
 from chaos.victims import role_of
+from testing_quickstart import write_tiny_model
 
 from arealite.api.run_folder import RunFolder
-from arealite.cli.tiny_model import write_tiny_model
 from arealite.utils.files import read_jsonl
 from arealite.utils.processes import descendants, kill_tree
 from cluster.common import Program, last_step, program

@@ -19,9 +19,9 @@ import psutil
 from chaos.experiment import ENTRY, Experiment
 from chaos.kills import Outcome
 from chaos.promises import judge
+from testing_quickstart import write_tiny_model
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
-from arealite.cli.tiny_model import write_tiny_model
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import make_plan
 from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone

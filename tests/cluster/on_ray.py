@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from chaos.experiment import ENTRY, Experiment
+from testing_quickstart import write_tiny_model
 
-from arealite.cli.tiny_model import write_tiny_model
 from cluster.followed import ClusterRun, say, tell_result
 from cluster.ray_cluster import RayCluster, ray_cluster
 

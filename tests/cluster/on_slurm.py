@@ -19,8 +19,8 @@ from pathlib import Path
 
 from chaos.experiment import Experiment
 from chaos.victims import marked
+from testing_quickstart import write_tiny_model
 
-from arealite.cli.tiny_model import write_tiny_model
 from arealite.utils.processes import describe_exit, wait_gone
 from cluster.common import skip
 from cluster.followed import ClusterRun, say, tell_result

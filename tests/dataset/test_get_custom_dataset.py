@@ -3,10 +3,10 @@ import json
 import datasets
 import pytest
 import torch
+from testing_quickstart import WORD_PROBLEMS, make_tiny_model
 
 from arealite.dataset import get_custom_dataset
 from arealite.utils.hf import load_hf_tokenizer
-from arealite.utils.tiny_model import make_tiny_model
 
 torch.set_num_threads(1)
 ROWS = [{"question": f"What is {n}+1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}", "level": n} for n in range(10)]
@@ -78,11 +78,34 @@ def test_longer_rows_are_dropped_counted_and_logged(jsonl, tokenizer, caplog) ->
         get_custom_dataset(str(jsonl), type="rl", tokenizer=tokenizer, max_length=3)
 
 
-def test_stories_are_built_in(tokenizer) -> None:
-    rows = get_custom_dataset("story?train=30&test=20&steps=2", type="rl", split="train", seed=4)
+def test_a_function_of_a_python_file(tokenizer) -> None:
+    path = f"{WORD_PROBLEMS}?train=30&test=20"
+    rows = get_custom_dataset(f"{path}&steps=2", type="rl", split="train", seed=4)
     assert len(rows) == 30 and rows[0]["messages"][0]["content"] == rows[0]["question"]
-    assert len(get_custom_dataset("story?train=30&test=20", type="sft", split="test", tokenizer=tokenizer)) == 20
-    assert rows != get_custom_dataset("story?train=30&test=20&steps=2", type="rl", split="train", seed=5)
+    assert len(get_custom_dataset(path, type="sft", split="test", tokenizer=tokenizer)) == 20
+    assert rows != get_custom_dataset(f"{path}&steps=2", type="rl", split="train", seed=5)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("{file}:rows?sise=3", "must take .* got an unexpected keyword argument 'sise'"),
+        ("{file}:none", "must have a function none"),
+        ("{file}:number", "must have a function number"),
+        ("{file}:empty", "must have rows: got none"),
+        ("{file}:rows?size=2", "columns question and answer: got .*'prompt'"),
+        ("no_file.py:rows", "dataset file must exist: got 'no_file.py'"),
+    ],
+)
+def test_functions_that_are_no_data_sets(tmp_path, path, told) -> None:
+    file = tmp_path / "data.py"
+    file.write_text(
+        "number = 3\n"
+        "def rows(split, *, seed, size='1'):\n    return [{'prompt': split}] * int(size)\n"
+        "def empty(split, *, seed):\n    return []\n"
+    )
+    with pytest.raises(ValueError, match=told):
+        get_custom_dataset(path.format(file=file), type="rl")
 
 
 def test_hub_paths_name_a_repository_and_a_file(monkeypatch) -> None:
@@ -106,9 +129,9 @@ def test_a_missing_file_is_told_as_such() -> None:
         get_custom_dataset("no/such/file.jsonl", type="rl")
 
 
-@pytest.mark.parametrize("path", ["", "no/such/file", "storyy", "hf-dataset://org/name", "hf-dataset:///x/y"])
+@pytest.mark.parametrize("path", ["", "no/such/file", "gsm9k", "hf-dataset://org/name", "hf-dataset:///x/y"])
 def test_paths_that_mean_nothing_say_what_is_accepted(path: str) -> None:
-    with pytest.raises(ValueError, match=r"must be 'gsm8k', 'story' .* hf-dataset|must be 'gsm8k'"):
+    with pytest.raises(ValueError, match=r"must be 'gsm8k', .* or 'hf-dataset"):
         get_custom_dataset(path, type="rl")
 
 

@@ -78,7 +78,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory, small_disk: Path) -> Iterat
     config = {
         "experiment_name": "exp",
         "cluster": {"n_gpus_per_node": 0, "fileroot": str(folder)},
-        "train_dataset": {"path": "story", "batch_size": 8},
+        "train_dataset": {"path": "gsm8k", "batch_size": 8},
         "gconfig": {"max_new_tokens": 100},
         "actor": {"path": model},
         "launcher": {"stall_timeout": 8},

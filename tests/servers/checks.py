@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from testing_quickstart import PAD, ROLES
 from transformers import AutoTokenizer
 
 from arealite.api.errors import ContextOverflowError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.fingerprint import fingerprints
-from arealite.utils.tiny_model import PAD, ROLES
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 from arealite.weights.canary import check_canary
 from servers.models import Scored, end_ids

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from testing_quickstart import END, ROLES, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.api.io_struct import ModelResponse
-from arealite.utils.tiny_model import END, ROLES, make_tiny_model
 
 # T sampled tokens, V vocabulary
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arealite.cli.tiny_model import write_tiny_model
+from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+
 from arealite.weights.log import read_weights
 from servers.programs import CONTEXT, REPOSITORY, Program
 
@@ -128,7 +129,7 @@ def _launch(run: Run, program: Program, model: Path, folder: Path) -> Outcome:
         "total_train_steps": STEPS,
         "gconfig.n_samples": GROUP,
         "gconfig.max_new_tokens": 64,
-        "train_dataset.path": "story?train=200&test=10",
+        "train_dataset.path": f"{WORD_PROBLEMS}?train=200&test=10",
         "train_dataset.batch_size": BATCH,
         "evaluator.freq_steps": STEPS,
         "rollout.max_concurrent_rollouts": 2 * BATCH,

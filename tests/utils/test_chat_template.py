@@ -2,10 +2,10 @@
 
 import jinja2
 import pytest
+from testing_quickstart import END, train_tokenizer
 from tokenizers import normalizers
 
 from arealite.utils.chat_template import PLAIN, certify
-from arealite.utils.tiny_model import END, train_tokenizer
 
 THINK = "answers with a <think> block"
 EMPTY_LINE = "answers that begin with an empty line"

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from rewards import columns_reward, failing_reward
+from testing_quickstart import make_tiny_model
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
@@ -11,7 +12,6 @@ from arealite.api.errors import RewardError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.reward import gsm8k_reward_fn
 from arealite.utils.hf import load_hf_tokenizer
-from arealite.utils.tiny_model import make_tiny_model
 from arealite.workflow.rlvr import RLVRWorkflow, trajectory_from_response
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ class DatasetConfig(ConfigBase):
     """Prompts or demonstrations."""
 
     path: str = MISSING
-    """Hub id, local file or folder, `hf-dataset://org/name/file`, or `story` (generated)."""
+    """Hub id, local file or folder, `FILE.py:FUNCTION?option=value`, or `hf-dataset://org/name/file`."""
     type: Literal["sft", "rl"] = "rl"
     """Demonstrations or prompts."""
     batch_size: PositiveInt = 1

@@ -23,7 +23,7 @@ from arealite.launcher.supervise.run import checked_plan
 COMMON = """
 experiment_name: e
 trial_name: t
-train_dataset: {path: story, batch_size: 4}
+train_dataset: {path: gsm8k, batch_size: 4}
 cluster: {n_gpus_per_node: 0}
 """
 

@@ -9,11 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from testing_quickstart import make_tiny_model
 
 import arealite
 from arealite.api.errors import ConfigError
 from arealite.launcher.serve.vllm_server import check_embeddings, refusal, without_needless
-from arealite.utils.tiny_model import make_tiny_model
 
 PYTHON = os.environ.get("AREALITE_VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(not PYTHON, reason="AREALITE_VLLM_PYTHON names no interpreter with vLLM installed")

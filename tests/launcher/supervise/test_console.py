@@ -124,7 +124,7 @@ def test_rank_0_writes_plain_lines_also_where_we_have_a_terminal(tmp_path):
         "print('end')\n"
     )
     (tmp_path / "config.yaml").write_text(
-        "{experiment_name: e, trial_name: t, model: {path: tiny}, train_dataset: {path: story}, allocation_mode: d1,"
+        "{experiment_name: e, trial_name: t, model: {path: tiny}, train_dataset: {path: gsm8k}, allocation_mode: d1,"
         "cluster: {n_gpus_per_node: 0, fileroot: runs}}"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "TERM": "xterm"}

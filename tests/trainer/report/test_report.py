@@ -181,9 +181,9 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
 def test_an_sft_run(tmp_path: Path) -> None:
     rows = [{"step": i, "sft/loss": 2.0 - i, "optim/grad_norm": 1.0, "time/step_s": 1.0} for i in range(2)]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
-    (tmp_path / "config.yaml").write_text("model: {path: tiny}\ntrain_dataset: {path: story}\n")
+    (tmp_path / "config.yaml").write_text("model: {path: tiny}\ntrain_dataset: {path: gsm8k}\n")
     text = write_report(tmp_path).read_text()
-    assert "Supervised fine-tuning of tiny on story" in text
+    assert "Supervised fine-tuning of tiny on gsm8k" in text
     assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))["Loss"] == "2 → 1"
 
 

@@ -2,10 +2,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing_quickstart import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from arealite.utils.hf import load_hf_tokenizer
-from arealite.utils.tiny_model import make_tiny_model
 
 torch.set_num_threads(1)
 CORPUS = ["Mia has 12 apples. She buys 7 more apples.", "12+7=19\n#### 19"] * 20

@@ -1,7 +1,7 @@
 """`arealite quickstart`: a tiny model from scratch, fine-tuned, then improved by asynchronous GRPO, on a CPU.
 
 It starts the example scripts through the local launcher, exactly as a user would: what runs here is what a cluster
-runs. What it shows is elicitation: fine-tuning teaches the model to write the steps of a story problem and to answer
+runs. What it shows is elicitation: fine-tuning teaches the model to write the steps of a word problem and to answer
 without them; left alone it mostly does the latter, and reinforcement learning finds that writing the steps pays.
 """
 
@@ -12,18 +12,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import word_problems
 from rich.console import Console
 from rich.table import Table
 
-import arealite
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.cli.tiny_model import write_tiny_model
 from arealite.launcher.local import launch
 from arealite.trainer.report.report import write_report
 from arealite.utils.files import write_atomically
 
+EXAMPLES = Path(__file__).parents[1] / "arealite"
 SFT_STEPS = 1000
 """Enough for the written steps to be right, on three seeds of three."""
 
@@ -32,14 +32,14 @@ def quickstart(overrides: Sequence[str]) -> int:
     """Run the quickstart with `overrides` (`key=value` of the GRPO config) and return the exit status."""
     began = time.monotonic()
     console = Console()
-    examples = _examples_folder()
-    sft_steps, argv = _split(examples, overrides)
+    sft_steps, argv = _split(overrides)
     config, _ = load_expr_config([*argv, "actor.path=to-be-made"], GRPOConfig)
     run = RunFolder(config)
     if run.metrics.exists():
         raise ConfigError(
             f"trial_name must be new: got {config.trial_name}, and {run.path} has results. Choose another."
         )
+    from tiny_model import write_tiny_model  # takes seconds to import, and a typo is answered before
 
     console.rule("[bold]1/3[/bold] a tiny model with random weights")
     model = write_tiny_model(out=run.path / "tiny_model", corpus=None, seed=config.seed)
@@ -49,9 +49,9 @@ def quickstart(overrides: Sequence[str]) -> int:
     sft_began = time.monotonic()
     sft_trial = f"{config.trial_name}-sft"
     status = launch(
-        examples / "gsm8k_sft.py",
+        EXAMPLES / "gsm8k_sft.py",
         [
-            *("--config", str(examples / "configs" / "gsm8k_sft_cpu.yaml")),
+            *("--config", str(EXAMPLES / "configs" / "gsm8k_sft_cpu.yaml")),
             *(f"experiment_name={config.experiment_name}", f"trial_name={sft_trial}"),
             *(f"cluster.fileroot={config.cluster.fileroot}", f"seed={config.seed}"),
             *(f"model.path={model}", f"train_dataset.path={config.train_dataset.path}"),
@@ -65,7 +65,7 @@ def quickstart(overrides: Sequence[str]) -> int:
 
     console.rule("[bold]3/3[/bold] asynchronous GRPO: it finds out that writing the steps pays")
     rl_began = time.monotonic()
-    status = launch(examples / "gsm8k_grpo.py", [*argv, f"actor.path={fine_tuned}"])
+    status = launch(EXAMPLES / "gsm8k_grpo.py", [*argv, f"actor.path={fine_tuned}"])
     if status != 0:
         return status
     now = time.monotonic()
@@ -79,7 +79,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     return 0
 
 
-def _split(examples: Path, overrides: Sequence[str]) -> tuple[int, list[str]]:
+def _split(overrides: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of fine-tuning steps and the arguments of the GRPO script."""
     for override in overrides:
         if override.startswith("actor.path="):
@@ -87,8 +87,8 @@ def _split(examples: Path, overrides: Sequence[str]) -> tuple[int, list[str]]:
                 f"quickstart makes its own model: got {override}. Remove it, or run examples/arealite/gsm8k_grpo.py."
             )
     sft_steps = SFT_STEPS
-    argv = ["--config", str(examples / "configs" / "gsm8k_grpo_cpu.yaml"), "experiment_name=quickstart"]
-    argv.append(f"trial_name={time.strftime('%Y%m%d-%H%M%S')}")
+    argv = ["--config", str(EXAMPLES / "configs" / "gsm8k_grpo_cpu.yaml"), "experiment_name=quickstart"]
+    argv += [f"trial_name={time.strftime('%Y%m%d-%H%M%S')}", f"train_dataset.path={word_problems.PATH}"]
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "sft_steps":
@@ -102,15 +102,6 @@ def _positive(override: str, value: str) -> int:
     if not value.isdecimal() or int(value) == 0:
         raise ConfigError(f"sft_steps must be a positive integer: got {override}. Write e.g. sft_steps={SFT_STEPS}.")
     return int(value)
-
-
-def _examples_folder() -> Path:
-    """Return the example scripts: of the checkout, else those that the wheel carries."""
-    package = Path(arealite.__file__).parent
-    for folder in (package.parent / "examples" / "arealite", package / "examples"):
-        if (folder / "gsm8k_grpo.py").is_file():
-            return folder
-    raise ConfigError(f"the example scripts must lie beside or in the package: got neither at {package}. Reinstall.")
 
 
 def _show(console: Console, summary: dict[str, float]) -> None:

@@ -1,17 +1,18 @@
+import hashlib
+import json
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from arealite.dataset.story import StoryOptions, is_held_out, story_rows
+from testing_quickstart import is_held_out, rows
 
 GAINED = ("finds", "buys", "gets", "wins", "brings", "adds")
 LOST = ("loses", "gives", "sells", "drops", "takes", "borrows")
 
 
 def solve(question: str) -> int:
-    """Solve a story from its words alone."""
+    """Solve a problem from its words alone."""
     opening, *events = re.split(r"(?<=\.) ", question)
     total = int(re.search(r"\d+", opening)[0])
     for event in events[:-1]:
@@ -27,8 +28,7 @@ def solve(question: str) -> int:
     split=st.sampled_from(["train", "test"]),
 )
 def test_every_answer_is_right_and_every_number_small(seed, steps, share, split) -> None:
-    options = StoryOptions(train=40, test=40, steps=f"{steps[0]}-{steps[1]}", with_steps=share)
-    for row in story_rows(options, split, seed=seed):
+    for row in rows(split, seed=seed, train=40, test=40, steps=f"{steps[0]}-{steps[1]}", with_steps=share):
         *written, final = row["answer"].split("\n")
         assert final == f"#### {solve(row['question'])}"
         num_events = row["question"].count(".") - 1
@@ -42,42 +42,49 @@ def test_every_answer_is_right_and_every_number_small(seed, steps, share, split)
 
 
 def test_rows_are_a_function_of_options_seed_and_split() -> None:
-    options = StoryOptions(train=300, test=100)
-    assert story_rows(options, "train", seed=1) == story_rows(options, "train", seed=1)
-    assert story_rows(options, "train", seed=1) != story_rows(options, "train", seed=2)
-    assert story_rows(options, "train", seed=1)[:50] == story_rows(StoryOptions(train=50), "train", seed=1)
+    assert rows("train", seed=1, train=300) == rows("train", seed=1, train=300, test=100)
+    assert rows("train", seed=1, train=300) != rows("train", seed=2, train=300)
+    assert rows("train", seed=1, train=300)[:50] == rows("train", seed=1, train=50)
+    text = json.dumps([rows(split, seed=1, train=300, test=100) for split in ("train", "test")])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "0d86c9a45ab61f47", (
+        "published numbers hold for these problems"
+    )
 
 
 def test_splits_never_meet_and_no_question_comes_twice() -> None:
-    train = [row["question"] for seed in (1, 2) for row in story_rows(StoryOptions(train=2000), "train", seed=seed)]
-    test = [row["question"] for row in story_rows(StoryOptions(test=512), "test", seed=3)]
+    train = [row["question"] for seed in (1, 2) for row in rows("train", seed=seed, train=2000)]
+    test = [row["question"] for row in rows("test", seed=3, test=512)]
     assert not set(train) & set(test) and len(set(test)) == 512
     assert all(map(is_held_out, test)) and not any(map(is_held_out, train))
 
 
 def test_the_share_of_written_answers_is_as_asked() -> None:
-    rows = story_rows(StoryOptions(train=4000, with_steps=0.4), "train", seed=1)
-    share = sum("\n" in row["answer"] for row in rows) / len(rows)
+    found = rows("train", seed=1, train=4000, with_steps=0.4)
+    share = sum("\n" in row["answer"] for row in found) / len(found)
     assert abs(share - 0.4) < 0.03
-    assert not any("\n" in row["answer"] for row in story_rows(StoryOptions(train=50, with_steps=0.0), "train", seed=1))
-
-
-def test_options_come_from_a_query() -> None:
-    options = StoryOptions.from_query("train=10&steps=3-4&with_steps=0.5")
-    assert options == StoryOptions(train=10, steps="3-4", with_steps=0.5)
-    assert options.steps_range == (3, 4) and StoryOptions(steps="2").steps_range == (2, 2)
-    assert StoryOptions.from_query("") == StoryOptions()
+    assert not any("\n" in row["answer"] for row in rows("train", seed=1, train=50, with_steps=0))
 
 
 @pytest.mark.parametrize(
-    "query",
-    ["rows=3", "train=many", "train=0", "test=-1", "steps=x", "steps=0", "steps=5-3", "steps=3-9", "with_steps=2"],
+    "option",
+    [
+        "train=many",
+        "train=0",
+        "test=-1",
+        "steps=x",
+        "steps=0",
+        "steps=5-3",
+        "steps=3-9",
+        "with_steps=2",
+        "with_steps=x",
+    ],
 )
-def test_bad_options_name_themselves(query: str) -> None:
-    with pytest.raises(ValueError, match=query.partition("=")[0]):
-        StoryOptions.from_query(query)
+def test_bad_options_name_themselves(option: str) -> None:
+    name, _, value = option.partition("=")
+    with pytest.raises(ValueError, match=f"option {name} "):
+        rows("train", seed=1, **{name: value})
 
 
 def test_unknown_splits_are_refused() -> None:
     with pytest.raises(ValueError, match="train or test"):
-        story_rows(StoryOptions(), "valid", seed=1)
+        rows("valid", seed=1)

@@ -1,4 +1,4 @@
-"""A randomly initialised model of a quarter million parameters with its own tokenizer, as a Hugging Face folder.
+"""`arealite tiny-model`: a model of a quarter million random parameters and its tokenizer, as a Hugging Face folder.
 
 It makes whole experiments run on a CPU in seconds. The tokenizer is byte-level, so any text survives a round trip,
 and never merges digits, so that arithmetic is learnable. Its chat template is append-only: a conversation's tokens
@@ -7,13 +7,18 @@ are a prefix of those of every continuation, including the end-of-turn token tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import word_problems
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from arealite.api.errors import ConfigError
 
 PAD, END = "<|pad|>", "<|end|>"
 INITIALIZER_RANGE = 0.06
@@ -23,8 +28,22 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+NUM_PROBLEMS = 3000
+"""Word problems that a tokenizer is trained on unless there is a corpus."""
 # Words with their leading space, single digits, runs of punctuation, whitespace.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+
+
+def write_tiny_model(
+    *, out: str | Path, corpus: str | Path | None, seed: int, tie: bool = True, max_position: int = 2048
+) -> Path:
+    """Write the model to `out`; without a corpus its tokenizer is trained on word problems."""
+    if Path(out).is_file():
+        raise ConfigError(f"--out must be a folder: got {out}, which is a file. Choose another.")
+    disable_progress_bar()
+    problems = word_problems.rows("train", seed=seed, train=NUM_PROBLEMS) if corpus is None else []
+    texts = [text for row in problems for text in row.values()] if corpus is None else _texts(Path(corpus))
+    return make_tiny_model(out, texts, seed=seed, tie=tie, max_position=max_position)
 
 
 def make_tiny_model(
@@ -105,3 +124,25 @@ def train_tokenizer(corpus: Iterable[str] | None, *, vocab_size: int, max_positi
         model_max_length=max_position,
         clean_up_tokenization_spaces=False,
     )
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file, or the string values of the objects of a jsonl file."""
+    if not path.is_file():
+        raise ConfigError(f"--corpus must be a text or jsonl file: got {path}, which does not exist. Correct it.")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if path.suffix != ".jsonl":
+                yield line
+            elif line.strip():
+                yield from _strings(line, f"{path}:{number}")
+
+
+def _strings(line: str, place: str) -> list[str]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place} must be one JSON object: {error}. Fix the line.") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} must be one JSON object: got {type(row).__name__}. Fix the line.")
+    return [value for value in row.values() if isinstance(value, str)]

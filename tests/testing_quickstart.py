@@ -1,0 +1,23 @@
+"""The quickstart's tiny model and word problems, which lie with the examples."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+
+from tiny_model import CHAT_TEMPLATE, END, PAD, ROLES, make_tiny_model, train_tokenizer, write_tiny_model
+from word_problems import PATH as WORD_PROBLEMS
+from word_problems import is_held_out, rows
+
+__all__ = [
+    "CHAT_TEMPLATE",
+    "END",
+    "PAD",
+    "ROLES",
+    "WORD_PROBLEMS",
+    "is_held_out",
+    "make_tiny_model",
+    "rows",
+    "train_tokenizer",
+    "write_tiny_model",
+]
