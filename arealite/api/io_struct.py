@@ -59,7 +59,7 @@ LLMRequest = ModelRequest
 LLMResponse = ModelResponse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class PromptId:
     """Names one prompt of a run: its pass over the data set and its index in it."""
 

@@ -165,7 +165,7 @@ class RolloutExecutor:
         return self.loop.result(pending)
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
-        episodes = sorted(episodes, key=_id_key)
+        episodes = sorted(episodes, key=lambda one: one.prompt_id)
         if self._store is not None:
             name = f"{'eval_' * is_evaluation}step_{self._account.version}"
             self._store.append(name, episodes, None if is_evaluation else self._account.version)
@@ -344,7 +344,7 @@ class RolloutExecutor:
             return self._account.can_take(count) or None
 
         await self._wait_until(can_take, count, timeout)
-        taken = heapq.nsmallest(count, self._ready, key=lambda one: (one.head_version, _id_key(one)))
+        taken = heapq.nsmallest(count, self._ready, key=lambda one: (one.head_version, one.prompt_id))
         self._ledger.train([one.prompt for one in taken], self._account.version)
         self._runner.budgets.accept()
         self._remove(taken)
@@ -425,7 +425,3 @@ class RolloutExecutor:
 
 def _accept_any(trajectory: TensorDict) -> bool:
     return True
-
-
-def _id_key(episode: Episode) -> tuple[int, int]:
-    return episode.prompt_id.epoch, episode.prompt_id.index

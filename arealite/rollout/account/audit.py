@@ -23,7 +23,7 @@ from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.api.run_folder import RunFolder
 from arealite.rollout.account.bias import Bias, EndedPrompt, bias_of
-from arealite.rollout.account.ledger_file import count_states, open_for_reading, transaction
+from arealite.rollout.account.ledger_file import OUTCOME, count_states, open_for_reading, transaction
 from arealite.utils.data_order import passed_prompts
 
 _OPEN = ("issued", "running", "accepted")
@@ -80,13 +80,11 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
             "SELECT count(*) FROM prompts WHERE trained_version > ?", (last_step,)
         ).fetchone()
         cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
-        explained = {
-            PromptId(*row) for row in database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'")
-        }
+        explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'").fetchall()
         counts, samples, ended = count_states(database), _sample_totals(database), _ended(database)
     cursor = json.loads(cursors[0][0]) if cursors else None
     shown, repeated = read_trained(run.rollouts)
-    lost, notes = _lost(cursor, shown | explained)
+    lost, notes = _lost(cursor, shown.union(PromptId(*row) for row in explained))
     if lost and provisional:
         notes = ["Lost prompts that are trained provisionally come back when the run is resumed."]
     return Audit(
@@ -102,8 +100,8 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
         samples=samples,
         checkpoint_step=checkpoint_step,
         cursor=cursor,
-        lost_ids=_names(lost or set()),
-        repeated_ids=_names(repeated),
+        lost_ids=[str(one) for one in sorted(lost or ())],
+        repeated_ids=[str(one) for one in sorted(repeated)],
         notes=notes,
         bias=[bias_of(ended, by="latency_s"), bias_of(ended, by="tokens")],
     )
@@ -169,23 +167,14 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _sample_totals(database: sqlite3.Connection) -> dict[str, dict[str, int]]:
-    rows = database.execute(
-        "SELECT state, reason, count(*), sum(tokens), sum(num_interrupts) FROM sample_states "
-        "GROUP BY state, reason ORDER BY state, reason"
-    )
-    return {
-        f"{state}_{reason}" if reason else state: {"samples": samples, "tokens": tokens, "interrupts": interrupts}
-        for state, reason, samples, tokens, interrupts in rows
-    }
+    columns = "count(*), sum(tokens), sum(num_interrupts)"
+    rows = database.execute(f"SELECT {OUTCOME}, {columns} FROM sample_states GROUP BY 1 ORDER BY 1")
+    return {outcome: dict(zip(("samples", "tokens", "interrupts"), counts)) for outcome, *counts in rows}
 
 
 def _ended(database: sqlite3.Connection) -> list[EndedPrompt]:
     rows = database.execute(
-        "SELECT state, reason, prompts.latency_s, avg(tokens) FROM prompts LEFT JOIN samples USING (ticket) "
+        f"SELECT {OUTCOME}, prompts.latency_s, avg(tokens) FROM prompts LEFT JOIN samples USING (ticket) "
         "WHERE state NOT IN ('issued', 'running', 'accepted') GROUP BY ticket ORDER BY ticket"
     )
-    return [EndedPrompt(f"{state}_{reason}" if reason else state, *measures) for state, reason, *measures in rows]
-
-
-def _names(prompt_ids: set[PromptId]) -> list[str]:
-    return [str(one) for one in sorted(prompt_ids, key=lambda one: (one.epoch, one.index))]
+    return [EndedPrompt(*row) for row in rows]

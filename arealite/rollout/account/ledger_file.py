@@ -44,6 +44,8 @@ CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value INTEGER);
 CREATE VIEW IF NOT EXISTS sample_states AS
     SELECT samples.*, prompts.state, prompts.reason FROM samples JOIN prompts USING (ticket);
 """
+OUTCOME = "state || coalesce('_' || reason, '')"
+"""SQL for `<state>[_<reason>]`."""
 _NUM_COLUMNS = {"prompts": 14, "samples": 6, "retries": 3, "cursors": 2, "checkpoints": 2, "meta": 2}
 _WRITE = {
     table: f"INSERT OR REPLACE INTO {table} SELECT "
@@ -211,12 +213,9 @@ def transaction(database: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterat
 
 def count_states(database: sqlite3.Connection) -> Counter[str]:
     """Count prompts by `<state>[_<reason>]` and retries by `retried_<kind>`."""
-    counts: Counter[str] = Counter()
-    for state, reason, count in database.execute("SELECT state, reason, count(*) FROM prompts GROUP BY state, reason"):
-        counts[f"{state}_{reason}" if reason else state] = count
-    for kind, count in database.execute("SELECT kind, count(*) FROM retries GROUP BY kind"):
-        counts[f"retried_{kind}"] = count
-    return counts
+    states = f"SELECT {OUTCOME}, count(*) FROM prompts GROUP BY 1"
+    retries = "SELECT 'retried_' || kind, count(*) FROM retries GROUP BY 1"
+    return Counter(dict(database.execute(f"{states} UNION ALL {retries}").fetchall()))
 
 
 def _open_for_writing(path: str) -> sqlite3.Connection:
