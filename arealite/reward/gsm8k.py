@@ -15,8 +15,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 MARKER = "####"
-MAX_DIGITS = 100
-"""Longer numbers and larger exponents are no answers: exact arithmetic on them would not be quick."""
+MAX_DIGITS = 100  # longer numbers and larger exponents are no answers: exact arithmetic on them would not be quick
 
 _DIGIT = re.compile(r"\d")
 _INT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)"

@@ -56,10 +56,8 @@ class RewardRunner:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._workers: set[WorkerProcess] = set()
-        """All workers, the spare one too."""
-        self._spare: WorkerProcess | None = None
-        """Imports the function while others work."""
+        self._workers: set[WorkerProcess] = set()  # all workers, the spare one too
+        self._spare: WorkerProcess | None = None  # imports the function while others work
         self._is_closed = False
 
     async def __call__(self, **call: Any) -> float:

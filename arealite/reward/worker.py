@@ -19,8 +19,7 @@ from typing import Any
 from arealite.utils import heartbeat
 from arealite.utils.processes import die_with_parent
 
-Reply = tuple[str, Any]
-"""`("ok", number)`, or the kind of a RewardError and an explanation."""
+Reply = tuple[str, Any]  # `("ok", number)`, or the kind of a RewardError and an explanation
 _MAX_EXPLANATION = 20_000
 """Characters; a short reply is sent in one piece, so the parent never waits for the rest of it."""
 

@@ -25,10 +25,8 @@ from arealite.reward.worker import Reply
 from arealite.utils.processes import describe_exit, exit_status, kill_tree
 
 STARTUP_TIMEOUT_S = 60.0
-_CHECK_S = 0.1
-"""Interval of checks on a running call."""
-_END_S = 10.0
-"""Deadline for the end of a process that was killed or closed its socket."""
+_CHECK_S = 0.1  # interval of checks on a running call
+_END_S = 10.0  # deadline for the end of a process that was killed or closed its socket
 _GIB = 2**30
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from arealite.reward.worker import main"
 

@@ -27,8 +27,7 @@ class _Run:
     task: asyncio.Task[Any]
 
 
-_runs: dict[_Run, None] = {}
-"""Oldest first."""
+_runs: dict[_Run, None] = {}  # oldest first
 
 
 @contextlib.contextmanager

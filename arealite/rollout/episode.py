@@ -42,22 +42,14 @@ class Episode:
     prompt: Prompt
     attempt: int
     head_version: int
-    seed: int
-    """Seed of the run."""
-    num_samples: int = 0
-    """Completions requested so far."""
-    servers: set[str] = field(default_factory=set)
-    """Addresses that sampled a token of it."""
-    samples: list[SampleRecord] = field(default_factory=list)
-    """Completions that ended, in that order."""
-    trajectory: TensorDict = field(init=False, repr=False)
-    """There once the attempt was accepted."""
-    deadline: asyncio.Timeout | None = None
-    """Deadline of the attempt, while it runs."""
-    num_waiting_for_servers: int = 0
-    """Requests that no server can take at present."""
-    left_s: float = 0.0
-    """Time to the deadline when the clock was stopped."""
+    seed: int  # seed of the run
+    num_samples: int = 0  # completions requested so far
+    servers: set[str] = field(default_factory=set)  # addresses that sampled a token of it
+    samples: list[SampleRecord] = field(default_factory=list)  # completions that ended, in that order
+    trajectory: TensorDict = field(init=False, repr=False)  # there once the attempt was accepted
+    deadline: asyncio.Timeout | None = None  # deadline of the attempt, while it runs
+    num_waiting_for_servers: int = 0  # requests that no server can take at present
+    left_s: float = 0.0  # time to the deadline when the clock was stopped
 
     @property
     def prompt_id(self) -> PromptId:

@@ -38,14 +38,10 @@ from arealite.utils import heartbeat
 
 T = TypeVar("T")
 
-_GRACE_S = 30.0
-"""Added to `episode_timeout` before a wait without any event gives up."""
-_CLOSE_S = 10.0
-"""How long cancelled tasks may take to end."""
-_STARTS_PER_TURN = 32
-"""Episodes started in one turn of the event loop: thousands at once would delay everything else."""
-_UNNAMED_EPOCH = -1
-"""Epoch of prompts that were submitted without a `prompt_id`."""
+_GRACE_S = 30.0  # added to `episode_timeout` before a wait without any event gives up
+_CLOSE_S = 10.0  # how long cancelled tasks may take to end
+_STARTS_PER_TURN = 32  # episodes started in one turn of the event loop: thousands at once would delay everything else
+_UNNAMED_EPOCH = -1  # epoch of prompts that were submitted without a `prompt_id`
 
 
 class RolloutExecutor:
@@ -65,7 +61,7 @@ class RolloutExecutor:
         )
         budgets = Budgets(config)
         run = RunFolder(config) if config.fileroot else None
-        self._store = None if run is None else RolloutStore(str(run.rollouts))
+        self._store = RolloutStore(None if run is None else run.rollouts)
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
         self._runner = EpisodeRunner(config, engine, ledger=self._ledger, budgets=budgets)
         # Evaluations count for the budgets, but nothing of them is kept.
@@ -74,20 +70,16 @@ class RolloutExecutor:
 
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
-        self._ready: list[Episode] = []
-        """Accepted episodes that no batch has taken."""
-        self._changed = asyncio.Event()
-        """Set and replaced at every change."""
+        self._ready: list[Episode] = []  # accepted episodes that no batch has taken
+        self._changed = asyncio.Event()  # set and replaced at every change
         self._is_paused = False
         self._is_closed = False
-        self._is_starting = False
-        """More will start in the next turn of the loop."""
+        self._is_starting = False  # more will start in the next turn of the loop
         self._num_unnamed = 0
         self._source: PromptSource | None = None
         self._reopened: list[Prompt] | None = None
         """Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode."""
-        self.wants_catch_up = Flag()
-        """Set when servers joined that lack the current weights."""
+        self.wants_catch_up = Flag()  # set when servers joined that lack the current weights
         self.catch_up: Callable[[], None] = self.wants_catch_up.clear
         """Brings them the weights, in the trainer's thread while it waits for episodes."""
         self.loop = EventLoopThread(
@@ -166,9 +158,9 @@ class RolloutExecutor:
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)
-        if self._store is not None:
-            name = f"{'eval_' * is_evaluation}step_{self._account.version}"
-            self._store.append(name, episodes, None if is_evaluation else self._account.version)
+        version = self._account.version
+        name = f"{'eval_' * is_evaluation}step_{version}"
+        self._store.append(name, episodes, trained_step=None if is_evaluation else version)
         return assemble_batch([one.trajectory for one in episodes])
 
     def _new_prompt(self, row: Row, workflow: RolloutWorkflow) -> Prompt:
@@ -207,8 +199,7 @@ class RolloutExecutor:
         self._begin()
         if self._source is not None:
             self._source.require_fetch()
-        if self._store is not None:
-            self._store.flush()
+        self._store.flush()
         state = {"version": self._account.version, "num_unnamed": self._num_unnamed}
         return state | {"ledger_position": self._ledger.flush()}
 
@@ -220,8 +211,7 @@ class RolloutExecutor:
         assert self._reopened is None, "load_state_dict must come before the first episode"
         self._reopened = self._ledger.rollback(state["ledger_position"])
         self._num_unnamed = state["num_unnamed"]
-        if self._store is not None:
-            self._store.trim(state["version"])
+        self._store.trim(state["version"])
 
     def note_checkpoint(self, step: int, position: int) -> None:
         """Record that what was trained up to a step can't be undone any more."""
@@ -232,8 +222,7 @@ class RolloutExecutor:
         self._is_closed = True
         self.loop.close(_CLOSE_S)
         try:
-            if self._store is not None:
-                self._store.close()
+            self._store.close()
         finally:
             self._ledger.close()
 
@@ -295,16 +284,16 @@ class RolloutExecutor:
         outcome = await self._runner.run(episode)
         if self._running.pop(episode, None) is None:
             return  # dropped meanwhile
+        if isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):
+            outcome = OVERDUE
         if isinstance(outcome, Exception) and self._runner.retry(episode, outcome):
             self._queue.appendleft(episode.prompt)
-        elif isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):
-            self._runner.record_end(episode, OVERDUE)
         else:
             self._runner.record_end(episode, outcome)
-            if isinstance(outcome, TensorDict):
-                self._ready.append(episode)
-                if episode.prompt.should_accept is not None:
-                    self._runner.budgets.accept()
+        if isinstance(outcome, TensorDict):
+            self._ready.append(episode)
+            if episode.prompt.should_accept is not None:  # else a filter of `wait` may still reject it
+                self._runner.budgets.accept()
         self._advance()
 
     async def _set_paused(self, is_paused: bool) -> None:
@@ -353,9 +342,10 @@ class RolloutExecutor:
     def _judge(self, should_accept: ShouldAccept) -> None:
         """Apply the filter of `wait` to what has finished since."""
         unjudged = [one for one in self._ready if one.prompt.should_accept is None]
+        rejected = [one for one in unjudged if not should_accept(one.trajectory)]
         for episode in unjudged:
             episode.prompt.should_accept = should_accept
-        self._reject([one for one in unjudged if not should_accept(one.trajectory)], BY_FILTER)
+        self._reject(rejected, BY_FILTER)
 
     def _reject(self, episodes: list[Episode], reason: str) -> None:
         """Reject finished episodes."""
@@ -419,8 +409,7 @@ class RolloutExecutor:
 
     def _check(self) -> None:
         self._runner.check()
-        if self._store is not None:
-            self._store.check()
+        self._store.check()
 
 
 def _accept_any(trajectory: TensorDict) -> bool:

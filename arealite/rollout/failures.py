@@ -11,8 +11,7 @@ from collections import Counter, deque
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import AReaLiteError, EpisodeError, RewardError
 
-BY_WORKFLOW, BY_FILTER, OVERDUE = "workflow", "filter", "overdue"
-"""Why an episode is rejected."""
+BY_WORKFLOW, BY_FILTER, OVERDUE = "workflow", "filter", "overdue"  # why an episode is rejected
 _SHOWN_CAUSES = 3
 _MAX_REJECTED_BATCHES_IN_A_ROW = 20
 
@@ -28,10 +27,8 @@ class Budgets:
         )
         self._recent: deque[str | None] = deque([None] * config.failure_window)
         """The cause of each failure, None for an episode that ended otherwise."""
-        self._causes: Counter[str] = Counter()
-        """How often each cause occurs in `_recent`."""
-        self._examples: dict[str, Exception] = {}
-        """The last failure of each cause."""
+        self._causes: Counter[str] = Counter()  # how often each cause occurs in `_recent`
+        self._examples: dict[str, Exception] = {}  # the last failure of each cause
         self._rejected: Counter[str] = Counter()
 
     def end(self, error: Exception | None) -> None:

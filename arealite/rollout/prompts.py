@@ -23,13 +23,11 @@ ShouldAccept = Callable[["TensorDict"], bool]
 class SampleRecord:
     """One completion that ended."""
 
-    sample: int
-    """Its number in the episode, in the order of the requests."""
+    sample: int  # its number in the episode, in the order of the requests
     tokens: int
     latency_s: float
     num_interrupts: int
-    server: str
-    """The last one that sampled a token of it."""
+    server: str  # the last one that sampled a token of it
 
 
 @dataclass(slots=True, eq=False)
@@ -38,25 +36,19 @@ class Prompt:
 
     prompt_id: PromptId
     row: Row = field(default_factory=dict)
-    workflow: RolloutWorkflow | None = None
-    """None after a recovery, until a dataloader has fetched the row again."""
-    should_accept: ShouldAccept | None = None
-    """None if a filter of `wait` may still reject its trajectory."""
+    workflow: RolloutWorkflow | None = None  # None after a recovery, until a dataloader has fetched the row again
+    should_accept: ShouldAccept | None = None  # None if a filter of `wait` may still reject its trajectory
     attempt: int = 0
-    first_started_s: float | None = None
-    """Time of the event loop when the first attempt began."""
+    first_started_s: float | None = None  # time of the event loop when the first attempt began
 
     # Kept by the ledger
     ticket: int = 0
-    is_counted: bool = True
-    """Whether staleness throttles it."""
-    issued_at: int = 0
-    """Position in the ledger."""
+    is_counted: bool = True  # whether staleness throttles it
+    issued_at: int = 0  # position in the ledger
     issued_unix_s: float = 0.0
     state: str = "issued"
     reason: str | None = None
-    head_version: int = -1
-    """Version of the trainer when the attempt began; -1 before the first one."""
+    head_version: int = -1  # version of the trainer when the attempt began; -1 before the first one
     trained_version: int | None = None
     latency_s: float | None = None
 

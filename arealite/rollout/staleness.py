@@ -39,8 +39,7 @@ class StalenessAccount:
         self.version = version
         self.running: Counter[int] = Counter()
         self.ready: Counter[int] = Counter()
-        self.consumed = version * batch_size
-        """Episodes consumed by the run, counting those before a recovery."""
+        self.consumed = version * batch_size  # episodes consumed by the run, counting those before a recovery
 
     def set_version(self, version: int) -> None:
         """Set the trainer's version. Each earlier one counts as a consumed batch, whoever consumed it."""

@@ -23,8 +23,7 @@ class UnthrottledBatches:
     def __init__(self, *, max_concurrent: int) -> None:
         self._max_concurrent = max_concurrent
         self._num_running = 0
-        self._may_start = asyncio.Event()
-        """Set and replaced when another episode may start."""
+        self._may_start = asyncio.Event()  # set and replaced when another episode may start
 
     def set_max_concurrent(self, max_concurrent: int) -> None:
         """Set the concurrency limit; running episodes are not interrupted (in the loop)."""

@@ -33,6 +33,7 @@ from arealite.api.errors import (
 from arealite.api.io_struct import PromptId
 from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
+from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import current_episode, sampling_seed
 
 Row = dict[str, Any]
@@ -727,4 +728,4 @@ def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEn
             time.sleep(0.05 * 2**attempt)
     with pytest.raises(OSError, match="rollouts"):
         engine.executor.close()
-    engine.executor._store = None
+    engine.executor._store = RolloutStore(None)

@@ -35,27 +35,22 @@ _LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "sample": (\d+)')
 class Audit:
     """What became of the prompts of a run."""
 
-    issued: int
-    """Tickets given out; the other counts come from the rows."""
+    issued: int  # tickets given out; the other counts come from the rows
     trained: int
-    provisional: int
-    """Trained, but in no published checkpoint: a resume would issue them again."""
+    provisional: int  # trained, but in no published checkpoint: a resume would issue them again
     rejected: int
     failed: int
     pending: int
-    lost: int | None
-    """None without a cursor to compare with."""
+    lost: int | None  # None without a cursor to compare with
     repeated: int
     states: dict[str, int]
     """Prompts by state, or by `rejected_<reason>`, `failed_<kind>`; `retried_<kind>` counts attempts."""
-    samples: dict[str, dict[str, int]]
-    """`samples`, `tokens` and `interrupts` by the state of their prompt."""
+    samples: dict[str, dict[str, int]]  # `samples`, `tokens` and `interrupts` by the state of their prompt
     checkpoint_step: int | None
     cursor: dict[str, Any] | None
     lost_ids: list[str]
     repeated_ids: list[str]
-    notes: list[str] = field(default_factory=list)
-    """Sentences that explain a number."""
+    notes: list[str] = field(default_factory=list)  # sentences that explain a number
     bias: list[Bias] = field(default_factory=list)
 
     @property

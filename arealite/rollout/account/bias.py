@@ -24,25 +24,20 @@ Measure = Literal["latency_s", "tokens"]
 class EndedPrompt:
     """A prompt that was trained, rejected or failed."""
 
-    outcome: str
-    """`trained`, `rejected_<reason>` or `failed_<kind>`."""
+    outcome: str  # `trained`, `rejected_<reason>` or `failed_<kind>`
     latency_s: float | None
-    tokens: float | None
-    """Mean over the group."""
+    tokens: float | None  # mean over the group
 
 
 @dataclass(frozen=True)
 class Part:
     """A tenth of the prompts that ended."""
 
-    low: float
-    """Smallest value of the measure."""
-    high: float
-    """Largest value of the measure."""
+    low: float  # smallest value of the measure
+    high: float  # largest value of the measure
     settled: int
     trained_share: float
-    dropped_shares: dict[str, float]
-    """By outcome."""
+    dropped_shares: dict[str, float]  # by outcome
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,8 @@ class Bias:
     """How outcomes depend on one measure."""
 
     measure: Measure
-    unmeasured: int
-    """Prompts without a value, which are in no part."""
-    parts: list[Part]
-    """Ascending; fewer than ten if there are fewer prompts."""
+    unmeasured: int  # prompts without a value, which are in no part
+    parts: list[Part]  # ascending; fewer than ten if there are fewer prompts
     difference: float | None
     """Trained share of the highest part minus that of the lowest; None with fewer than two parts."""
     standard_error: float | None

@@ -44,8 +44,7 @@ CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value INTEGER);
 CREATE VIEW IF NOT EXISTS sample_states AS
     SELECT samples.*, prompts.state, prompts.reason FROM samples JOIN prompts USING (ticket);
 """
-OUTCOME = "state || coalesce('_' || reason, '')"
-"""SQL for `<state>[_<reason>]`."""
+OUTCOME = "state || coalesce('_' || reason, '')"  # SQL for `<state>[_<reason>]`
 _NUM_COLUMNS = {"prompts": 14, "samples": 6, "retries": 3, "cursors": 2, "checkpoints": 2, "meta": 2}
 _WRITE = {
     table: f"INSERT OR REPLACE INTO {table} SELECT "
@@ -64,12 +63,10 @@ _ROLLBACK = (
     f"latency_s = NULL, changed_at = issued_at, changed_unix_s = issued_unix_s WHERE {_REDONE}",
 )
 
-_GROUP_S = 0.01
-"""How long a commit waits for more events."""
+_GROUP_S = 0.01  # how long a commit waits for more events
 _GROUP_EVENTS = 1000
 """Largest commit, which does not wait; a larger one would stop the event loop while its JSON is made."""
-_MAX_BACKLOG = 100_000
-"""Events in memory; with more, the caller waits for the disk."""
+_MAX_BACKLOG = 100_000  # events in memory; with more, the caller waits for the disk
 _FLUSH_S = 30.0
 
 

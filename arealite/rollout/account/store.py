@@ -7,36 +7,36 @@ next call, so a run never continues without its record.
 from __future__ import annotations
 
 import copy
-import glob
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from arealite.rollout.account.stored_batch import columns_of
 from arealite.rollout.episode import Episode
 from arealite.utils.files import writing
 
-_FLUSH_S = 120.0
-"""Deadline for writing what is queued."""
+_FLUSH_S = 120.0  # deadline for writing what is queued
 
 
 class RolloutStore:
-    """Appends finished episodes to files in `<run folder>/rollouts`."""
+    """Appends accepted episodes to files in `<run folder>/rollouts`; with `folder` None it drops them."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arealite-store")
         self._last: Future[None] | None = None
-        self._num_batches: Counter[str] = Counter()
+        self._num_batches: Counter[Path] = Counter()
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
 
-    def append(self, name: str, finished: Sequence[Episode], trained_step: int | None) -> None:
+    def append(self, name: str, episodes: Sequence[Episode], trained_step: int | None) -> None:
         """Queue the samples for `<name>.jsonl` and return at once."""
         self.check()
-        self._last = self._thread.submit(self._write, name, list(finished), trained_step, self._last)
+        if self.folder is not None:
+            path = self.folder / f"{name}.jsonl"
+            self._last = self._thread.submit(self._write, path, list(episodes), trained_step, self._last)
 
     def flush(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
@@ -52,9 +52,9 @@ class RolloutStore:
 
     def trim(self, version: int) -> None:
         """Remove the files of this version and later ones, which an earlier process left."""
-        for path in glob.glob(os.path.join(self.folder, "*step_*.jsonl")):
-            if int(path.rpartition("_")[2].removesuffix(".jsonl")) >= version:
-                os.remove(path)
+        for path in self.folder.glob("*step_*.jsonl") if self.folder is not None else ():
+            if int(path.stem.rpartition("_")[2]) >= version:
+                path.unlink()
 
     def check(self) -> None:
         """Raise what a write that has ended raised."""
@@ -68,15 +68,14 @@ class RolloutStore:
         finally:
             self._thread.shutdown(wait=self._last is None or self._last.done())
 
-    def _write(self, name: str, finished: list[Episode], step: int | None, previous: Future[None] | None) -> None:
+    def _write(self, path: Path, episodes: list[Episode], step: int | None, previous: Future[None] | None) -> None:
         if previous is not None:
             previous.result()
-        batch = self._num_batches[name]
-        self._num_batches[name] += 1
-        path = os.path.join(self.folder, f"{name}.jsonl")
-        os.makedirs(self.folder, exist_ok=True)
-        with writing(path), open(path, "a", encoding="utf-8") as file:
-            for one in finished:
+        batch = self._num_batches[path]
+        self._num_batches[path] += 1
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            for one in episodes:
                 file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
 
     def _lines(self, one: Episode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
@@ -99,11 +98,10 @@ class RolloutStore:
             }
 
     def _tokenizer_of(self, workflow: object) -> Any:
-        """Return this thread's copy of the workflow's tokenizer, as one tokenizer must not serve two threads."""
+        """Return a copy of the workflow's tokenizer for this thread: a tokenizer must not serve two."""
         original = getattr(workflow, "tokenizer", None)
         if original is None:
             return None
         if id(original) not in self._tokenizers:
-            # The original is kept as well, so that its id stays its own.
-            self._tokenizers[id(original)] = (original, copy.deepcopy(original))
+            self._tokenizers[id(original)] = (original, copy.deepcopy(original))  # kept, so that its id stays its own
         return self._tokenizers[id(original)][1]

@@ -62,7 +62,7 @@ def test_batches_come_back_bit_for_bit(
 ) -> None:
     folder: Path = tmp_path_factory.mktemp("run")
     generator = torch.Generator().manual_seed(seed)
-    store, expected = RolloutStore(str(folder)), []
+    store, expected = RolloutStore(folder), []
     for sizes in sizes_of_batches:
         trajectories = [trajectory_of(generator, size, extra) for size in sizes]
         store.append("step_3", [finished(7, one) for one in trajectories], 3)
