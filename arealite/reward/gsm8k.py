@@ -1,10 +1,9 @@
 r"""GSM8K: 1.0 when the final answer is the right number, else 0.0.
 
-Only the final answer counts, not a number on the way: the first line after the last `####`, or else what stands in
-the last `\boxed{}`. Of that text the value after the last `=` counts, or else its first number; words and units around
-it are ignored, so `18 or 19` is 18. An expression that was not worked out (`6*3`, `18-19`, `10^2`), a malformed number
-(`1,2`, `1.2.3`) or a time (`12:30`) is no answer. Numbers are compared exactly, as fractions; any text is accepted and
-none takes more than linear time.
+The final answer is the first line after the last `####`, else the content of the last `\boxed{}`; of it, the value
+after the last `=` counts, else the first number, so `18 or 19 apples` is 18. An unfinished expression (`6*3`, `10^2`),
+a malformed number (`1,2`, `1.2.3`) and a time (`12:30`) are no answers. Numbers are compared exactly, as fractions;
+any text is accepted, in linear time.
 """
 
 from __future__ import annotations

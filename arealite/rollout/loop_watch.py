@@ -57,10 +57,7 @@ class LoopWatch:
     def metrics(self) -> dict[str, float]:
         """Return how late the loop was since the last call, counting a call that blocks it now."""
         lags = sorted([*(self._lags.popleft() for _ in range(len(self._lags))), self._overdue_s()])
-        return {
-            "perf/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))],
-            "perf/loop_lag_max_s": lags[-1],
-        }
+        return {"perf/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))], "perf/loop_lag_max_s": lags[-1]}
 
     def describe(self) -> dict[str, Any]:
         """Return the loop's state for a stall report."""
@@ -106,12 +103,8 @@ class LoopWatch:
         self.blocking = BlockingCall(line, since)
         if line not in self._reported:
             self._reported.add(line)
-            logger.warning(
-                "%s blocks the rollout loop for %.1f s already: no other episode runs meanwhile. Await it, or call "
-                "it through asyncio.to_thread.",
-                line,
-                time.monotonic() - since,
-            )
+            advice = "no other episode runs meanwhile. Await it, or call it through asyncio.to_thread."
+            logger.warning("%s blocks the rollout loop for %.1f s already: %s", line, time.monotonic() - since, advice)
 
     def _too_long(self) -> EpisodeTimeoutError:
         where = "code that has no Python frame" if self.blocking is None else str(self.blocking.line)

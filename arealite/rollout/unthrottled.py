@@ -1,8 +1,7 @@
-"""Batches that staleness does not throttle: a fixed list of prompts, run now, with a concurrency of its own.
+"""Batches that staleness does not throttle: a fixed list of prompts, run now, with a concurrency limit of its own.
 
-Synchronous batches and evaluations run here. Invariants: a batch returns when every episode has ended, so it never
-waits for what can't come; an evaluation holds completions of one version of the weights only; no more episodes start
-than may run at that moment.
+Synchronous batches and evaluations run here. Invariants: a batch returns when every episode has ended; an evaluation
+holds completions of one version of the weights only.
 """
 
 from __future__ import annotations
@@ -66,13 +65,13 @@ class UnthrottledBatches:
                 runner.check()
                 self._num_running += 1
                 tasks.append(asyncio.create_task(_run_to_the_end(runner, prompt, head_version)))
-                tasks[-1].add_done_callback(self._note_end)
+                tasks[-1].add_done_callback(self._forget)
             return [one for one in await asyncio.gather(*tasks) if one is not None]
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _note_end(self, _: asyncio.Task[Episode | None]) -> None:
+    def _forget(self, _: asyncio.Task[Episode | None]) -> None:
         self._num_running -= 1
         self._wake()
 

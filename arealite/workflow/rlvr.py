@@ -1,7 +1,7 @@
-"""Reinforcement learning with verifiable rewards: one prompt, a group of sampled answers, a reward function.
+"""Reinforcement learning with verifiable rewards: one prompt, a group of completions, a reward function.
 
-An episode samples the group concurrently and scores every answer as soon as it ends. If one of them fails, the others
-are cancelled and the episode fails with the original error: a group is trained on whole or not at all.
+The group is sampled concurrently, and each completion is scored when it ends. If one fails, the others are cancelled
+and the episode fails with the original error: a group is trained on as a whole or not at all.
 """
 
 # B = 1 sequence, S tokens
@@ -28,10 +28,10 @@ _NOT_FOR_REWARDS = {"prompt_id", "messages", "prompt", "completions", "prompt_id
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` answers to `data["messages"]` and scores each with `reward_fn`.
+    """Samples `gconfig.n_samples` completions of `data["messages"]` and scores each with `reward_fn`.
 
-    The reward function gets `prompt` (as rendered by the chat template), `completions` (the text of one answer without
-    special tokens), `prompt_ids`, `completion_ids`, and the columns of the data set other than `messages` by name.
+    The reward function gets `prompt` (as rendered by the chat template), `completions` (the text of one completion
+    without special tokens), `prompt_ids`, `completion_ids`, and the data set's columns other than `messages` by name.
     """
 
     def __init__(
@@ -51,10 +51,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Sample and score the group of one prompt."""
         prompt_ids: list[int] = self.tokenizer.apply_chat_template(
-            data["messages"],
-            add_generation_prompt=True,
-            return_dict=False,
-            enable_thinking=self.enable_thinking,
+            data["messages"], add_generation_prompt=True, return_dict=False, enable_thinking=self.enable_thinking
         )
         request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1), rid=uuid.uuid4().hex)
         columns = {key: value for key, value in data.items() if key not in _NOT_FOR_REWARDS}
@@ -87,12 +84,12 @@ class RLVRWorkflow(RolloutWorkflow):
 
 
 def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:
-    """Return one sampled answer as a trajectory with a single row."""
-    num_prompt, num_answer = response.input_len, response.output_len
+    """Return one completion as a trajectory with a single row: tensors `[1, S]`, rewards and no_eos `[1]`."""
+    num_prompt, num_sampled = response.input_len, response.output_len
     trajectory = {
         "input_ids": _tensor([response.input_tokens + response.output_tokens], np.int64),
-        "attention_mask": _tensor([[True] * (num_prompt + num_answer)], np.bool_),
-        "loss_mask": _tensor([[0] * num_prompt + [1] * num_answer], np.int64),
+        "attention_mask": _tensor([[True] * (num_prompt + num_sampled)], np.bool_),
+        "loss_mask": _tensor([[0] * num_prompt + [1] * num_sampled], np.int64),
         "logprobs": _tensor([[0.0] * num_prompt + response.output_logprobs], np.float32),
         "versions": _tensor([[-1] * num_prompt + response.output_versions], np.int64),
         "rewards": _tensor([reward], np.float32),
@@ -102,5 +99,4 @@ def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDi
 
 
 def _tensor(values: list[Any], dtype: type[np.generic]) -> torch.Tensor:
-    """Return a tensor; numpy reads lists faster than torch."""
-    return torch.from_numpy(np.array(values, dtype=dtype))
+    return torch.from_numpy(np.array(values, dtype=dtype))  # numpy reads lists faster than torch
