@@ -36,7 +36,7 @@ quickstart: install            ## train a tiny model by asynchronous GRPO, in mi
 	$(VENV)/bin/arealite quickstart $(ARGS)
 
 test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
 test-explore: $(VENV)/.installed-dev            ## run the property-based tests on new random examples, 20 times as many (15 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m hypothesis --hypothesis-profile explore $(ARGS)

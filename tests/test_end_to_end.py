@@ -18,7 +18,7 @@ from arealite.weights.log import read_weights
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "examples" / "arealite" / "configs"
-pytestmark = pytest.mark.xdist_group("launcher")
+pytestmark = pytest.mark.xdist_group("end_to_end")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launcher")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("quickstart")]
 
 
 def arealite(*arguments: str) -> subprocess.CompletedProcess[str]:

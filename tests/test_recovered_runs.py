@@ -20,7 +20,7 @@ from arealite.utils.processes import kill_tree
 EXAMPLES = Path(__file__).parents[1] / "examples" / "arealite"
 STEPS, BATCH, GROUP = 4, 4, 2
 DEADLINE_S = 400
-pytestmark = pytest.mark.xdist_group("launcher")
+pytestmark = pytest.mark.xdist_group("recovered_runs")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("launcher")
 SFT = ("allocation_mode=d1", "model.path=tiny")
 
 

@@ -93,9 +93,16 @@ def train_a_step(actor: FSDPPPOActor) -> None:
     actor.train_batch(batch, lambda logits, mb: logits.logsumexp(-1).mean() - logits[:, 7].mean(), lambda mb: 1.0)
 
 
+def sampled_at_once(rollout: RemoteSGLangEngine, *rids: str) -> list[Any]:
+    async def sample() -> list[Any]:
+        gconfig = GenerationHyperparameters(max_new_tokens=12)
+        return await asyncio.gather(*(rollout.agenerate(ModelRequest(PROMPT, gconfig, rid=rid)) for rid in rids))
+
+    return asyncio.run(sample())
+
+
 def sampled(rollout: RemoteSGLangEngine, rid: str) -> Any:
-    request = ModelRequest(PROMPT, GenerationHyperparameters(max_new_tokens=12), rid=rid)
-    return asyncio.run(rollout.agenerate(request))
+    return sampled_at_once(rollout, rid)[0]
 
 
 def trainers_logprobs(actor: FSDPPPOActor, response: Any) -> list[float]:
@@ -109,8 +116,7 @@ def trainers_logprobs(actor: FSDPPPOActor, response: Any) -> list[float]:
 def check_agreement(actor: FSDPPPOActor, rollout: RemoteSGLangEngine, version: int) -> None:
     """Both servers sample from the trainer's weights and say so."""
     seen = set()
-    for index in range(8):
-        response = sampled(rollout, f"{version}-{index}")
+    for response in sampled_at_once(rollout, *(f"{version}-{index}" for index in range(8))):
         seen.add(response.server)
         assert set(response.output_versions) == {version}
         assert response.output_logprobs == pytest.approx(trainers_logprobs(actor, response), abs=1e-4)
