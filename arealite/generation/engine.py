@@ -1,11 +1,8 @@
-"""Continuous batching in one thread that owns the model.
+"""Continuous batching in one thread that owns the model; other threads post functions that it runs between two steps.
 
-Other threads talk to it through an inbox of functions that it runs between two forward passes: a weight update, a
-pause and an abort are such functions, and nothing they touch needs a lock. Results come back as futures.
-
-Invariants: cached keys and values never outlive the weights that made them (an update sends running sequences back to
-prefill), or with `allow_stale_kv` every token sampled on them is counted; each token is stamped with the version that
-sampled it; an error in a forward pass fails every request, an error in a request's own numbers only that one.
+Invariants: cached keys and values are dropped with the weights that computed them, or with `allow_stale_kv` every token
+sampled on them is counted; each token carries the version that sampled it; an error in a forward pass fails every
+request, non-finite logits only their own.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class EngineStats:
     generated_tokens: int
     """Since the start."""
     stale_kv_tokens: int
-    """Those of them that were sampled on keys and values of older weights."""
+    """Of those, tokens sampled on keys and values of older weights."""
     is_paused: bool
     version: str
 
@@ -68,14 +65,14 @@ class GenerationEngine:
         threads: int = 1,
         allow_stale_kv: bool = False,
     ) -> None:
-        """Start the thread. `tokenizer` is needed for stop strings only."""
+        """Start the thread. Only stop strings need a `tokenizer`."""
         self.context = runner.cache.context
         self.vocab_size = runner.vocab_size
         self.version = version
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.weight_shapes = runner.weight_shapes
         self.stopped: Future[None] = Future()
-        """Resolves when the thread ends: with None after `close`, with the exception if it failed."""
+        """Resolves when the thread ends: None after `close`, the exception after a failure."""
         self._runner = runner
         self._eos_ids = eos_ids
         self._tokenizer = tokenizer
@@ -90,11 +87,11 @@ class GenerationEngine:
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._has_ended = False
-        """Guarded by the gate: nothing enters the inbox once nobody reads it."""
+        """Guarded by the gate, so that no message enters the inbox after the last look at it."""
         self._is_paused = False
         self._is_closing = False
         self._rows: SamplingRows | None = None
-        """Sampling parameters of the running sequences; None when those have changed."""
+        """Sampling parameters of the running sequences; None after those have changed."""
         self._generated_tokens = 0
         self._unlogged_s = 0.0
         self._logged_tokens = 0
@@ -104,19 +101,19 @@ class GenerationEngine:
     # Called from any thread
 
     def submit(self, request: GenerationRequest) -> Future[GenerationResult]:
-        """Queue a request. Cancelling the future frees its slot. Raises ValueError for what can't be sampled."""
+        """Queue a request; ValueError if it can't be sampled. Cancelling the future frees its slot."""
         sequence = self._sequence(request)
         self._post(lambda: self._scheduler.waiting.append(sequence))
         sequence.future.add_done_callback(lambda _: self._forget(sequence))
         return sequence.future
 
     def abort(self, rid: str | None = None) -> Future[int]:
-        """End the requests with this id, or all, with the tokens so far; return how many."""
+        """End the requests with this id, or all, and return how many; they resolve to the tokens so far."""
         return self.call(lambda: self._abort(lambda sequence: rid is None or sequence.request.rid == rid))
 
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> Future[None]:
-        """Sample nothing until `resume`: requests end with the tokens so far or (retract) wait, as new ones do, or
-        (in_place) stay where they are."""
+        """Sample nothing until `resume`. Running requests end with the tokens so far (abort), return to the queue
+        (retract), or keep their slots and cache (in_place)."""
 
         def pause() -> None:
             self._is_paused = True
@@ -136,8 +133,8 @@ class GenerationEngine:
         return self.call(resume)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: str | None = None) -> Future[None]:
-        """Replace all weights between two steps; requests in flight go on under the new ones, with a new cache unless
-        they may keep the old one."""
+        """Replace all weights between two steps. Requests in flight continue on them, with a new cache unless
+        `allow_stale_kv`."""
 
         def update() -> None:
             self._runner.load_weights(weights)
@@ -166,14 +163,14 @@ class GenerationEngine:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except Exception as error:  # belongs to the caller, who gets it from the future
+                except Exception as error:  # the future raises it in the caller's thread
                     future.set_exception(error)
 
         self._post(run)
         return future
 
     def stats(self) -> EngineStats:
-        """Read the current numbers; they may be one step old."""
+        """Return current numbers, at most one step old."""
         running = list(self._scheduler.running)
         return EngineStats(
             running=len(running),
@@ -194,7 +191,7 @@ class GenerationEngine:
             self._abort(lambda _: True)
             self._is_closing = True
 
-        with contextlib.suppress(GenerationError):  # it has ended already
+        with contextlib.suppress(GenerationError):  # the thread has ended already
             self._post(close)
         self._thread.join()
 
@@ -205,7 +202,7 @@ class GenerationEngine:
             self._inbox.put(message)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Drop a sequence that nobody waits for any more."""
+        """Drop a sequence whose future was cancelled."""
         if sequence.future.cancelled():
             with contextlib.suppress(GenerationError):  # all sequences are gone already
                 self._post(lambda: self._abort(lambda other: other is sequence))
@@ -229,7 +226,7 @@ class GenerationEngine:
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Let nobody in any more and answer everyone who still waits."""
+        """Refuse further messages and resolve all futures."""
         with self._gate:
             self._has_ended = True
         while not self._inbox.empty():
@@ -247,7 +244,7 @@ class GenerationEngine:
         return not self._is_paused and bool(self._scheduler.running or self._scheduler.waiting)
 
     def _run_inbox(self) -> None:
-        """Run what has arrived; with nothing to sample, wait for the next message."""
+        """Run the messages in the inbox; if there is nothing to sample, wait for one."""
         while not self._is_closing:
             try:
                 message = self._inbox.get(block=not self._has_work())
@@ -256,7 +253,7 @@ class GenerationEngine:
             message()
 
     def _step(self) -> None:
-        """Prefill what fits, then decode one token of every running sequence."""
+        """Admit and prefill new sequences, then decode one token of every running one."""
         first_new = len(self._scheduler.running)
         prefills = self._scheduler.admit()
         if prefills:
@@ -273,7 +270,7 @@ class GenerationEngine:
             self._sample(self._runner.decode([sequence.output_ids[-1] for sequence in running], positions), 0)
 
     def _sample(self, logits: torch.Tensor, first: int) -> None:
-        """Draw a token for each of the sequences from slot `first` on and release those that end."""
+        """Sample a token for each sequence from slot `first` on, `logits` [n, V], and release those that end."""
         sequences = self._scheduler.running[first:]
         rows = self._rows if first == 0 and self._rows is not None else self._sampling_rows(sequences)
         if first == 0:
@@ -347,12 +344,12 @@ class GenerationEngine:
                 outcome,
                 self.version,
                 sequence.spans,
-                len(sequence.stale_tokens),
+                sequence.num_stale_tokens,
             )
             sequence.future.set_result(result)
 
     def _log_progress(self, step_s: float) -> None:
-        """Write a line every few seconds of work."""
+        """Log throughput every few seconds of work."""
         self._unlogged_s += step_s
         if self._unlogged_s < LOG_INTERVAL_S:
             return

@@ -1,8 +1,7 @@
-"""The model itself: any Hugging Face causal language model, run through our slot cache.
+"""Runs any Hugging Face causal language model over our slot cache, by the model's own forward.
 
-The forward pass is the model's own code, so logprobs equal those of the trainer's forward. A model for which this does
-not hold (recurrent state, attention sinks, ...) is refused when it is loaded, by comparing with its reference
-attention.
+Logprobs therefore equal the trainer's. A model for which our attention differs (recurrent state, attention sinks) is
+refused when it is loaded.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class ModelRunner:
     """Weights and KV cache of one model. One thread uses it."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context: int, deterministic: bool = False) -> None:
-        """Take a model over: its attention is replaced and its weights will be overwritten by updates.
+        """Replace the model's attention; updates overwrite its weights.
 
-        `deterministic` runs one sequence per forward pass, which is slower, so that the bits of a sequence do not
-        depend on its neighbours (the shape of a matrix product changes its rounding).
+        `deterministic` runs one sequence per forward pass: slower, but a sequence's bits do not depend on the others
+        (the shape of a matrix product changes its rounding).
         """
         config = model.config.get_text_config()
         if not hasattr(config, "num_attention_heads"):
@@ -54,7 +53,7 @@ class ModelRunner:
         every_parameter = dict(model.named_parameters(remove_duplicate=False))
         self._tied = {name: names[id(p)] for name, p in every_parameter.items() if name not in self._parameters}
         self.weight_shapes = {name: tuple(parameter.shape) for name, parameter in every_parameter.items()}
-        """Of every weight that an update may hold, by its name in the checkpoint."""
+        """Shape of every weight that an update may contain, by its name in the checkpoint."""
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.cache = SlotCache(
             layers=config.num_hidden_layers,
@@ -103,7 +102,7 @@ class ModelRunner:
         return logits
 
     def _check_against_reference(self) -> None:
-        """Compare prefill and decoding with the model's own attention on a few tokens; refuse what differs."""
+        """Refuse a model whose prefill or decoding of a few tokens differs from its own attention."""
         tokens = [(7 * i + 3) % self.vocab_size for i in range(8)]
         slots = list(range(min(2, self.cache.slots)))
         prompts = [tokens[:3], tokens[:6]][-len(slots) :]
@@ -132,13 +131,13 @@ class ModelRunner:
             )
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite all weights, cast to the model's dtype; change nothing and raise ValueError if they don't fit."""
+        """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing."""
         self._check_weights(weights)
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 
     def _check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Hold names and shapes against the model's. A tied weight may be absent, or equal to what it is tied to."""
+        """Check names and shapes. A tied weight may be absent, or equal to the one it is tied to."""
         missing = sorted(self._parameters.keys() - weights.keys())
         if missing:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: a request, its sampling parameters, its result. Plain data."""
+"""The engine's input and output as plain data: a request, its sampling parameters, its result."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ GREEDY_TEMPERATURE = 1e-6
 class SamplingParams:
     """How to sample one completion.
 
-    The logprob of a token belongs to the distribution it was drawn from: after temperature, top_k, top_p and the ban of
-    stop tokens before `min_new_tokens`. That of a greedy token belongs to temperature 1 without truncation.
+    Logprobs are those of the distribution that was sampled: after temperature, top_k, top_p and the ban of stop tokens
+    before `min_new_tokens`. Greedy tokens have those of temperature 1 without truncation.
     """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    """Keep the most likely tokens until their mass reaches this; the one that crosses it is kept."""
+    """Keep the most likely tokens up to this mass, including the token that reaches it."""
     top_k: int = -1
-    """Keep this many of the most likely tokens; -1 keeps all. `top_p` measures mass before this cut."""
+    """Keep this many of the most likely tokens; -1 is all. `top_p` is a share of the mass before this cut."""
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    """Don't stop at the model's end-of-sequence tokens; `stop_token_ids` still stop."""
+    """Ignore the model's end-of-sequence tokens; `stop_token_ids` still stop."""
     seed: int = 0
     """The random number of the token at absolute position p is a hash of (seed, p)."""
 
@@ -78,4 +78,4 @@ class GenerationResult:
 
 
 class GenerationError(RuntimeError):
-    """The engine could not finish a request; others go on."""
+    """The engine could not finish a request."""

@@ -1,9 +1,5 @@
-"""Draws the next token of every row at once.
-
-Invariant: a row's token depends on its logits, its parameters, its seed and its absolute position, and on nothing
-else: not on neighbours, not on how often generation was interrupted. So the random numbers are not a stream but a
-hash.
-"""
+"""Samples the next token of every row. Invariant: it depends on the row's logits, parameters, seed and absolute
+position alone, not on other rows or interruptions, so random numbers are a hash and not a stream."""
 
 # n rows, V vocabulary
 
@@ -21,7 +17,7 @@ _RANDOM_BITS = 48  # few enough that u * total < total holds in float64 for ever
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each (seed, position): splitmix64 of both."""
+    """Return numbers in [0, 1), `[n]`, as splitmix64 of seeds and positions, `[n]`."""
     with np.errstate(over="ignore"):
         state = splitmix64(seeds.astype(np.uint64)) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         bits = splitmix64(state) >> np.uint64(64 - _RANDOM_BITS)
@@ -37,7 +33,7 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class SamplingRows:
-    """The parameters of n rows as tensors, built when the rows change and used for every step in between."""
+    """The parameters of n rows as tensors, `[n]`, reused until the rows change."""
 
     def __init__(self, rows: Sequence[tuple[SamplingParams, int, frozenset[int]]], vocab_size: int) -> None:
         """Take (parameters, prompt length, stop tokens) of each row."""
@@ -61,19 +57,19 @@ class SamplingRows:
 def sample(
     logits_nV: torch.Tensor, rows: SamplingRows, positions: NDArray[np.int64]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the tokens at `positions`; return them and their logprobs."""
+    """Sample the tokens at `positions`, `[n]`, from `[n, V]` logits; return them and their logprobs, `[n]`."""
     logprobs_nV = sampled_logprobs(logits_nV, rows, positions)
     cdf_nV = logprobs_nV.exp().cumsum(-1, dtype=torch.float64)
     u_n = torch.from_numpy(uniform(rows.seeds, positions)).to(cdf_nV.device)
     tokens_n = torch.searchsorted(cdf_nV, (u_n * cdf_nV[:, -1])[:, None], right=True)[:, 0]
     if rows.has_greedy:
         tokens_n = torch.where(rows.greedy, logprobs_nV.argmax(-1), tokens_n)
-    tokens_n = tokens_n.clamp_max(logits_nV.shape[-1] - 1)  # only rows of NaN get past the end; the engine fails those
+    tokens_n = tokens_n.clamp_max(logits_nV.shape[-1] - 1)  # NaN rows end past it; the engine fails them
     return tokens_n, logprobs_nV.gather(-1, tokens_n[:, None])[:, 0]
 
 
 def sampled_logprobs(logits_nV: torch.Tensor, rows: SamplingRows, positions: NDArray[np.int64]) -> torch.Tensor:
-    """Return the log-distributions that tokens are drawn from (greedy rows: before the choice of the largest)."""
+    """Return the logprobs that tokens are sampled from, `[n, V]`."""
     logits_nV = logits_nV.float()
     if rows.stop_mask is not None:
         too_early_n = torch.from_numpy(positions < rows.min_length)
@@ -87,7 +83,7 @@ def sampled_logprobs(logits_nV: torch.Tensor, rows: SamplingRows, positions: NDA
 
 
 def _truncate(logprobs_nV: torch.Tensor, top_p_n: torch.Tensor, top_k_n: torch.Tensor) -> torch.Tensor:
-    """Keep a token when fewer than top_k tokens and less than top_p of the mass come before it; renormalise."""
+    """Keep a token if fewer than top_k tokens and less than top_p of the mass precede it; renormalize, `[n, V]`."""
     sorted_nV, order_nV = logprobs_nV.sort(stable=True, dim=-1, descending=True)
     mass_nV = sorted_nV.exp().double()
     mass_before_nV = mass_nV.cumsum(-1) - mass_nV

@@ -1,8 +1,4 @@
-"""Which sequences run and in which slots: pure bookkeeping, no tensors.
-
-Invariant: `running[i]` occupies slot i. New sequences get the next slots; the last one moves into a slot that becomes
-free. Requests with equal prompts that are admitted together (the samples of one group) are prefilled once.
-"""
+"""Assigns sequences to slots: pure bookkeeping, no tensors. Invariant: `running[i]` occupies slot i."""
 
 from __future__ import annotations
 
@@ -17,23 +13,23 @@ from arealite.utils.stop_strings import StopStrings
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request on its way: its output so far and what ends it."""
+    """A request with its output so far."""
 
     request: GenerationRequest
     stop_ids: frozenset[int]
     max_length: int
-    """Prompt and output together; reaching it ends the sequence."""
+    """Limit on `length`."""
     stops: StopStrings | None
     future: Future[GenerationResult] = field(default_factory=Future)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     length: int = 0
-    """Prompt and output so far."""
+    """Tokens of prompt and output so far."""
     has_stale_kv: bool = False
-    """Whether its cache was made by older weights than the current ones."""
-    stale_tokens: list[int] = field(default_factory=list)
-    """Indices of output tokens that were sampled on such a cache."""
+    """Whether older weights than the current ones computed its cache."""
+    num_stale_tokens: int = 0
+    """Output tokens sampled on such a cache."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -43,8 +39,7 @@ class Sequence:
         """Add a sampled token; return why the sequence ends here, if it does."""
         if not self.spans or self.spans[-1].version != version:
             self.spans.append(VersionSpan(version, len(self.output_ids), len(self.output_ids)))
-        if self.has_stale_kv:
-            self.stale_tokens.append(len(self.output_ids))
+        self.num_stale_tokens += self.has_stale_kv
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         self.spans[-1].end += 1
@@ -60,7 +55,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Sequences that share their tokens; the first one's slot is computed, the others' are copies."""
+    """Sequences with equal tokens (a group's samples): the first one's slot is computed, the others are copies."""
 
     tokens: tuple[int, ...]
     sequences: list[Sequence]
@@ -80,12 +75,10 @@ class Scheduler:
         self._move = move
 
     def admit(self) -> list[Prefill]:
-        """Give free slots to the sequences that wait longest and return what to compute before they can decode.
-
-        While others run and more wait than fit, this holds back until an eighth of the slots is free: prefilling one
-        sequence costs a small model as much as decoding all of them (14 to 25 % of throughput at random lengths).
-        """
+        """Give free slots to the sequences that wait longest; return what must be prefilled before they decode."""
         free = self._slots - len(self.running)
+        # Prefilling one sequence costs a small model as much as decoding all, 14 to 25 % of throughput at random
+        # lengths: while others run and more wait than fit, wait until an eighth of the slots is free.
         if self.running and free < min(len(self.waiting), self._slots // 8):
             return []
         groups: dict[tuple[int, ...], list[Sequence]] = {}
@@ -105,7 +98,7 @@ class Scheduler:
         return prefills
 
     def release(self, slots: Iterable[int]) -> None:
-        """Take the sequences out of these slots and close the gaps."""
+        """Remove the sequences in these slots; the last sequences move into the gaps."""
         for slot in sorted(slots, reverse=True):
             last = self.running.pop()
             if slot < len(self.running):
@@ -113,14 +106,14 @@ class Scheduler:
                 self._move(len(self.running), slot, last.length - 1)
 
     def requeue(self) -> None:
-        """Put all running sequences back to the front of the queue: their cache is void, their output stays."""
+        """Return all running sequences to the front of the queue; they keep their output and lose their cache."""
         for sequence in self.running:
             sequence.has_stale_kv = False
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
 
     def drop(self, is_dropped: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take out and return the sequences, waiting or running, for which the predicate holds."""
+        """Remove and return the waiting and running sequences for which the predicate holds."""
         slots = [slot for slot, sequence in enumerate(self.running) if is_dropped(sequence)]
         dropped = [self.running[slot] for slot in slots]
         self.release(slots)

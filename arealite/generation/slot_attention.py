@@ -1,8 +1,7 @@
-"""The KV cache and the attention that reads it, plugged into Hugging Face models through their attention interface.
+"""The KV cache, and the attention over it that Hugging Face models call through their attention interface.
 
-A slot holds the keys and values of one sequence. The running sequences occupy slots 0..n-1, so that a decoding step
-reads views of the cache, never gathered copies; whoever frees a slot moves the last sequence into it. A forward pass
-gets its `SlotStep` as a keyword, which Hugging Face models hand down to every attention layer.
+A slot holds the keys and values of one sequence. Running sequences occupy slots 0..n-1, so a decoding step reads views
+of the cache instead of copies. A forward pass takes its `SlotStep` as a keyword, which reaches every attention layer.
 """
 
 # n sequences, N packed tokens, H key-value heads, G query heads per key-value head, D head size, L cached tokens
@@ -10,7 +9,7 @@ gets its `SlotStep` as a keyword, which Hugging Face models hand down to every a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +25,8 @@ class SlotCache:
         self.slots = slots
         self.context = context
         shape = (layers, 2, slots, heads, context, head_dim)
-        # numpy's zeros are mapped when first touched, so a large cache costs what is used of it. They must be finite:
-        # attention multiplies what it masks by 0.
+        # numpy maps zeros when they are first touched, so unused slots cost nothing. Attention multiplies masked values
+        # by 0, so they must be finite.
         raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
         self.kv = torch.from_numpy(raw).view(dtype).view(shape)
 
@@ -37,18 +36,8 @@ class SlotCache:
             self.kv[:, :, slot, :, :length] = self.kv[:, :, source, :, :length]
 
 
-class SlotStep(Protocol):
-    """One forward pass over the cache."""
-
-    cache: SlotCache
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor: ...
-
-
 class PackedPrefill:
-    """New sequences, one after the other in a single row: each attends to itself and fills its slot."""
+    """Prefill of new sequences packed into one row: each attends to itself and fills its slot."""
 
     def __init__(self, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
         self.cache = cache
@@ -60,6 +49,7 @@ class PackedPrefill:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        """Take query `[1, H * G, N, D]`, key and value `[1, H, N, D]`; return `[1, N, H * G, D]`."""
         keys, values = self.cache.kv[layer]
         keys[self.slots_N, :, self.positions_N] = key[0].transpose(0, 1)
         values[self.slots_N, :, self.positions_N] = value[0].transpose(0, 1)
@@ -79,7 +69,7 @@ class PackedPrefill:
 
 
 class SlotDecode:
-    """One new token for each of the sequences in slots first..first+n-1."""
+    """Decoding of one token for each sequence in slots first..first+n-1."""
 
     def __init__(self, cache: SlotCache, first: int, positions_n: torch.Tensor, length: int) -> None:
         """`length` is the largest position + 1."""
@@ -94,19 +84,24 @@ class SlotDecode:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        """Take query `[n, H * G, 1, D]`, key and value `[n, H, 1, D]`; return `[n, 1, H * G, D]`."""
         keys, values = self.cache.kv[layer]
         keys[self.rows_n, :, self.positions_n] = key[:, :, 0]
         values[self.rows_n, :, self.positions_n] = value[:, :, 0]
         n, H, D = len(query), key.shape[1], key.shape[3]
         rows = slice(self.first, self.first + n)
         output_nHGD = F.scaled_dot_product_attention(
-            query.reshape(n, H, -1, D),  # the query heads that share a key-value head become rows of one product
+            query.reshape(n, H, -1, D),  # query heads of one key-value head become rows of one product
             keys[rows, :, : self.length],
             values[rows, :, : self.length],
             attn_mask=self.bias_nL[:, None, None, :],
             scale=scale,
         )
         return output_nHGD.reshape(n, 1, -1, D)
+
+
+SlotStep = PackedPrefill | SlotDecode
+"""One forward pass over the cache."""
 
 
 def slot_attention(
@@ -122,7 +117,7 @@ def slot_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend through the step's cache; the signature is that of Hugging Face's attention interface."""
+    """Attend over the step's cache, with the signature of Hugging Face's attention interface."""
     if softcap is not None:
         raise ValueError(
             f"attention must not cap its scores: got softcap {softcap}. Serve this model with SGLang or vLLM."

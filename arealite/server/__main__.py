@@ -1,7 +1,7 @@
 """`python -m arealite.server --model-path DIR --port P`: serve one model with the embedded engine until SIGTERM.
 
-At the end, requests in flight are answered with the tokens so far. With a secret in the environment (see
-`utils.secret`) every request must show it; without one it serves this machine only.
+On SIGTERM, requests in flight return the tokens so far. With a secret in the environment (`utils.secret`) every request
+must show it; without one the server listens on loopback only.
 
 Exit status: 0 after SIGTERM or SIGINT, 1 when generation failed, 2 for arguments or a model that can't be served.
 """
@@ -34,7 +34,7 @@ from arealite.utils.weight_transfer import DTYPES
 
 logger = logging.getLogger("arealite.server")
 FAILURE_NOTICE_S = 1.0
-"""How long a failed server still answers (with 503), so that whoever watches it can read why."""
+"""Time for which a failed server still replies 503 with the reason."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,7 @@
-"""HTTP around the generation engine, in SGLang's dialect. It decides nothing that the engine does not know.
+"""HTTP around the generation engine, in SGLang's protocol. A client that disconnects frees its slot.
 
-Answers: 200; 400 when the client must change something (nobody else is harmed); 401 without the secret, if there is
-one (all but GET /health); 500 when generation failed; 503 from /health when the engine is gone. Errors are
-`{"error": {"message": ...}}`. A client that disconnects frees its slot.
+Status: 400 when the client must change its request; 401 without the run's secret (all but GET /health); 500 when
+generation failed; 503 from /health when the engine has ended.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from arealite.server.protocol import (
     GenerateBody,
     JoinGroupBody,
     LeaveGroupBody,
+    M,
     PauseBody,
     SamplingBody,
     VersionBody,
@@ -75,23 +75,23 @@ class Server:
                 web.get("/model_info", self.model_info),
                 web.get("/server_info", self.server_info),
                 web.post("/generate", self.generate),
-                web.post("/pause_generation", self.pause),
-                web.post("/continue_generation", self.resume),
-                web.post("/abort_request", self.abort),
                 web.post("/flush_cache", self.flush_cache),
-                web.post("/update_weights_from_disk", self.update_from_disk),
-                web.post("/init_weights_update_group", self.join_group),
-                web.post("/destroy_weights_update_group", self.leave_group),
-                web.post("/begin_weight_update", self.begin_update),
-                web.post("/update_weights_from_distributed", self.update_from_distributed),
-                web.post("/end_weight_update", self.end_update),
-                web.post("/update_weight_version", self.update_version),
+                _post("/pause_generation", PauseBody, lambda body: asyncio.wrap_future(engine.pause(body.mode))),
+                _post("/continue_generation", ContinueBody, lambda _: asyncio.wrap_future(engine.resume())),
+                _post("/abort_request", AbortBody, self.abort),
+                _post("/update_weight_version", VersionBody, self.update_version),
+                _post("/init_weights_update_group", JoinGroupBody, self._weights.join),
+                _post("/destroy_weights_update_group", LeaveGroupBody, self._weights.leave),
+                _post("/begin_weight_update", BeginUpdateBody, self._weights.begin),
+                _post("/update_weights_from_distributed", BucketBody, self._weights.stage),
+                _post("/end_weight_update", EndUpdateBody, self._weights.end),
+                _post("/update_weights_from_disk", DiskUpdateBody, self._weights.load_from_disk),
             ]
         )
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer those who show the secret; whether we live, anybody may ask."""
+        """Require the secret, except for GET /health."""
         is_open = self._secret is None or (request.method, request.path) == ("GET", "/health")
         if is_open or is_authorized(request.headers.get("Authorization"), self._secret or ""):
             return await handler(request)
@@ -138,21 +138,6 @@ class Server:
             answer["meta_info"]["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         return web.json_response(answer)
 
-    async def pause(self, request: web.Request) -> web.Response:
-        body = parse(PauseBody, await request.read())
-        await asyncio.wrap_future(self._engine.pause(body.mode))
-        return success("generation paused")
-
-    async def resume(self, request: web.Request) -> web.Response:
-        parse(ContinueBody, await request.read())
-        await asyncio.wrap_future(self._engine.resume())
-        return success("generation continued")
-
-    async def abort(self, request: web.Request) -> web.Response:
-        body = parse(AbortBody, await request.read())
-        num_aborted = await asyncio.wrap_future(self._engine.abort(body.rid))
-        return success(f"{num_aborted} requests aborted")
-
     async def flush_cache(self, _: web.Request) -> web.Response:
         stats = await asyncio.wrap_future(self._engine.call(self._engine.stats))
         if stats.running or stats.waiting:
@@ -162,37 +147,16 @@ class Server:
             )
         return success("nothing is cached between requests")
 
-    async def update_from_disk(self, request: web.Request) -> web.Response:
-        differing = await self._weights.load_from_disk(parse(DiskUpdateBody, await request.read()))
-        return success(f"weights are version {self._engine.version}", mismatched=differing)
+    async def abort(self, body: AbortBody) -> str:
+        """End requests with the tokens so far."""
+        num_aborted = await asyncio.wrap_future(self._engine.abort(body.rid))
+        return f"{num_aborted} requests aborted"
 
-    async def join_group(self, request: web.Request) -> web.Response:
-        await self._weights.join(parse(JoinGroupBody, await request.read()))
-        return success("joined")
-
-    async def leave_group(self, request: web.Request) -> web.Response:
-        await self._weights.leave(parse(LeaveGroupBody, await request.read()).group_name)
-        return success("left")
-
-    async def begin_update(self, request: web.Request) -> web.Response:
-        parse(BeginUpdateBody, await request.read())
-        await self._weights.begin()
-        return success("update begun")
-
-    async def update_from_distributed(self, request: web.Request) -> web.Response:
-        await self._weights.stage(parse(BucketBody, await request.read()))
-        return success("bucket received")
-
-    async def end_update(self, request: web.Request) -> web.Response:
-        differing = await self._weights.end(parse(EndUpdateBody, await request.read()))
-        return success(f"weights are version {self._engine.version}", mismatched=differing)
-
-    async def update_version(self, request: web.Request) -> web.Response:
-        body = parse(VersionBody, await request.read())
+    async def update_version(self, body: VersionBody) -> None:
+        """Rename the current weights."""
         if body.abort_all_requests:
             await asyncio.wrap_future(self._engine.abort())
         await asyncio.wrap_future(self._engine.set_version(body.new_version))
-        return success(f"weights are version {body.new_version}")
 
     def _encode(self, text: str | None) -> list[int]:
         if self._tokenizer is None:
@@ -201,7 +165,7 @@ class Server:
         return tokens
 
     def _text(self, result: GenerationResult, params: SamplingBody) -> str:
-        """Decode the output without what stopped it, as SGLang does (`no_stop_trim` keeps that)."""
+        """Decode the output without its stop token or string, as SGLang does unless `no_stop_trim`."""
         if self._tokenizer is None:
             return ""
         tokens, matched = result.output_ids, result.finish_reason.matched
@@ -211,26 +175,37 @@ class Server:
         return trim_stop_string(text, matched) if isinstance(matched, str) and not params.no_stop_trim else text
 
     def _next_seed(self) -> int:
-        """Derive a seed for a request that brings none."""
+        """Return a seed for a request without one."""
         return hash((self._seed, next(self._num_unseeded)))
 
     async def _leave_groups(self, _: web.Application) -> None:
         self._weights.close()
 
 
+def _post(path: str, body_type: type[M], action: Callable[[M], Awaitable[object]]) -> web.RouteDef:
+    """Route POSTs to an action, which returns a message, or a list of mismatched tensors, or nothing."""
+
+    async def handle(request: web.Request) -> web.Response:
+        outcome = await action(parse(body_type, await request.read()))
+        more = {"mismatched": outcome} if isinstance(outcome, list) else {}
+        return success(outcome if isinstance(outcome, str) else "done", **more)
+
+    return web.post(path, handle)
+
+
 def success(message: str, **more: Any) -> web.Response:
-    """Answer 200 as SGLang does, perhaps with more than that."""
+    """Reply as SGLang does, perhaps with `more`."""
     return web.json_response({"success": True, "message": message, **more})
 
 
 def error_response(status: int, message: str) -> web.Response:
-    """Answer with an error, under every name that clients look for."""
+    """Reply with an error, under every name that clients look for."""
     return web.json_response({"success": False, "message": message, "error": {"message": message}}, status=status)
 
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn errors into JSON answers."""
+    """Turn errors into JSON replies."""
     try:
         return await handler(request)
     except GenerationError as error:
@@ -239,6 +214,6 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_response(400, str(error))
     except web.HTTPException as error:
         return error_response(error.status, f"{request.method} {request.path}: {error.reason}")
-    except Exception as error:  # a defect of ours must not look like a dead connection
+    except Exception as error:  # a bug must not look like a dead connection
         logger.exception("%s %s failed", request.method, request.path)
         return error_response(500, f"{type(error).__name__}: {error}")

@@ -1,7 +1,5 @@
-"""The bodies of requests and replies: the part of SGLang 0.5's dialect that we speak.
-
-A field that we don't know, or know but don't support with the value given, is an error and never silently dropped.
-"""
+"""Bodies of requests and replies: the supported part of SGLang 0.5's protocol. Unknown fields and unsupported values
+are errors, never silently dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class BadRequestError(ValueError):
-    """The client must change something; becomes a 400 with this message."""
+    """The client must change its request; becomes a 400 with this message."""
 
 
 class Body(BaseModel):
@@ -122,16 +120,16 @@ class AbortBody(Body):
         return self
 
 
-class ProofBody(Body):
-    """What the sender says about the tensors of an update. Both fields are ours."""
+class VerifiedBody(Body):
+    """How the tensors of an update are verified; SGLang has neither field."""
 
     fingerprints: dict[str, str] | None = None
-    """Of each tensor, as `utils.fingerprint` writes them; None is an update that is not verified."""
+    """The sender's fingerprint of each tensor (`utils.fingerprint`); None does not verify."""
     on_mismatch: Literal["refuse", "accept"] = "refuse"
-    """Keep the old weights and answer with an error, or take the new ones and name in the answer what differs."""
+    """Reply with an error and keep the old weights, or load the new ones and name those that differ."""
 
 
-class DiskUpdateBody(ProofBody):
+class DiskUpdateBody(VerifiedBody):
     """POST /update_weights_from_disk. The cache is always flushed, whatever `flush_cache` says."""
 
     model_path: str
@@ -142,7 +140,7 @@ class DiskUpdateBody(ProofBody):
 
 
 class JoinGroupBody(Body):
-    """POST /init_weights_update_group. `timeout_s` is ours: the deadline of joining, and of each bucket."""
+    """POST /init_weights_update_group. SGLang has no `timeout_s`: the deadline of joining, and of each bucket."""
 
     master_address: str
     master_port: Annotated[int, Field(gt=0, lt=65536, strict=False)]
@@ -166,7 +164,7 @@ class BeginUpdateBody(Body):
 
 
 class BucketBody(Body):
-    """POST /update_weights_from_distributed: tensors that rank 0 of the group sends now, in this order."""
+    """POST /update_weights_from_distributed: the tensors that rank 0 sends next, in order."""
 
     names: list[str]
     dtypes: list[str]
@@ -196,7 +194,7 @@ class BucketBody(Body):
         ]
 
 
-class EndUpdateBody(ProofBody):
+class EndUpdateBody(VerifiedBody):
     """POST /end_weight_update."""
 
 
@@ -208,7 +206,7 @@ class VersionBody(Body):
 
 
 def parse(body_type: type[M], raw: bytes) -> M:
-    """Read a JSON body (an empty one is `{}`); raise BadRequestError naming the first thing that is wrong."""
+    """Read a JSON body (an empty one is `{}`); BadRequestError names the first mistake."""
     try:
         return body_type.model_validate(json.loads(raw or b"{}"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -226,7 +224,7 @@ def parse(body_type: type[M], raw: bytes) -> M:
 
 
 def reply(request: GenerationRequest, result: GenerationResult, text: str, latency_s: float) -> dict[str, Any]:
-    """Return the body that answers /generate."""
+    """Return the reply to /generate."""
     reason = result.finish_reason
     finish_reason: dict[str, Any] = {"type": reason.type}
     if reason.type == "stop":

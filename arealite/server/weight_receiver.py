@@ -1,8 +1,7 @@
 """Receives new weights for the engine, all of them or none.
 
-Tensors are staged while generation goes on and handed over in one piece at the end, so a sender that dies half-way
-leaves the old weights in place, and so do tensors that are not what the sender says they are. After a failed transfer
-the group is closed, which is what tells the sender.
+Tensors are staged and swapped in at the end, so the old weights survive a sender that dies half-way and tensors whose
+fingerprints differ. A failed transfer closes the group, which fails the sender too.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import check_shapes, read_checkpoint
 from arealite.server.protocol import (
     BadRequestError,
+    BeginUpdateBody,
     BucketBody,
     DiskUpdateBody,
     EndUpdateBody,
     JoinGroupBody,
-    ProofBody,
+    LeaveGroupBody,
+    VerifiedBody,
 )
 from arealite.utils.fingerprint import mismatched
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class WeightReceiver:
-    """The receiving half of weight publication. One request at a time changes its state."""
+    """The server's half of a weight update. One request at a time changes its state."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -43,7 +44,7 @@ class WeightReceiver:
         self._turn = asyncio.Lock()
 
     async def load_from_disk(self, body: DiskUpdateBody) -> list[str]:
-        """Load a checkpoint folder and return the names of tensors that are not what the sender says."""
+        """Load a checkpoint folder; return the tensors whose fingerprints differ from the sender's."""
         async with self._turn:
             try:
                 weights = await in_thread(lambda: read_checkpoint(body.model_path))
@@ -75,13 +76,13 @@ class WeightReceiver:
             except (ValueError, ConnectionError) as error:
                 raise BadRequestError(str(error)) from error
 
-    async def leave(self, group_name: str) -> None:
-        """Leave a group; a transfer in progress is waited for."""
+    async def leave(self, body: LeaveGroupBody) -> None:
+        """Leave a group, after a transfer in progress."""
         async with self._turn:
-            self._close(group_name)
+            self._close(body.group_name)
 
-    async def begin(self) -> None:
-        """Start an update; what an unfinished one staged is dropped."""
+    async def begin(self, _: BeginUpdateBody) -> None:
+        """Start an update, dropping an unfinished one."""
         async with self._turn:
             self._staged, self._version = {}, None
 
@@ -96,7 +97,7 @@ class WeightReceiver:
                     raise BadRequestError("/begin_weight_update must come first: got a bucket outside of an update.")
                 check_shapes({spec.name: spec.shape for spec in body.specs}, self._engine.weight_shapes)
                 self._staged.update(await in_thread(lambda: receive_bucket(group, body.specs)))
-            except BaseException as error:  # whatever happened, a cancellation included, the sender must not go on
+            except BaseException as error:  # also a cancellation must stop the sender
                 self._staged = None
                 self._close(body.group_name)
                 if isinstance(error, ValueError | ConnectionError):
@@ -105,7 +106,7 @@ class WeightReceiver:
             self._version = body.weight_version or self._version
 
     async def end(self, body: EndUpdateBody) -> list[str]:
-        """Swap the staged weights in and return the names of tensors that are not what the sender says."""
+        """Swap the staged weights in; return the tensors whose fingerprints differ from the sender's."""
         async with self._turn:
             staged, self._staged = self._staged, None
             if staged is None:
@@ -128,28 +129,28 @@ class WeightReceiver:
             close_group(group)
 
 
-async def _verify(weights: dict[str, torch.Tensor], proof: ProofBody) -> list[str]:
-    """Name the tensors that are not what the sender says; raise BadRequestError if it wants those refused."""
-    told = proof.fingerprints
-    if told is None:
+async def _verify(weights: dict[str, torch.Tensor], body: VerifiedBody) -> list[str]:
+    """Return the tensors whose fingerprints differ; BadRequestError if the sender wants those refused."""
+    expected = body.fingerprints
+    if expected is None:
         return []
-    differing = await in_thread(lambda: mismatched(weights, told))
-    if differing and proof.on_mismatch == "refuse":
+    differing = await in_thread(lambda: mismatched(weights, expected))
+    if differing and body.on_mismatch == "refuse":
         raise BadRequestError(
-            f"tensors must arrive as they were sent: got {len(differing)} of {len(told)} with other fingerprints, "
+            f"tensors must arrive as they were sent: got {len(differing)} of {len(expected)} with other fingerprints, "
             f"{', '.join(differing[:5])}. The old weights stay; send them again."
         )
     return differing
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Run what blocks in a thread of its own, one that does not keep the process from exiting."""
+    """Run a blocking function in a daemon thread, which does not keep the process from exiting."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome = function()
-        except BaseException as error:  # belongs to whoever awaits
+        except BaseException as error:  # the future raises it
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         else:
