@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -12,34 +14,63 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import testing_forks
+import torch
 
+from arealite.server import __main__ as server
 from arealite.server.__main__ import main
+from arealite.utils.network import hold_port, port_of
 
 Start = Callable[..., subprocess.Popen[str]]
 
-FAILING_MAIN = """
-import itertools, sys, torch
-from arealite.server.__main__ import main
-calls = itertools.count()
-def fail_later(module, args):
-    if "ForCausalLM" in type(module).__name__ and next(calls) == 10:
-        raise RuntimeError("the chip melted")
-torch.nn.modules.module.register_module_forward_pre_hook(fail_later)
-sys.exit(main(sys.argv[1:]))
-"""
+
+def main_that_fails_later(argv: list[str]) -> int:
+    """Serve with a model whose tenth call fails."""
+    calls = itertools.count()
+
+    def fail_later(module: torch.nn.Module, _: object) -> None:
+        if "ForCausalLM" in type(module).__name__ and next(calls) == 10:
+            raise RuntimeError("the chip melted")
+
+    torch.nn.modules.module.register_module_forward_pre_hook(fail_later)
+    server.FAILURE_NOTICE_S = 10.0
+    return main(argv)
+
+
+@contextlib.contextmanager
+def forked(program: Callable[[list[str]], int], model_path: str) -> Iterator[tuple[ForkServerProcess, str]]:
+    """Run a server as a fork; yield the process and its URL once it is ready."""
+    with hold_port() as holder:
+        url, deadline = f"http://127.0.0.1:{port_of(holder)}", time.monotonic() + 120
+        process = testing_forks.start(program, ["--model-path", model_path, "--port", str(port_of(holder))])
+        try:
+            while not is_ready(url):
+                assert process.is_alive() and time.monotonic() < deadline
+                time.sleep(0.02)
+            yield process, url
+        finally:
+            process.kill()
+            process.join()
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=120):
+        return True
+    return False
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, program: tuple[str, ...] = ("-m", "arealite.server")) -> subprocess.Popen[str]:
+    def start(*arguments: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [sys.executable, *program, *arguments]
+        command = [sys.executable, "-m", "arealite.server", *arguments]
         processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
         return processes[-1]
 
@@ -100,10 +131,8 @@ def test_serving_until_sigterm_answers_what_is_in_flight(start: Start, model_pat
     assert {reply["meta_info"]["finish_reason"]["type"] for _, reply in answers} <= {"abort", "length"}
 
 
-def test_sigterm_does_not_wait_for_a_trainer_that_never_comes(start: Start, model_path: str) -> None:
-    process = start("--model-path", model_path, "--port", "0")
-    url = read_address(process)
-    with socket.socket() as unanswered:
+def test_sigterm_does_not_wait_for_a_trainer_that_never_comes(model_path: str) -> None:
+    with forked(main, model_path) as (process, url), socket.socket() as unanswered:
         unanswered.bind(("127.0.0.1", 0))
         unanswered.listen()
         body = {
@@ -121,19 +150,20 @@ def test_sigterm_does_not_wait_for_a_trainer_that_never_comes(start: Start, mode
         client = threading.Thread(target=join)
         client.start()
         unanswered.accept()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
+        process.terminate()
+        process.join(120)
+        assert process.exitcode == 0
         client.join(120)
 
 
-def test_a_failed_engine_ends_the_process_with_an_error(start: Start, model_path: str) -> None:
-    process = start("--model-path", model_path, "--port", "0", program=("-c", FAILING_MAIN))
-    url = read_address(process)
-    status, reply = post(f"{url}/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 100}})
-    assert status == 500 and "the chip melted" in reply["error"]["message"]
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        urllib.request.urlopen(f"{url}/health", timeout=120)
-    assert process.wait(120) == 1
+def test_a_failed_engine_ends_the_process_with_an_error(model_path: str) -> None:
+    with forked(main_that_fails_later, model_path) as (process, url):
+        status, reply = post(f"{url}/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 100}})
+        assert status == 500 and "the chip melted" in reply["error"]["message"]
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{url}/health", timeout=120)
+        process.join(120)
+        assert process.exitcode == 1
 
 
 def test_what_cannot_be_served_is_said_at_once(
