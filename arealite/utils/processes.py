@@ -1,7 +1,7 @@
-"""Finding processes and ending them with all their descendants.
+"""Finding processes and ending them with all their descendants. Linux only.
 
 A process is *gone* when it has ended, even if nobody has reaped it yet: a zombie holds no memory, port or device.
-Everything goes by recorded process ids; nothing is ever searched by name. Linux only.
+Everything goes by recorded process ids; nothing is ever searched by name.
 """
 
 from __future__ import annotations
@@ -16,23 +16,31 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
+_GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_alive(pid: int) -> bool:
     """Tell whether a process runs; zombies do not."""
-    stat = _stat(pid)
-    return stat is not None and stat[0] not in "ZX"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in _GONE
+    return False
 
 
 def identity(pid: int) -> str:
-    """Name a living process so that no later one of the same pid is taken for it: `<pid>-<start in clock ticks>`."""
-    fields = _fields(pid)
-    if fields is None:
-        raise ProcessLookupError(pid)
+    """Name a living process so that no later one of the same pid is taken for it: `<pid>-<start in clock ticks>`.
+
+    psutil knows the start only by the wall clock, which may be set while we run.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(pid) from None
     return f"{pid}-{fields[19]}"
 
 
@@ -41,12 +49,6 @@ def machine() -> str:
     """Name this machine so that processes of the same pid elsewhere are not taken for ours; a container is another."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     return f"{boot}-{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"
-
-
-def state_of(pid: int) -> str | None:
-    """Return the kernel's letter: R runs, S sleeps, D waits for a disk or device, T is stopped, Z has ended."""
-    stat = _stat(pid)
-    return None if stat is None else stat[0]
 
 
 def catches(pid: int, number: int) -> bool:
@@ -58,24 +60,11 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Return how long a process has run so far."""
-    fields = _fields(pid)
-    return None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def descendants(pid: int) -> list[int]:
     """Return the living children of a process, their children and so on, parents first."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (stat := _stat(int(name))) is not None:
-            children.setdefault(stat[1], []).append(int(name))
-    found: list[int] = []
-    parents = [pid]
-    while parents:
-        parents = [child for parent in parents for child in children.get(parent, [])]
-        found += parents
-    return [child for child in found if is_alive(child)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True) if is_alive(child.pid)]
+    return []
 
 
 def wait_gone(pids: Iterable[int], timeout_s: float) -> set[int]:
@@ -148,21 +137,6 @@ def describe_exit(status: int) -> str:
     with contextlib.suppress(ValueError):
         return f"exit status {status} ({signal.Signals(status - 128).name})"
     return f"exit status {status}"
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """Return state and parent of a process."""
-    fields = _fields(pid)
-    return None if fields is None else (fields[0], int(fields[1]))
-
-
-def _fields(pid: int) -> list[str] | None:
-    """Return `/proc/<pid>/stat` from the state on, the third field of proc(5)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text[text.rindex(")") + 1 :].split()
 
 
 def _prctl(option: int, value: int) -> None:

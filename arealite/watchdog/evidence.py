@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -21,9 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from arealite.utils.files import free_space
 from arealite.utils.heartbeat import STACKS_SIGNAL
-from arealite.utils.processes import catches, cpu_seconds, descendants, identity, machine, send_signal, state_of
+from arealite.utils.processes import catches, descendants, identity, machine, send_signal
 from arealite.utils.secret import authorization
 from arealite.utils.source_lines import SourceLine, users_line
 
@@ -72,7 +75,7 @@ class Process:
     name: str
     pid: int
     state: str
-    """The kernel's letter, see `processes.state_of`."""
+    """As psutil spells it; `unknown` on another machine."""
     cpu_share: float
     command: str
     progress: Progress | None = None
@@ -145,28 +148,26 @@ def collect(
         told = {one.pid for process, one in progress.items() if "." not in process}  # also started by Ray or Slurm
         pids = [*descendants(os.getpid())]
         pids += sorted(told - set(pids))
-        cpu_before, looked = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
+        cpu_before, looked = {pid: _cpu_seconds(pid) for pid in pids}, time.monotonic()
         stacks, names = _stacks(logs / "stacks", pids)
         elapsed_s = time.monotonic() - looked
         processes = []
         for pid in pids:
-            cpu_s, state = cpu_seconds(pid), state_of(pid)
-            if cpu_s is None or state is None:
-                continue
-            published = progress.get(_identity(pid) or "")
-            processes.append(
-                Process(
-                    name=published.name if published else names.get(pid) or _name(pid),
-                    pid=pid,
-                    state=state,
-                    cpu_share=(cpu_s - (cpu_before[pid] or 0.0)) / elapsed_s,
-                    command=_command(pid),
-                    progress=published,
-                    stacks=stacks.get(pid, ""),
+            with contextlib.suppress(psutil.Error), (process := psutil.Process(pid)).oneshot():
+                published = progress.get(_identity(pid) or "")
+                processes.append(
+                    Process(
+                        name=published.name if published else names.get(pid) or _name(process),
+                        pid=pid,
+                        state=process.status(),
+                        cpu_share=(_cpu_seconds(pid) - cpu_before[pid]) / elapsed_s,
+                        command=shlex.join(process.cmdline()),
+                        progress=published,
+                        stacks=stacks.get(pid, ""),
+                    )
                 )
-            )
         processes += [
-            Process(one.name, one.pid, "?", 0.0, "on another machine", one)
+            Process(one.name, one.pid, "unknown", 0.0, "on another machine", one)
             for process, one in progress.items()
             if "." in process
         ]
@@ -250,20 +251,20 @@ def _ask(name: str, address: str, secret: str | None) -> ServerState:
         return ServerState(name, address, None, f"{type(error).__name__}: {error}")
 
 
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
+def _cpu_seconds(pid: int) -> float:
+    """Return how long a process has run so far; nothing for one that is gone."""
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
-def _name(pid: int) -> str:
+def _name(process: psutil.Process) -> str:
     """Name a process by its rank or its program, e.g. `arealite.launcher.place.guard`."""
-    words = _command(pid).split()
+    words = process.cmdline()
     if "-m" in words[:-1]:
         return words[words.index("-m") + 1]
-    with contextlib.suppress(OSError):
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RANK="):
-                return f"trainer-{variable[5:].decode()}"
+    with contextlib.suppress(psutil.Error):
+        if rank := process.environ().get("RANK"):
+            return f"trainer-{rank}"
     return (words or ["process"])[0].rpartition("/")[2]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from arealite.utils.source_lines import users_line
 from arealite.watchdog.evidence import Evidence, Process, ServerState, Wait, stacks_of
 
@@ -48,9 +50,9 @@ def judge(evidence: Evidence) -> Verdict:
 def _stopped(evidence: Evidence) -> Verdict | None:
     """A process that got SIGSTOP, or is held by a debugger."""
     for one in evidence.processes:
-        if one.state in "Tt":
+        if one.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             since = one.progress.published if one.progress else None
-            if one.state == "t":
+            if one.state == psutil.STATUS_TRACING_STOP:
                 return Verdict(_of(one), "is held by a debugger (state t)", since, "Let the debugger continue it.")
             advice = f"Continue it with kill -CONT {one.pid}."
             return Verdict(_of(one), "is stopped by a signal (state T)", since, advice)
@@ -88,7 +90,7 @@ def _python_lock(evidence: Evidence) -> Verdict | None:
     for one in evidence.publishing():
         assert one.progress is not None
         silent_s = evidence.now - one.progress.published
-        if silent_s > max(_SILENT_S, evidence.stalled_s / 2) and one.state != "D":
+        if silent_s > max(_SILENT_S, evidence.stalled_s / 2) and one.state != psutil.STATUS_DISK_SLEEP:
             reason = f"keeps Python's lock in C code: {_users_lines(one)}"
             return Verdict(_of(one), reason, one.progress.published, "Call it in another process.")
     return None
@@ -153,7 +155,7 @@ def _disk(evidence: Evidence) -> Verdict | None:
     """A process in an uninterruptible wait, or that says it waits for a disk."""
     for one in evidence.processes:
         wait = one.progress.main_wait if one.progress else None
-        if one.state == "D" or (wait is not None and wait.on == "disk"):
+        if one.state == psutil.STATUS_DISK_SLEEP or (wait is not None and wait.on == "disk"):
             what = "a disk or device" if wait is None else wait.what
             reason = f"waits for {what} (state {one.state}; {evidence.disk}): {_doing(one)}"
             return Verdict(

@@ -50,7 +50,7 @@ def episode(on: str, since_s: float = 50, line: str = "/user.py:7 in arun_episod
 
 
 def test_a_stopped_process_comes_before_all_it_holds_up():
-    server = process("server-0", state="T", told_s_ago=12)
+    server = process("server-0", state="stopped", told_s_ago=12)
     verdict = judged(process("trainer-0", FOR_EPISODES, reports={"episodes": [episode("code")]}), server)
     assert verdict.culprit == f"server-0 (pid {server.pid})" and verdict.since == NOW - 12
     assert "stopped by a signal" in verdict.reason and f"kill -CONT {server.pid}" in verdict.advice
@@ -58,7 +58,7 @@ def test_a_stopped_process_comes_before_all_it_holds_up():
 
 
 def test_a_stopped_process_that_publishes_nothing():
-    worker = process("reward-worker", state="T", progress=None)
+    worker = process("reward-worker", state="stopped", progress=None)
     assert judged(process("trainer-0", FOR_EPISODES), worker).culprit == f"reward-worker (pid {worker.pid})"
 
 
@@ -161,8 +161,8 @@ def test_a_server_of_someone_else():
 def test_disks():
     slow = process("trainer-0", wait("step_3 to be written to /runs", "disk", 40))
     assert "step_3 to be written" in judged(slow).reason and judged(slow).since == NOW - 40
-    stuck = process("trainer-0", state="D")
-    assert "state D; 1 GiB of 2 GiB free in /runs" in judged(stuck).reason
+    stuck = process("trainer-0", state="disk-sleep")
+    assert "state disk-sleep; 1 GiB of 2 GiB free in /runs" in judged(stuck).reason
 
 
 def test_an_idle_server_is_never_blamed():
