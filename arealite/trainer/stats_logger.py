@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
-from arealite.trainer.progress import LiveProgress
 from arealite.trainer.records import summarize, undo_from, write_config
 from arealite.trainer.report.report import write_report
 from arealite.trainer.sinks import open_sinks
@@ -64,8 +62,8 @@ class StatsLogger:
             stack.enter_context(self._tracker.timer(name))
             stack.callback(heartbeat.tick)
             heartbeat.tick()
-            if self._writer is not None and self._writer.progress is not None:
-                stack.enter_context(self._writer.progress.phase(name))
+            heartbeat.show(phase=name)
+            stack.callback(heartbeat.show, phase="")
             yield
 
     def add(self, metrics: Mapping[str, float] | None, *, reduce: Reduction | None = None) -> None:
@@ -122,7 +120,7 @@ class _Writer:
         self._null_keys: set[str] = set()
         self._line_freq_steps = config.line_freq_steps
         self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=bound)
-        self.progress = LiveProgress(total_steps=ft_spec.total_train_steps) if sys.stdout.isatty() else None
+        heartbeat.show(step=start_step, total_steps=ft_spec.total_train_steps, phase="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row everywhere."""
@@ -133,19 +131,15 @@ class _Writer:
             self._rows.write(json.dumps(row, allow_nan=False) + "\n")
             self._rows.flush()
         is_shown = step % self._line_freq_steps == 0 or "eval/version" in metrics or "eval/loss" in metrics
-        line = self._line.render(step, metrics) if is_shown else None
-        if self.progress is not None:
-            self.progress.advance(line, steps_done=step + 1)
-        elif line is not None:
-            print(line, flush=True)
+        if is_shown:
+            print(self._line.render(step, metrics), flush=True)
+        heartbeat.show(step=step + 1)
         for sink in self._sinks:
             sink.write(step, finite)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Write summary and report, and end all outputs."""
         self._rows.close()
-        if self.progress is not None:
-            self.progress.close()
         for sink in self._sinks:
             sink.close()
         whole = summarize(read_jsonl(self._run.metrics), max_head_offpolicyness=self._bound) | dict(summary)

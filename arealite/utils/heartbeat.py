@@ -40,6 +40,7 @@ _is_started = False
 _lock = threading.Lock()
 _waits: dict[int, list[waiting]] = {}
 _reports: dict[str, Callable[[], Any]] = {}
+_status: dict[str, Any] = {}
 
 
 def tick() -> None:
@@ -85,6 +86,11 @@ class waiting:
 def report(name: str, make: Callable[[], Any]) -> None:
     """Publish what `make` returns (as JSON), e.g. queue depths; it is called in a thread, while nothing moves."""
     _reports[name] = make
+
+
+def show(**status: Any) -> None:
+    """Publish these fields of what a user sees of a run: `step`, `total_steps`, `phase`."""
+    _status.update(status)
 
 
 def withdraw(name: str) -> None:
@@ -149,6 +155,7 @@ def _publish_forever(file: IO[bytes], name: str) -> None:
             "published": now,
             "main_thread": threading.main_thread().ident,
             "waits": _current_waits(),
+            "status": dict(_status),
             "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
         }
         _write(file, state)

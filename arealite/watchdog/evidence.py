@@ -61,6 +61,8 @@ class Progress:
     main_thread: int
     waits: tuple[Wait, ...] = ()
     reports: Mapping[str, Any] = field(default_factory=dict)
+    status: Mapping[str, Any] = field(default_factory=dict)
+    """How far the run is, for its user."""
 
     @property
     def main_wait(self) -> Wait | None:
@@ -122,13 +124,13 @@ class Evidence:
         return [one for one in self.processes if one.progress is not None and one.name.startswith(prefix)]
 
 
-def read_progress(folder: Path) -> dict[str, Progress]:
+def read_progress(folder: Path, name: str = "*") -> dict[str, Progress]:
     """Return what living processes publish, by identity; whether those of other machines live can't be seen from here.
 
     Their clocks are not ours: what they told counts as told now.
     """
     found: dict[str, Progress] = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob(f"{name}.*.json")):
         *_, host, process, _ = path.name.split(".")
         is_here = host == machine()
         if is_here and process != _identity(int(process.partition("-")[0])):

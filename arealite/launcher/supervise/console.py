@@ -1,8 +1,7 @@
 """One console and one log file per process, out of the outputs of many processes.
 
-The foreground process (trainer rank 0) goes through byte for byte, so that its live display keeps working on a
-terminal. The lines of the others appear above that display with a dim prefix, and of servers only warnings and worse.
-Each log file gets the lines as a reader would see them: without colours, and without frames a live display overwrote.
+On a terminal a bar below the lines shows how far the trainer is. Rank 0's lines have no prefix, those of the others a
+dim one, and of servers only warnings and worse are shown. Each log file gets all lines, without colours.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
 from arealite.utils.files import explain
 
-Show = Literal["all", "warnings", "nothing"]
+Show = Literal["all", "warnings"]
 
 TAIL_LINES = 20
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]|\r|\n")
-_UNFINISHED_CONTROL = re.compile(r"\x1b(?:\[[0-9;?]*|\][^\x07\x1b]*)?$")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _WORSE = re.compile(r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^Traceback \(most recent|^[\w.]*(Error|Exception)\b")
 
 
@@ -31,95 +33,53 @@ class Console:
 
     def __init__(self, stream: BinaryIO | None = None) -> None:
         self._stream = stream or sys.stdout.buffer
-        self.is_terminal = self._stream.isatty()
-        self._has_colour = self.is_terminal and not os.environ.get("NO_COLOR")
-        self._at_line_start = True
+        self._terminal = rich.console.Console(highlight=False) if self._stream.isatty() else None
+        self._bar: Progress | None = None
 
-    def fileno(self) -> int:
-        """Return the descriptor, to ask for the size of the terminal."""
-        return self._stream.fileno()
+    @property
+    def is_terminal(self) -> bool:
+        return self._terminal is not None
 
-    def pass_through(self, data: bytes) -> None:
-        """Write the bytes of the foreground process, to a terminal."""
-        self._write(data)
-        self._at_line_start = data.endswith(b"\n")
+    def line(self, text: str, *, prefix: str = "") -> None:
+        """Write a line, above the bar."""
+        line = Text.assemble((f"{prefix} |", "dim"), f" {text}") if prefix else Text(text)
+        try:
+            if self._terminal is not None:
+                self._terminal.print(line, soft_wrap=True)
+            else:
+                self._stream.write(f"{line.plain}\n".encode())
+                self._stream.flush()
+        except OSError:  # the reader went away, as in `| head`: the run continues, its logs are complete
+            self._stream, self._terminal = open(os.devnull, "wb"), None  # noqa: SIM115
 
-    def line(self, text: str, *, prefix: str = "", style: str = "") -> None:
-        """Write a line of our own, above an unfinished line of the foreground process."""
-        if prefix:
-            text = f"{self._styled(f'{prefix} |', '2')} {text}"
-        start = "" if self._at_line_start else "\r\x1b[2K"
-        self._write(f"{start}{self._styled(text, style)}\n".encode())
-        self._at_line_start = True
+    def show_progress(self, *, step: int, total_steps: int, phase: str) -> None:
+        """Draw the bar, on a terminal: steps done and what the trainer is doing."""
+        if self._terminal is None:
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description:<10}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("elapsed"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._terminal,
+                transient=True,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._bar.add_task(phase, total=total_steps, completed=step)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=min(step, total_steps), description=phase, refresh=True)
 
     def close(self) -> None:
-        """Leave the terminal in order: a display that was killed may have hidden the cursor."""
-        if self.is_terminal:
-            self._write(b"\x1b[?25h" if self._at_line_start else b"\x1b[?25h\n")
-
-    def _styled(self, text: str, style: str) -> str:
-        return f"\x1b[{style}m{text}\x1b[0m" if self._has_colour and style else text
-
-    def _write(self, data: bytes) -> None:
-        try:
-            self._stream.write(data)
-            self._stream.flush()
-        except OSError:  # the reader went away, as in `| head`: the run goes on, its logs are complete
-            self._stream = open(os.devnull, "wb")  # noqa: SIM115
-
-
-class LineScreen:
-    """Turns terminal output into final lines, following what a display of up to `height` lines overwrites.
-
-    A line is final when it is more than `height` above the cursor's; plain output (`height` 0) is never held back.
-    """
-
-    def __init__(self, height: int) -> None:
-        self._height = height
-        self._lines = [""]
-        self._row = 0
-        self._returned = False
-        self._rest = ""
-
-    def feed(self, text: str) -> list[str]:
-        """Take output in and return the lines that became final."""
-        text = self._rest + text
-        unfinished = _UNFINISHED_CONTROL.search(text)
-        self._rest = text[unfinished.start() :] if unfinished else ""
-        text = text[: unfinished.start()] if unfinished else text
-        position = 0
-        for control in _CONTROL.finditer(text):
-            self._put(text[position : control.start()])
-            self._control(control.group())
-            position = control.end()
-        self._put(text[position:])
-        final = max(0, self._row - self._height)
-        lines, self._lines, self._row = self._lines[:final], self._lines[final:], self._row - final
-        return lines
-
-    def close(self) -> list[str]:
-        """Return what is left."""
-        lines = self._lines if self._lines[-1] else self._lines[:-1]
-        self._lines, self._row = [""], 0
-        return lines
-
-    def _put(self, text: str) -> None:
-        """Write at the end of the cursor's line, or over it after a carriage return."""
-        if text:
-            line = "" if self._returned else self._lines[self._row]
-            self._lines[self._row] = line + text
-            self._returned = False
-
-    def _control(self, control: str) -> None:
-        if control == "\n":
-            self._row, self._returned = self._row + 1, False
-            self._lines += [""] * (self._row + 1 - len(self._lines))
-        elif control == "\r":
-            self._returned = True
-        elif control.startswith("\x1b[") and control.endswith("A"):
-            self._row = max(0, self._row - int(control[2:-1] or 1))
-        elif control == "\x1b[2K" or (control in ("\x1b[K", "\x1b[0K") and self._returned):
-            self._lines[self._row] = ""
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 class Output:
@@ -133,29 +93,29 @@ class Output:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._console = console
         self._prefix = "" if is_foreground else name
-        self._passes_through = is_foreground and console.is_terminal
         self._show = show
         self._last_shown = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._screen = LineScreen(height=4 if self._passes_through else 0)
+        self._rest = ""
         self._log = path.open("a", encoding="utf-8")
 
     def feed(self, data: bytes) -> None:
         """Take in what the process wrote."""
-        if self._passes_through:
-            self._console.pass_through(data)
-        self._finish(self._screen.feed(self._decoder.decode(data)))
+        *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+        self._finish(lines)
 
     def close(self) -> None:
         """Write out what is left."""
-        self._finish(self._screen.close())
+        self._finish([self._rest] if self._rest else [])
         self._log.close()
 
-    def _finish(self, lines: list[str]) -> None:
+    def _finish(self, written: list[str]) -> None:
+        """Take whole lines as a reader would see them: without control codes, and as they were overwritten last."""
+        lines = [_CONTROL.sub("", line).rstrip("\r").rpartition("\r")[2] for line in written]
         self._write_log("".join(line + "\n" for line in lines))
         for line in lines:
             self.tail.append(line)
-            if not self._passes_through and self._is_shown(line):
+            if self._is_shown(line):
                 self._console.line(line, prefix=self._prefix)
 
     def _write_log(self, text: str) -> None:
@@ -173,4 +133,4 @@ class Output:
         """Tell whether a line goes to the console; indented lines follow the line they belong to."""
         if self._show == "warnings" and not line.startswith((" ", "\t")):
             self._last_shown = bool(_WORSE.search(line))
-        return self._show == "all" or (self._show == "warnings" and self._last_shown)
+        return self._show == "all" or self._last_shown

@@ -25,10 +25,11 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.plan import Placement
 from arealite.launcher.supervise.console import Console, Output
-from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE
+from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
 from arealite.utils.name_resolve import NameResolveError
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
 from arealite.utils.server_record import ServerRecord
+from arealite.watchdog.evidence import read_progress
 from arealite.watchdog.stall import StallPolicy, StallWatch, forget_progress
 
 CONFIG_FAILED = 2
@@ -167,6 +168,8 @@ class Supervisor:
         on nothing may stand still: without a trainer, idle servers may."""
         self._expected += [job.name for _, job in jobs]
         self._watch(self._train(jobs))
+        if self.console.is_terminal:
+            self._watch(self._draw())
         self._watch(self._stalled())
 
     async def wait(self) -> int:
@@ -283,6 +286,14 @@ class Supervisor:
         finally:
             for task in ranks:
                 task.cancel()
+
+    async def _draw(self) -> Ending:
+        """Draw the progress that rank 0 publishes."""
+        while True:
+            for progress in read_progress(self._log_folder / "progress", "trainer-0").values():
+                if progress.status:
+                    self.console.show_progress(**progress.status)
+            await asyncio.sleep(PERIOD_S)
 
     async def _stalled(self) -> Ending:
         """Return when the run stands still and may not go on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -17,12 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.launcher.supervise.console import Console, LineScreen, Output
+from arealite.launcher.supervise.console import Console, Output
 
 
-def lines_of(*chunks: str, height: int = 4) -> list[str]:
-    screen = LineScreen(height)
-    return [line for chunk in chunks for line in screen.feed(chunk)] + screen.close()
+def output_of(tmp_path: Path, written: list[bytes], **options) -> tuple[str, str]:
+    """Return what console and log show."""
+    stream = io.BytesIO()
+    output = Output("p", tmp_path / "p.log", Console(stream), **options)
+    for chunk in written:
+        output.feed(chunk)
+    output.close()
+    return stream.getvalue().decode(), (tmp_path / "p.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -34,35 +40,21 @@ def lines_of(*chunks: str, height: int = 4) -> list[str]:
         ("\x1b[31mred\x1b[0m \x1b]8;;link\x07text\x1b]8;;\x07\n", ["red text"]),
         ("dos\r\n", ["dos"]),
         ("10%\r20%\r30%\ndone\n", ["30%", "done"]),
-        ("bar 1\r\x1b[2Kline\nbar 2\r\x1b[2K", ["line"]),
-        ("top\nbar 1\nbar 2\r\x1b[2K\x1b[1A\x1b[2Knew 1\nnew 2", ["top", "new 1", "new 2"]),
+        ("bar 1\r\x1b[2Kline\n", ["line"]),
     ],
 )
-def test_lines_as_a_reader_sees_them(written, seen):
-    assert lines_of(written) == seen
+def test_lines_as_a_reader_sees_them(tmp_path, written, seen):
+    console, log = output_of(tmp_path, [written.encode()])
+    assert log.splitlines() == seen and console.splitlines() == [f"p | {line}" for line in seen]
 
 
-@given(st.lists(st.sampled_from(["a", "bc", "\n", "\r", "\x1b[2K", "\x1b[1A", "\x1b[32m", "\x1b]8;;x\x07"])), st.data())
-def test_lines_do_not_depend_on_chunks(parts, data):
-    text = "".join(parts)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
-    chunks = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
-    assert lines_of(*chunks, height=1000) == lines_of(text, height=1000)
-
-
-@given(st.text(st.sampled_from("ab\n")))
-def test_plain_lines_are_final_at_once(text):
-    assert LineScreen(0).feed(text) == text.split("\n")[:-1]
-
-
-def output_of(tmp_path: Path, written: list[bytes], **options) -> tuple[str, str]:
-    """Return what console and log show."""
-    stream = io.BytesIO()
-    output = Output("p", tmp_path / "p.log", Console(stream), **options)
-    for chunk in written:
-        output.feed(chunk)
-    output.close()
-    return stream.getvalue().decode(), (tmp_path / "p.log").read_text()
+@given(st.lists(st.sampled_from(["a", "bc", "\n", "\r", "\x1b[2K", "\x1b[32m", "\x1b]8;;x\x07", "€"])), st.data())
+def test_lines_do_not_depend_on_chunks(tmp_path_factory, parts, data):
+    written = "".join(parts).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=5)))
+    chunks = [written[start:end] for start, end in zip([0, *cuts], [*cuts, len(written)])]
+    whole, cut = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cut")
+    assert output_of(cut, chunks) == output_of(whole, [written])
 
 
 def test_only_warnings_and_their_indented_lines(tmp_path):
@@ -84,10 +76,6 @@ def test_split_characters_and_foreground(tmp_path):
     euro = "1 €\n".encode()
     console, log = output_of(tmp_path, [euro[:3], euro[3:]], is_foreground=True)
     assert console == log == "1 €\n"
-
-
-def test_nothing_is_shown_but_all_is_logged(tmp_path):
-    assert output_of(tmp_path, [b"Error: x\n"], show="nothing") == ("", "Error: x\n")
 
 
 def on_terminal(command: list[str | Path], **options) -> bytes:
@@ -113,24 +101,62 @@ def on_terminal(command: list[str | Path], **options) -> bytes:
     return bytes(written)
 
 
-def test_rank_0_writes_plain_lines_also_where_we_have_a_terminal(tmp_path):
-    (tmp_path / "entry.py").write_text(
-        "import sys, time\n"
-        "from rich.progress import track\n"
-        "print('terminal', sys.stdout.isatty(), sys.stderr.isatty())\n"
-        "for step in track(range(20), description='bar'):\n"
-        "    time.sleep(0.02)\n"
-        "    if step % 10 == 0: print('step', step)\n"
-        "print('end')\n"
-    )
+ENTRY = """
+import logging, sys, time
+from arealite.api.cli_args import StatsLoggerConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.trainer.stats_logger import StatsLogger
+from arealite.utils.heartbeat import PERIOD_S
+print("terminal", sys.stdout.isatty(), sys.stderr.isatty())
+logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+names = {"experiment_name": "e", "trial_name": "t", "fileroot": "runs"}
+stats = StatsLogger(StatsLoggerConfig(**names), FinetuneSpec(1, 4, 1))
+for step in range(4):
+    with stats.timer("rollout"):
+        logging.info("log %d", step)
+        print("print", step, flush=True)
+        time.sleep(4 * PERIOD_S)
+    stats.add({"reward/mean": step / 4})
+    stats.commit(step)
+stats.close()
+"""
+
+
+def screen(text: str) -> list[str]:
+    """Return the lines a reader sees: a small terminal that knows what the bar uses."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            if row == len(lines):
+                lines.append("")
+        elif token.startswith("\x1b["):
+            count = int(re.sub(r"\D", "", token) or 1)
+            if token.endswith("A"):
+                row = max(0, row - count)
+            elif token.endswith("K"):
+                lines[row] = ""
+        else:
+            lines[row] = lines[row].ljust(column)[:column] + token + lines[row][column + len(token) :]
+            column += len(token)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_lines_scroll_above_the_bar_and_the_log_has_no_frames(tmp_path):
+    (tmp_path / "entry.py").write_text(ENTRY)
     (tmp_path / "config.yaml").write_text(
-        "{experiment_name: e, trial_name: t, model: {path: tiny}, train_dataset: {path: gsm8k}, allocation_mode: d1,"
+        "{experiment_name: e, trial_name: t, model: {path: tiny}, train_dataset: {path: story}, allocation_mode: d1,"
         "cluster: {n_gpus_per_node: 0, fileroot: runs}}"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "TERM": "xterm"}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml"]
     written = on_terminal(command, cwd=tmp_path, env=environment).decode()
-    assert "\x1b[2mlauncher |\x1b[0m" in written
-    lines = (tmp_path / "runs" / "e" / "t" / "logs" / "trainer-0.log").read_text().splitlines()
-    assert lines[0] == "terminal False False" and lines[-1] == "end"
-    assert "step 0" in lines and "step 10" in lines and not [line for line in lines if "\x1b" in line]
+    assert "\x1b[2mlauncher |\x1b[0m" in written and "rollout" in written and "2/4" in written
+    told = [text for step in range(4) for text in (f"log {step}", f"print {step}", f"step {step}/4")]
+    expected = ["terminal False False", *told, "done: runs/e/t/report.html"]
+    seen = [line.split(" | ")[0] for line in screen(written.replace("\r\n", "\n\r"))]
+    assert seen[1:] == expected and seen[0] == "launcher"
+    log = (tmp_path / "runs" / "e" / "t" / "logs" / "trainer-0.log").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in log] == expected
