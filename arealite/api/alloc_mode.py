@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import NoReturn
@@ -19,7 +20,6 @@ from arealite.api.errors import ConfigError
 from arealite.api.server_limits import BACKENDS
 
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor"}
-_DIGITS = "0123456789"
 
 
 class AllocationType(enum.Enum):
@@ -130,7 +130,7 @@ def _parse(text: str) -> AllocationMode:
         _fail(text, 0, "nothing", "Write servers and trainers, e.g. sglang.d4p1t1+d4p1t1.")
     if "|" in text:
         _fail(text, text.index("|"), "'|'", "It is reserved for sharing devices, which does not exist yet. Use '+'.")
-    first, *others = _sides(text)
+    first, *others = [_side(text, part.start(), part[0]) for part in re.finditer(r"(?:^|(?<=\+))[^+]*", text)]
     if len(others) > 1:
         _fail(text, others[1].start - 1, "a second '+'", "Write at most two sides.")
     second = others[0] if others else None
@@ -157,69 +157,48 @@ def _alone(text: str, side: _Side) -> AllocationMode:
     return AllocationMode(AllocationType.LLM_SERVER_ONLY, side.backend, side.sizes, _ABSENT)
 
 
-def _sides(text: str) -> list[_Side]:
-    """Parse what stands between the `+` signs."""
-    sides, start = [], 0
-    for part in text.split("+"):
-        sides.append(_side(text, start, part))
-        start += len(part) + 1
-    return sides
-
-
 def _side(text: str, start: int, part: str) -> _Side:
     """Parse `eval`, `<backend>.<dims>` or `<dims>`."""
     if part == "eval":
         return _Side(start, None, None)
-    backend, dot, dims = part.partition(".")
-    if not dot:
-        _refuse_undotted_backend(text, start, part)
-        return _Side(start, None, _sizes(text, start, part))
-    if backend not in BACKENDS:
-        near = difflib.get_close_matches(backend.lower(), BACKENDS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(BACKENDS)}."
-        _fail(text, start, f"backend {backend!r}", hint)
-    return _Side(start, backend, _sizes(text, start + len(backend) + 1, dims))
-
-
-def _refuse_undotted_backend(text: str, start: int, part: str) -> None:
-    """Explain `sglang`, `sglangd4` and `sglang:d4` better than as unknown letters."""
-    for backend in BACKENDS:
-        if part.startswith(backend):
-            at = start + len(backend)
-            _fail(text, at, f"{backend!r} without a dot and sizes", f"Write e.g. {backend}.d4.")
-
-
-def _sizes(text: str, start: int, dims: str) -> ParallelSizes:
-    """Parse `d4p1t1` and its permutations."""
+    side = re.fullmatch(_RIGHT, part)
+    if side is None or side["dims"] == "":
+        _refuse(text, start, part)
     sizes: dict[str, int] = {}
-    position, end = start, start + len(dims)
-    if not dims:
-        _fail(text, start, "no sizes", "Write at least one of d<N>, p<N>, t<N>, e.g. d4.")
-    while position < end:
-        letter = text[position]
-        name = _dimension(text, position)
+    for size in re.finditer(r"([dptm])(\d+)", side["dims"]):
+        name = _DIMENSIONS[size[1]]
         if name in sizes:
-            _fail(text, position, f"the {name} size twice", f"Remove one of them (m is another name of t): {dims}")
-        digits_end = position + 1
-        while digits_end < end and text[digits_end] in _DIGITS:
-            digits_end += 1
-        digits = text[position + 1 : digits_end]
-        if not digits or digits.startswith("0"):
-            got = f"{letter}{digits}" if digits else f"{letter!r} without a number"
-            _fail(text, position + 1, got, f"Write a number from 1 on after {letter}, e.g. {letter}1.")
-        sizes[name] = int(digits)
-        position = digits_end
-    return ParallelSizes(**sizes)
+            change = f"Remove one of them (m is another name of t): {side['dims']}"
+            _fail(text, start + side.start("dims") + size.start(), f"the {name} size twice", change)
+        sizes[name] = int(size[2])
+    return _Side(start, side["backend"], ParallelSizes(**sizes))
 
 
-def _dimension(text: str, position: int) -> str:
-    """Return the dimension that the letter names."""
-    letter = text[position]
-    if letter in _DIMENSIONS:
-        return _DIMENSIONS[letter]
-    if letter.lower() in _DIMENSIONS:
-        _fail(text, position, repr(letter), f"Write {letter.lower()!r} in lower case.")
-    _fail(text, position, repr(letter), "Only d<N> (data), p<N> (pipeline) and t<N> (tensor) may stand here.")
+_BACKEND = "|".join(BACKENDS)
+_RIGHT = rf"(?:(?P<backend>{_BACKEND})\.)?(?P<dims>(?:[dptm][1-9][0-9]*)*)"
+"""The longest beginning of a side that is right."""
+_NUMBER = "Write a number from 1 on after {it}, e.g. {it}1."
+_MISTAKES = (
+    (rf"()(?!(?:{_BACKEND})\.)(?P<it>[^.]*)\.", "backend {it!r}", "{backends}"),
+    (rf"((?P<it>{_BACKEND}))(?!\.)", "{it!r} without a dot and sizes", "Write e.g. {it}.d4."),
+    (rf"((?:(?:{_BACKEND})\.)?)\Z", "no sizes", "Write at least one of d<N>, p<N>, t<N>, e.g. d4."),
+    (rf"({_RIGHT}(?P<it>[dptm]))(?P<number>0[0-9]*)", "{it}{number}", _NUMBER),
+    (rf"({_RIGHT}(?P<it>[dptm]))(?![0-9])", "{it!r} without a number", _NUMBER),
+    (rf"({_RIGHT})(?P<it>[DPTM])", "{it!r}", "Write {lower!r} in lower case."),
+    (rf"({_RIGHT})(?P<it>.)", "{it!r}", "Only d<N> (data), p<N> (pipeline) and t<N> (tensor) may stand here."),
+)
+"""How a wrong side looks (the caret stands where the first group ends), what it got, and what to write."""
+
+
+def _refuse(text: str, start: int, part: str) -> NoReturn:
+    """Point at the first mistake of a side."""
+    matches = ((re.match(pattern, part, re.DOTALL), got, change) for pattern, got, change in _MISTAKES)
+    found, got, change = next((found, got, change) for found, got, change in matches if found is not None)
+    words = {"it": "", **found.groupdict("")}
+    near = difflib.get_close_matches(words["it"].lower(), BACKENDS, n=1)
+    words["backends"] = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(BACKENDS)}."
+    words["lower"] = words["it"].lower()
+    _fail(text, start + found.end(1), got.format(**words), change.format(**words))
 
 
 def _fail(text: str, position: int, got: str, change: str) -> NoReturn:
