@@ -107,17 +107,12 @@ class BaseExperimentConfig(ConfigBase):
 
     def validate(self) -> None:
         """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
-        checks.warn_same_file(self.train_dataset, self.valid_dataset)
-        checks.check_recover_trigger(self.recover)
-        checks.check_evaluator_data(self.evaluator, self.valid_dataset)
         rollout, mode = self.rollout, self.allocation
+        checks.check_schedule(self.recover, self.evaluator, self.train_dataset, self.valid_dataset)
+        checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         if rollout is not None and mode is not None and mode.gen_backend is not None:
-            checks.check_backend(rollout, mode, self.allocation_mode)
             rollout.backend = cast(BackendName, mode.gen_backend)
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
-            checks.check_broadcast_pipeline(rollout, mode, self.allocation_mode)
-        servers_are_ours = rollout is None or not rollout.server_addrs
-        checks.check_devices(mode, self.allocation_mode, self.cluster, servers_are_ours)
 
 
 @dataclass
@@ -145,8 +140,7 @@ class SFTConfig(BaseExperimentConfig):
     def validate(self) -> None:
         """Refuse contradictions."""
         super().validate()
-        checks.check_optimizer(self.model, "model")
-        checks.check_dataset_type(self.train_dataset, "sft")
+        checks.check_training(self.model, "model", self.train_dataset, "sft")
 
 
 @dataclass
@@ -196,20 +190,8 @@ class GRPOConfig(BaseExperimentConfig):
         super().validate()
         if not self.async_training:
             self.rollout.max_head_offpolicyness = 0
-        actor, ref, gconfig = self.actor, self.ref, self.gconfig
-        checks.check_optimizer(actor, "actor")
-        checks.check_dataset_type(self.train_dataset, "rl")
-        checks.check_servers_sample_as_asked(self.rollout, self.lite, gconfig, self.eval_gconfig)
-        checks.check_greedy_group(gconfig)
-        checks.warn_narrowed_sampling(gconfig)
-        checks.check_follows("actor.group_size", actor.group_size, "gconfig.n_samples", gconfig.n_samples)
-        checks.check_follows("actor.temperature", actor.temperature, "gconfig.temperature", gconfig.temperature)
-        checks.check_proximal_logprobs(actor)
-        checks.warn_unused_cap(actor)
-        checks.check_group_norm(actor, gconfig)
-        checks.check_minibatches(actor, self.rollout)
-        checks.check_reference_exists(actor, ref)
-        checks.warn_unused_reference(actor, ref)
-        if ref is not None:
-            checks.check_follows("ref.temperature", ref.temperature, "gconfig.temperature", gconfig.temperature)
-        checks.check_frozen_reference(ref)
+        checks.check_training(self.actor, "actor", self.train_dataset, "rl")
+        checks.check_servers(self.rollout, self.lite, self.gconfig, self.eval_gconfig)
+        checks.check_sampling(self.gconfig)
+        checks.check_objective(self.actor, self.gconfig, self.rollout)
+        checks.check_reference(self.actor, self.ref, self.gconfig)
