@@ -76,10 +76,23 @@ def check_versions(models: list[PreTrainedModel], response: ModelResponse) -> No
     assert torch.allclose(torch.tensor(response.output_logprobs), claimed_T, atol=1e-4)
 
 
+def wait_for_tokens(server: LiteServer, count: int) -> None:
+    """Return once a server has sampled so many."""
+    deadline = time.monotonic() + 120
+    while server.engine.stats().generated_tokens < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def slow_down(server: LiteServer) -> None:
+    """Let each token take time enough to reach the server before a completion ends."""
+    server.model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
+
+
 def change_at_random(server: LiteServer, checkpoints: list[str], rng: random.Random) -> None:
     """Bring a server from version to version at moments of its own, in every way there is."""
     for version in range(1, NUM_VERSIONS):
-        time.sleep(rng.uniform(0.0, 0.06))
+        wait_for_tokens(server, server.engine.stats().generated_tokens + rng.randint(1, 25))
         body = {"model_path": checkpoints[version], "weight_version": str(version)}
         pause = rng.choice(["abort", "retract", "in_place", None])
         if pause is not None:
@@ -144,13 +157,13 @@ def test_tokens_on_older_keys_are_counted(
     stack: contextlib.ExitStack, models: list[PreTrainedModel], checkpoints: list[str]
 ) -> None:
     server = start(stack, allow_stale_kv=True)
+    slow_down(server)
     engine = connect(stack, server)
     prompt = [5, 6, 7]
     request = ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=200))
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(lambda: asyncio.run(engine.agenerate(request)))
-        while server.engine.stats().generated_tokens < 50:
-            time.sleep(0)
+        wait_for_tokens(server, 50)
         server.post("/pause_generation", mode="in_place")
         server.post("/update_weights_from_disk", model_path=checkpoints[1], weight_version="1")
         server.post("/continue_generation")
@@ -171,12 +184,12 @@ def test_a_cache_dropped_by_a_pause_is_stale_no_more(
     stack: contextlib.ExitStack, models: list[PreTrainedModel], checkpoints: list[str]
 ) -> None:
     server = start(stack, allow_stale_kv=True)
+    slow_down(server)
     engine = connect(stack, server)
     request = ModelRequest([5, 6, 7], GenerationHyperparameters(max_new_tokens=200))
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(lambda: asyncio.run(engine.agenerate(request)))
-        while server.engine.stats().generated_tokens < 30:
-            time.sleep(0)
+        wait_for_tokens(server, 30)
         server.post("/pause_generation", mode="retract")
         server.post("/update_weights_from_disk", model_path=checkpoints[1], weight_version="1")
         server.post("/continue_generation")
@@ -191,6 +204,7 @@ def test_the_pause_mode_says_what_becomes_of_requests_in_flight(
     stack: contextlib.ExitStack, models: list[PreTrainedModel], tmp_path: Path, pause_mode: PauseMode
 ) -> None:
     server = start(stack, allow_stale_kv=pause_mode == "in_place")
+    slow_down(server)
     engine = RemoteSGLangEngine(
         InferenceEngineConfig(server_addrs=[server.address], backend="lite", pause_mode=pause_mode)
     )
@@ -199,9 +213,8 @@ def test_the_pause_mode_says_what_becomes_of_requests_in_flight(
     request = ModelRequest([5, 6, 7], GenerationHyperparameters(max_new_tokens=240))
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(lambda: asyncio.run(engine.agenerate(request)))
-        while server.engine.stats().generated_tokens < 30:
-            time.sleep(0)
-        meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), timeout_s=20.0)
+        wait_for_tokens(server, 30)
+        meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), timeout_s=120.0)
         future = engine.update_weights(meta)
         (tmp_path / "w").mkdir()
         save_file(weights_of(models[1]), tmp_path / "w" / "model.safetensors")

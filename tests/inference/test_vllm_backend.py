@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def send(meta: WeightUpdateMeta, *values: float) -> None:
 
 
 def broadcast(engine: RemoteInferenceEngine, *values: float, version: int = 1) -> None:
-    meta = WeightUpdateMeta("nccl", nccl_param_specs=BUCKETS, timeout_s=10.0, version=version)
+    meta = WeightUpdateMeta("nccl", nccl_param_specs=BUCKETS, timeout_s=60.0, version=version)
     received = engine.update_weights(meta)
     send(meta, *values)
     received.result(120)
@@ -75,16 +74,17 @@ def broadcast(engine: RemoteInferenceEngine, *values: float, version: int = 1) -
 
 @pytest.mark.parametrize("has_generate", [True, False])
 def test_interrupted_completions_are_exact(has_generate: bool) -> None:
-    server = ScriptedVLLM(token_delay_s=0.002, version=3, has_generate=has_generate)
+    server = ScriptedVLLM(holds_at=10, version=3, has_generate=has_generate)
     with connected(server) as engine:
         engine.set_version(3)
         engine.servers.note_publication(engine.servers.servers, 3)
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=40, temperature=0.5)))
         thread.start()
-        for _ in range(3):
-            time.sleep(0.02)
+        for position in (20, 30, None):
+            server.wait_until_held()
             server.abort_all()
+            server.holds_at = position
         thread.join()
     (response,) = pending
     first = server.requests[0].get("sampling_params", server.requests[0])
@@ -100,13 +100,13 @@ def test_interrupted_completions_are_exact(has_generate: bool) -> None:
 
 def test_versions_come_from_the_reply_where_it_tells() -> None:
     """A request that stayed through an update was sampled from two versions, the second on old keys and values."""
-    server = ScriptedVLLM(token_delay_s=0.005)
+    server = ScriptedVLLM(holds_at=10)
     with connected(server, pause_mode="in_place") as engine:
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=20)))
         thread.start()
-        time.sleep(0.05)
-        server.version = 1
+        server.wait_until_held()
+        server.version, server.holds_at = 1, None
         thread.join()
         num_new = pending[0].output_versions.count(1)
         assert 0 < num_new < 20 and pending[0].output_versions == [0] * (20 - num_new) + [1] * num_new
@@ -171,7 +171,7 @@ def test_from_disk(tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint"
         folder.mkdir()
         (folder / "weights").write_text("new")
-        meta = WeightUpdateMeta("disk", path=str(folder), version=7, timeout_s=10.0)
+        meta = WeightUpdateMeta("disk", path=str(folder), version=7, timeout_s=60.0)
         received = engine.update_weights(meta)
         meta.uploaded.set_result(None)
         received.result(120)
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_can_not_be_read_leaves_the_old_weights(tmp_path: Path
     """vLLM would go on with empty layers, and die of the next request."""
     server = ScriptedVLLM()
     with connected(server) as engine:
-        meta = WeightUpdateMeta("disk", path=str(tmp_path / "nothing"), version=7, timeout_s=10.0)
+        meta = WeightUpdateMeta("disk", path=str(tmp_path / "nothing"), version=7, timeout_s=60.0)
         received = engine.update_weights(meta)
         meta.uploaded.set_result(None)
         with pytest.raises(WeightUpdateError, match="collective_rpc must succeed: got status 500"):

@@ -175,7 +175,7 @@ def test_sigterm_hands_back_exactly_the_tokens_so_far(serve: Callable[..., Serve
         shorter = min(len(tokens), len(whole))
         assert finish == "abort" and shorter >= 40
         assert tokens[:shorter] == whole[:shorter]
-    assert one.record is None and took_s < 12
+    assert one.record is None and took_s < 60
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
