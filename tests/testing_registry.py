@@ -27,7 +27,7 @@ class Registry:
         record = {"backend": "lite", "node": "here", "pid": 1, "detail": "", "since": time.time(), **changes}
         key = f"{servers_root(RUN['experiment_name'], RUN['trial_name'])}/{name}"
         text = ServerRecord(address=address, state=state, **record).to_text(key, self.secret)  # type: ignore[arg-type]
-        self.names.add(key, text, keepalive_ttl=5.0, replace=True)
+        self.names.add(key, text, keepalive_ttl=60.0, replace=True)
 
     def drop(self, name: str) -> None:
         """Delete the entry of a server."""
