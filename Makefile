@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-c
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-explore test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-names test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-explore test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -87,13 +87,9 @@ test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job
 	$(PIP) -e '.[ray]'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/place/test_ray.py $(ARGS)
 
-install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, Redis, etcd, iptables (Debian, root)
+install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, iptables (Debian, root)
 	sh tests/cluster/install.sh
-	$(PIP) -e '.[ray,redis]'
-
-test-names: install-cluster            ## hold the registry's backends to one suite: files, and a real Redis, etcd and Ray (2 minutes)
-	AREALITE_REQUIRE_NAMES=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup \
-		tests/utils/test_name_resolve.py tests/utils/test_name_files.py $(ARGS)
+	$(PIP) -e '.[ray]'
 
 test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four machines and lose one (3 minutes; root and Slurm, or it is skipped)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_slurm

@@ -17,7 +17,6 @@ from arealite.api.config.rollout import (
     GenerationHyperparameters,
     InferenceEngineConfig,
     LiteConfig,
-    NameResolveConfig,
     WeightCheckConfig,
 )
 from arealite.api.config.schema import config_help
@@ -35,7 +34,6 @@ __all__ = [
     "LauncherConfig",
     "LiteConfig",
     "MicroBatchSpec",
-    "NameResolveConfig",
     "OptimizerConfig",
     "PPOActorConfig",
     "RecoverConfig",

@@ -50,5 +50,7 @@ class RunFolder:
         self.command = self.path / "run.json"
         """Entry script and arguments of the run."""
         self.secret = self.path / ".secret"
+        self.registry = self.path / "registry.json"
+        """Where the registry of the run listens, while the run lasts."""
         self.launcher_lock = self.path / ".launcher.lock"
         self.trainer_lock = self.path / ".trainer.lock"

@@ -1,16 +1,16 @@
-"""`arealite serve`: one more inference server for a run that is under way, or one for no run.
+"""`arealite serve`: adds an inference server to a run that is under way, or starts one for no run.
 
-The run's own config says everything about the server, so that what joins is what the launcher would have started: the
-same command, but for the address. This process then becomes `arealite.launcher.serve`.
+The server gets the command that the launcher would have given it, from the config of the run. This process then becomes
+`arealite.launcher.serve`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import platform
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 
 from arealite.api.alloc_mode import AllocationMode
@@ -19,30 +19,30 @@ from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
-from arealite.launcher.plan.jobs import check_model, registry_flags, server_job, visible_gpus
+from arealite.launcher.plan.jobs import check_model, server_job, visible_gpus
 from arealite.launcher.plan.plan import Placement, rollout_of
-from arealite.utils.environment import SECRET_VARIABLE
-from arealite.utils.name_resolve import NameResolveError, make_repository
+from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
-from arealite.utils.secret import SECRET_FILE, is_loopback, secret_of_environment
-from arealite.utils.server_record import ServerRecord, servers_root
+from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, address_in
+from arealite.utils.secret import is_loopback, secret_of_environment
 
 
 def serve(args: argparse.Namespace) -> int:
     """Become the server, or print how; see `cli.main` for the arguments."""
     config = _joined_config(args) if args.join else _config(args.config, args.overrides)
     gpus = _check(config)
-    secret = secret_of_environment() or ""
-    host = args.host or LOOPBACK
+    secret, registry, host = secret_of_environment() or "", "", args.host or LOOPBACK
     if args.join:
         secret = secret or _kept_secret(config)
-        host = _reachable_host(args.host, _servers(config, secret))
+        registry = os.environ.get(REGISTRY_VARIABLE) or str(RunFolder(config).registry)
+        host = _check_registry(config, registry, secret, host=args.host, may_wait=args.config is not None)
     name = f"{platform.node()}-{os.getpid()}"
     placement = Placement(name, "server", node=0, devices=tuple(range(len(gpus))), index=os.getpid())
-    job = server_job(config, placement, host, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, secret)
-    at = job.command.index("--join")
-    flags = [*(registry_flags(config) if args.join else []), *(["--port", str(args.port)] if args.port else [])]
-    command = [*job.command[:at], *flags, *job.command[at + len(registry_flags(config)) :]]
+    job = server_job(config, placement, host, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, secret, registry)
+    command = job.command
+    if args.port:
+        at = command.index("--host")
+        command = [*command[:at], "--port", str(args.port), *command[at:]]
     if args.dry_run:
         print(shlex.join(command))
         return 0
@@ -64,11 +64,8 @@ def _joined_config(args: argparse.Namespace) -> BaseExperimentConfig:
             f"--fileroot; where the folder can't be seen, give --config FILE and the secret in {SECRET_VARIABLE}."
         )
     config = _config(str(file), args.overrides)
-    if config.cluster.fileroot != str(fileroot):  # this machine sees it elsewhere
-        moved = [f"cluster.fileroot={fileroot}"]
-        if config.cluster.name_resolve.nfs_record_root == config.cluster.fileroot:
-            moved.append(f"cluster.name_resolve.nfs_record_root={fileroot}")
-        config = _config(str(file), [*moved, *args.overrides])
+    if config.cluster.fileroot != str(fileroot):  # this node sees it elsewhere
+        config = _config(str(file), [f"cluster.fileroot={fileroot}", *args.overrides])
     return config
 
 
@@ -110,43 +107,45 @@ def _kept_secret(config: BaseExperimentConfig) -> str:
         ) from error
 
 
-def _servers(config: BaseExperimentConfig, secret: str) -> list[ServerRecord]:
-    """Return the servers that the run has, which must be of our kind."""
+def _check_registry(
+    config: BaseExperimentConfig, registry: str, secret: str, *, host: str | None, may_wait: bool
+) -> str:
+    """Refuse a server that the run can't use, and return the address by which the run reaches this node.
+
+    Without a registry the server waits for the run to begin, if it may and sees the run's folder.
+    """
     rollout = rollout_of(config)
     if rollout.server_addrs:
         raise ConfigError(
             f"rollout.server_addrs must be empty for servers to join: got {','.join(rollout.server_addrs)}, and "
             "the run asks no others. Serve without --join at one of these addresses."
         )
-    names = make_repository(**asdict(config.cluster.name_resolve))
     try:
-        entries = names.items(servers_root(config.experiment_name, config.trial_name))
-        servers = [ServerRecord.read(key, text, secret) for key, text in entries.items()]
-    except NameResolveError as error:
-        raise ConfigError(f"the registry of the run must be reached: got {error}") from error
-    except ValueError as error:
+        address, node = address_in(registry)
+        servers = asyncio.run(RegistryClient(address, secret).watch(timeout_s=0)).servers.values()
+    except RegistryError as error:
+        if may_wait and RunFolder(config).path.is_dir() and not isinstance(error, RegistryRefusedError):
+            return host or host_ip()
         raise ConfigError(
-            f"{SECRET_VARIABLE} or the run folder's {SECRET_FILE} must be the secret of the run: got another one, "
-            f"because {error}. Set {SECRET_VARIABLE} to the run's."
+            f"the registry of the run must be reached: {error} Join while the run lasts; where its folder can't be "
+            f"seen, set {REGISTRY_VARIABLE}=HOST:PORT to what is in its registry.json."
         ) from error
     if others := {one.backend for one in servers} - {rollout.backend}:
         raise ConfigError(
             f"a server must be of the run's backend: got {rollout.backend}, and it has {', '.join(others)}. "
             "Leave allocation_mode as the run has it."
         )
-    return servers
-
-
-def _reachable_host(host: str | None, servers: list[ServerRecord]) -> str:
-    """Return the address by which the trainers of a run with these servers reach this machine."""
-    addresses = [one.address.rpartition(":")[0] for one in servers]
-    is_all_here = bool(servers) and all(is_loopback(address) for address in addresses)
-    is_all_here = is_all_here and {one.node for one in servers} == {platform.node()}
-    if host is None:
-        return LOOPBACK if is_all_here else address_toward(addresses[0]) if servers else host_ip()
-    if is_loopback(host) and servers and not is_all_here:
+    its_host = address.rpartition(":")[0]
+    if is_loopback(its_host):
+        if node and node != platform.node():
+            raise ConfigError(
+                f"the registry of the run must be reached: it listens at {address} of {node} alone. Join from there, "
+                "or start the run by the launcher for Slurm or Ray, or by hand."
+            )
+        return host or LOOPBACK
+    if host is not None and is_loopback(host):
         raise ConfigError(
-            f"--host must be an address that the run's trainers reach: got {host}, and its servers are at "
-            f"{', '.join(addresses)}. Leave --host out, or name an interface that other machines reach."
+            f"--host must be an address that the run's trainers reach: got {host}, and its registry is at {address}. "
+            "Leave --host out, or name an interface that other nodes reach."
         )
-    return host
+    return host or address_toward(its_host)

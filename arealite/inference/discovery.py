@@ -10,29 +10,45 @@ does not fit: a fault of the moment turns nobody away. Invariant: a registry tha
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
+import os
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError
+from arealite.api.run_folder import RunFolder
 from arealite.inference.health import Liveness
 from arealite.inference.http import StatusError
 from arealite.inference.pool import ServerFacts, ServerSet
-from arealite.utils.name_resolve import NameResolveError, make_repository
-from arealite.utils.server_record import ServerRecord, servers_root
+from arealite.utils.network import LOOPBACK
+from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord, registry_of_environment
 
 logger = logging.getLogger("arealite.client")
 
-PERIOD_S = 1.0
+_LOOK_AGAIN_S = 1.0
+"""Between two looks at a member without an entry, or of one who waits for servers."""
 _TELL_S = 10.0
 """How often a wait for servers says whom it waits for."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
 """Between two tries to meet a server."""
+_MAX_OUTAGE_PAUSE_S = 5.0
+"""Between two tries to reach the registry."""
 
 Meet = Callable[[str, float], Awaitable[ServerFacts]]
 """Sees by a deadline that the server at an address can do what we need."""
+
+
+async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Registry | RegistryClient:
+    """Return the registry that the launcher keeps; without a launcher keep it here."""
+    if (client := registry_of_environment(secret)) is not None:
+        return client
+    registry = Registry(secret)
+    # Rank 0 runs where torchrun meets its ranks, by an address that the user has chosen for the nodes of the run.
+    host = socket.gethostbyname(os.environ.get("MASTER_ADDR", LOOPBACK))
+    await registry.start(host, RunFolder(config).registry if config.fileroot else None)
+    return registry
 
 
 class Membership:
@@ -44,28 +60,23 @@ class Membership:
         servers: ServerSet,
         liveness: Liveness,
         meet: Meet,
-        secret: str | None,
+        registry: Registry | RegistryClient,
     ) -> None:
-        """Entries must be signed with the secret, if there is one."""
         self.num_joined = self.num_left = 0
         """Members that came after the first ones were there, and members that are no more."""
         self._config = config
         self._servers = servers
         self._liveness = liveness
         self._meet = meet
-        self._secret = secret
-        self._names = make_repository(**dataclasses.asdict(config.name_resolve))
-        self._root = servers_root(config.experiment_name, config.trial_name)
+        self._registry = registry
         self._records: dict[str, ServerRecord] = {}
-        """By entry, as last seen."""
+        """By name, as last seen."""
         self._taken: dict[str, ServerRecord] = {}
         """By address: those that are members, are being met, or were turned away."""
         self._failures: dict[str, Exception] = {}
         """By address: what went wrong the last time they were met."""
-        self._unreadable: dict[str, str] = {}
-        """Entries that were complained about."""
         self._looked_after: set[str] = set()
-        self._outage: NameResolveError | None = None
+        self._outage: RegistryError | None = None
         self._is_started = False
         self._moved = asyncio.Event()
         """Set and replaced after every look and every meeting."""
@@ -90,7 +101,7 @@ class Membership:
                 told = loop.time()
                 logger.warning("waiting for inference servers: %s", self._describe(count))
             moved = asyncio.create_task(self._moved.wait())
-            await asyncio.wait({moved, self._watching}, timeout=PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({moved, self._watching}, timeout=_LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
             moved.cancel()
             if self._watching.done():
                 self._watching.result()
@@ -98,66 +109,63 @@ class Membership:
 
     def _describe(self, count: int) -> str:
         """Say which servers are there and what the others do."""
-        where = f"in {self._names.where}"
         if self._outage is not None:
-            return f"{where} nobody can look: {self._outage}"
+            return f"the registry can't be asked: {self._outage}"
         words = [f"got {len(self._servers.servers)} of {count}"]
-        for key, record in self._records.items():
+        for name, record in self._records.items():
             seconds = time.time() - record.since
-            words.append(f"{key.rpartition('/')[2]} at {record.address} is {record.state} ({seconds:.0f} s)")
+            words.append(f"{name} at {record.address} is {record.state} ({seconds:.0f} s)")
             if record.state == "loading" and record.detail:
                 words[-1] += f": {record.detail}"
             if record.address in self._failures:
                 words[-1] += f", but: {self._failures[record.address]}"
         missing = count - len(self._records)
-        return "; ".join(words + [f"{missing} did not register as {self._root}/... {where}"] * (missing > 0))
+        return "; ".join(words + [f"{missing} did not register at {self._registry.address}"] * (missing > 0))
 
     async def _watch(self) -> None:
+        moment, pause_s = None, _FIRST_PAUSE_S
         while True:
             try:
-                entries = await asyncio.to_thread(self._names.items, self._root)
-            except NameResolveError as error:
+                view = await self._registry.watch(moment)
+            except RegistryError as error:
                 if self._outage is None:
                     logger.warning("servers that come and go are not noticed for the time being: %s", error)
                 self._outage = error
-            else:
-                if self._outage is not None:
-                    logger.warning("%s answers again", self._names.where)
-                self._outage = None
-                self._compare(entries)
+                self._move()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_OUTAGE_PAUSE_S)
+                continue
+            if self._outage is not None:
+                logger.warning("the registry at %s answers again", self._registry.address)
+            self._outage, pause_s = None, _FIRST_PAUSE_S
+            if view.moment != moment:
+                moment = view.moment
+                self._compare(view.servers)
             self._move()
-            await asyncio.sleep(PERIOD_S)
 
-    def _compare(self, entries: dict[str, str]) -> None:
-        """Let go whom the registry has not as we took it, and meet whom it has anew."""
-        self._records = {key: record for key, text in entries.items() if (record := self._read(key, text)) is not None}
-        by_age = sorted(self._records.values(), key=lambda record: record.since)  # an old entry may outlive its server
+    def _compare(self, records: dict[str, ServerRecord]) -> None:
+        """Remove servers whose entry changed or vanished, and contact new ones."""
+        self._records = records
+        by_age = sorted(records.values(), key=lambda record: record.since)  # an old entry may outlive its server
         ready = {record.address: record for record in by_age if record.state == "ready"}
-        heard_of = {record.address for record in self._records.values()}
+        known = {record.address for record in records.values()}
         for address, record in list(self._taken.items()):
             if address in ready and _is_same(ready[address], record):
                 continue
-            if address in heard_of:
+            if address in known:
                 self._let_go(address, "has started anew" if address in ready else "leaves")
-            elif any(one.address == address and one.is_reachable for one in self._servers.servers):
-                if address not in self._looked_after:
-                    self._start(self._look_after(address))
-            else:
+            elif not self._is_reachable(address):
                 self._let_go(address, "is gone")
+            elif address not in self._looked_after:
+                self._looked_after.add(address)
+                self._start(self._look_after(address))
         for address, record in ready.items():
             if address not in self._taken:
                 self._taken[address] = record
                 self._start(self._take(record))
 
-    def _read(self, key: str, text: str) -> ServerRecord | None:
-        """Read an entry; who has written one that can't be read or is not signed is told once."""
-        try:
-            return ServerRecord.read(key, text, self._secret)
-        except ValueError as error:
-            if self._unreadable.get(key) != text:
-                logger.warning("a registered server is ignored: %s", error)
-            self._unreadable[key] = text
-            return None
+    def _is_reachable(self, address: str) -> bool:
+        return any(one.address == address and one.is_reachable for one in self._servers.servers)
 
     async def _take(self, record: ServerRecord) -> None:
         """Meet a server, again if need be, and make it a member, unless it has left meanwhile."""
@@ -198,10 +206,14 @@ class Membership:
             return error
 
     async def _look_after(self, address: str) -> None:
-        """Ask a member without an entry for a sign of life; without one the next comparison lets it go."""
-        self._looked_after.add(address)
-        await self._liveness.dead_among([one for one in self._servers.servers if one.address == address])
+        """Ask a member without an entry for /health until it has one again, or remove it when it does not answer."""
+        while address in self._taken and all(record.address != address for record in self._records.values()):
+            await self._liveness.dead_among([one for one in self._servers.servers if one.address == address])
+            if not self._is_reachable(address):
+                break
+            await asyncio.sleep(_LOOK_AGAIN_S)
         self._looked_after.discard(address)
+        self._compare(self._records)
 
     def _let_go(self, address: str, why: str) -> None:
         del self._taken[address]

@@ -28,7 +28,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.backends import KINDS, Backend
 from arealite.inference.completions import Canary, Generator
-from arealite.inference.discovery import Membership
+from arealite.inference.discovery import Membership, open_registry
 from arealite.inference.pool import ServerSet, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.replay import Replay
@@ -132,7 +132,9 @@ class RemoteInferenceEngine(InferenceEngine):
         if addresses:
             await generator.connect(addresses)
         else:
-            self._membership = Membership(self.config, self.servers, generator.liveness, generator.meet, secret)
+            registry = await open_registry(self.config, secret)
+            loop.closers.append(registry.close)
+            self._membership = Membership(self.config, self.servers, generator.liveness, generator.meet, registry)
             await self._membership.wait_for(self.config.num_servers)
         await generator.load_vocabulary()
         heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])

@@ -15,7 +15,7 @@ from pathlib import Path
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Place
-from arealite.launcher.place.ray import RayPlace, connect
+from arealite.launcher.place.ray import RayPlace, connect, own_address
 from arealite.launcher.plan.plan import Plan
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import Supervisor
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(entry: str | Path, argv: Sequence[str]) -> int:
     """Run `entry` on the Ray cluster (see `run.launch`)."""
-    return run.launch(entry, argv, run.Backend("Ray", _open_place, _check))
+    return run.launch(entry, argv, run.Backend("Ray", _open_place, _check, registry_host=lambda plan: own_address()))
 
 
 def _check(config: BaseExperimentConfig, plan: Plan) -> None:

@@ -1,27 +1,22 @@
-"""The secret of a run: who has it may use the run's servers, and may tell trainers where servers are.
+"""The secret of a run, which opens its servers and its registry.
 
 It is kept in the run folder, readable by its owner alone, and reaches processes by their environment, never by their
-command line. It travels as a bearer token in plain HTTP: it keeps out who can connect, not who can listen.
+command line. It travels as a bearer token in plain HTTP: it keeps out those who can connect, not those who can listen.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import json
 import os
 import secrets
-from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.files import write_atomically
 
 SECRET_FILE = ".secret"
 _SCHEME = "Bearer "
-_SIGNATURE = "signature"
 
 
 def ensure_secret(run_folder: Path) -> str:
@@ -45,7 +40,7 @@ def authorization(secret: str | None) -> dict[str, str]:
 
 
 def is_authorized(header: str | None, secret: str) -> bool:
-    """Tell whether a request's Authorization header shows the secret, in a time that does not tell how nearly."""
+    """Tell whether a request's Authorization header shows the secret, in constant time."""
     return hmac.compare_digest((header or "").encode(errors="replace"), f"{_SCHEME}{secret}".encode())
 
 
@@ -72,29 +67,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def sign(name: str, record: Mapping[str, object], secret: str | None) -> str:
-    """Return a record as JSON, signed for the entry `name` if there is a secret."""
-    signature = {_SIGNATURE: _signature(name, record, secret)} if secret else {}
-    return json.dumps({**record, **signature})
-
-
-def verify(name: str, text: str, secret: str | None) -> dict[str, Any]:
-    """Return the record that was signed for the entry `name`; without a secret, any. Raises ValueError."""
-    try:
-        record = json.loads(text)
-        signature = str(record.pop(_SIGNATURE, ""))
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"the entry {name} must be a JSON object: got {text[:100]!r}") from error
-    if secret and not hmac.compare_digest(
-        signature.encode(errors="replace"), _signature(name, record, secret).encode()
-    ):
-        raise ValueError(f"the entry {name} must be signed with the secret of the run: got another signature or none")
-    verified: dict[str, Any] = record
-    return verified
-
-
-def _signature(name: str, record: Mapping[str, object], secret: str) -> str:
-    message = f"{name}\n{json.dumps(record, sort_keys=True)}"
-    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()

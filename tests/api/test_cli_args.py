@@ -169,7 +169,7 @@ launcher:
 OLD_KEYS = """
 actor.backend actor.ds_auto_tp actor.init_critic_from_actor actor.optimizer.hysteresis
 actor.optimizer.initial_loss_scale actor.optimizer.loss_scale_window actor.optimizer.min_loss_scale
-actor.optimizer.offload checkpointer cluster.cluster_name ref.backend
+actor.optimizer.offload checkpointer cluster.name_resolve cluster.cluster_name ref.backend
 rollout.enable_rollout_tracing rollout.schedule_policy server_only stats_logger.swanlab.api_key
 total_train_n_seqs train_dataset.num_workers train_dataset.pin_memory valid_dataset.pin_memory
 valid_dataset.reward_fn
@@ -336,6 +336,13 @@ def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog
         "schedule_policy": "lpm",
     }
     assert config.actor.optimizer.eps == 1e-8 and config.ref.mb_spec.max_tokens_per_mb == 1060
+
+
+def test_name_resolve_is_no_longer_configured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(tmp_path, MINIMAL, "cluster.name_resolve.type=redis", "cluster.name_resolve.redis_addr=h:1")
+    load(tmp_path, MINIMAL, "rollout.name_resolve.etcd3_addr=h:2")
+    told = "has no effect: the run itself is the registry of its servers. Remove it."
+    assert caplog.messages == [f"cluster.name_resolve {told}", f"rollout.name_resolve {told}"]
 
 
 def test_embeddings_are_no_longer_untied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testing_registry import RunningRegistry
 from tiny_models import save_qwen3
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.config.loader import to_yaml
 from arealite.cli.main import main
-from arealite.utils.environment import SECRET_VARIABLE
-from arealite.utils.name_resolve import NameRepository, make_repository
-from arealite.utils.network import LOOPBACK
-from arealite.utils.secret import SECRET_FILE, ensure_secret
-from arealite.utils.server_record import ServerRecord, servers_root
+from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
+from arealite.utils.network import LOOPBACK, host_ip
+from arealite.utils.secret import ensure_secret
 
 DEADLINE_S = 180.0
-ROOT = servers_root("exp", "trial")
 
 
 class RunningRun:
@@ -44,25 +42,21 @@ class RunningRun:
         config, _ = load_expr_config(["--config", str(self.config)], GRPOConfig, ignore_unknown=True)
         (self.folder / "config.yaml").write_text(to_yaml(config))
         self.secret = ensure_secret(self.folder)
-        self.names: NameRepository = make_repository("nfs", nfs_record_root=fileroot)
+        self.registry = RunningRegistry(self.secret, self.folder / "registry.json")
 
-    def add_server(self, address: str, *, backend: str = "lite", node: str = platform.node(), secret: str = "") -> None:
-        key = f"{ROOT}/server-0"
-        record = ServerRecord(address, backend, node, 1, "ready", "", 0.0)
-        self.names.add(key, record.to_text(key, secret or self.secret), replace=True)
-
-    def record(self, state: str) -> ServerRecord | None:
-        """Return the first server in this state."""
-        records = [ServerRecord.read(key, text, self.secret) for key, text in self.names.items(ROOT).items()]
-        return next((one for one in records if one.state == state), None)
+    def tell(self, **changes: str) -> None:
+        """Change what the run folder says of the registry."""
+        told = json.loads((self.folder / "registry.json").read_text())
+        (self.folder / "registry.json").write_text(json.dumps(told | changes))
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningRun]:
-    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    for variable in (SECRET_VARIABLE, REGISTRY_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
     running = RunningRun(tmp_path / "runs")
     yield running
-    running.names.reset()
+    running.registry.close()
 
 
 def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -72,31 +66,42 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 
 
 def test_the_command_is_the_launchers(run: RunningRun, capsys: pytest.CaptureFixture[str]) -> None:
-    run.add_server(f"{LOOPBACK}:4242")
     status, shown = dry(
         capsys, "--join", "exp/trial", "--fileroot", str(run.fileroot), "lite.slots=8", "lite.threads=2"
     )
     ours, _, servers = shown.partition(" -- ")
     assert (
         status == 0
-        and f"--backend lite --name {platform.node()}-{os.getpid()} --host {LOOPBACK} --join exp/trial" in ours
+        and f"--backend lite --name {platform.node()}-{os.getpid()} --host {LOOPBACK} --setup-timeout 600" in ours
     )
-    assert f"--name-resolve nfs --registry {run.fileroot} --setup-timeout 600" in ours
     assert (
         "-m arealite.server " in servers and f"--threads 2 --slots 8 --context 128 --model-path {run.model}" in servers
     )
     assert run.secret not in shown, "a command line is seen by everybody"
     assert main(["serve", "--dry-run", "--config", str(run.config), "--port", "8000", "--host", "10.1.1.1"]) == 0
     alone = capsys.readouterr().out
-    assert "--join" not in alone and "--registry" not in alone and "--host 10.1.1.1 --port 8000" in alone
+    assert "--port 8000 --host 10.1.1.1" in alone
 
 
-def test_where_it_listens_follows_the_runs_servers(run: RunningRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_it_listens_follows_the_runs_registry(run: RunningRun, capsys: pytest.CaptureFixture[str]) -> None:
     join = ["--join", "exp/trial", "--fileroot", str(run.fileroot)]
-    run.add_server(f"{LOOPBACK}:4242", node="another")
-    assert f"--host {LOOPBACK} " not in dry(capsys, *join)[1]
-    run.add_server("192.0.2.99:4242")
-    assert f"--host {LOOPBACK} " not in dry(capsys, *join)[1]
+    assert f"--host {LOOPBACK} " in dry(capsys, *join)[1]
+    assert "--host 10.7.7.7 " in dry(capsys, *join, "--host", "10.7.7.7")[1]
+    run.tell(node="another")
+    status, shown = dry(capsys, *join)
+    assert status == 2 and f"it listens at {run.registry.address} of another alone. Join from there" in shown
+
+
+def test_where_it_listens_if_other_nodes_reach_the_registry(
+    run: RunningRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (outside := host_ip()) == LOOPBACK:
+        pytest.skip("this machine has no address but loopback")
+    join = ["--join", "exp/trial", "--fileroot", str(run.fileroot)]
+    run.registry.stop()
+    run.registry.restart(outside)
+    status, shown = dry(capsys, *join)
+    assert status == 0 and f"--host {LOOPBACK} " not in shown
     status, shown = dry(capsys, *join, "--host", LOOPBACK)
     assert status == 2 and f"must be an address that the run's trainers reach: got {LOOPBACK}" in shown
     assert "--host 10.7.7.7 " in dry(capsys, *join, "--host", "10.7.7.7")[1]
@@ -106,20 +111,35 @@ def test_a_folder_that_is_mounted_elsewhere(
     run: RunningRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "mount").symlink_to(run.fileroot)
-    status, shown = dry(capsys, "--join", "exp/trial", "--fileroot", str(tmp_path / "mount"))
-    assert status == 0 and f"--registry {tmp_path}/mount " in shown
+    assert dry(capsys, "--join", "exp/trial", "--fileroot", str(tmp_path / "mount"))[0] == 0
+
+
+def test_a_run_that_has_ended_and_one_that_has_not_begun(run: RunningRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand, servers may be started first: from the config, since the run has not written its own yet."""
+    join = ["--join", "exp/trial"]
+    run.registry.stop()
+    status, shown = dry(capsys, *join, "--fileroot", str(run.fileroot))
+    assert status == 2 and "registry.json must say where the registry of the run is" in shown
+    assert dry(capsys, *join, "--config", str(run.config), "--host", "10.7.7.7")[0] == 0
+    run.registry.restart()
+    run.tell(address=f"{LOOPBACK}:1")
+    status, shown = dry(capsys, *join, "--fileroot", str(run.fileroot))
+    assert status == 2 and "the registry of the run must be reached: the registry of the run at 127.0.0.1:1" in shown
 
 
 def test_a_folder_that_is_not_seen(
     run: RunningRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run.folder / SECRET_FILE).rename(run.folder / "hidden")
+    run.folder.rename(run.folder.with_name("hidden"))
     join = ["--join", "exp/trial", "--config", str(run.config), "experiment_name=other"]
     status, shown = dry(capsys, *join)
     assert status == 2 and f"the secret of the run must be known: got nothing in {SECRET_VARIABLE}" in shown
     monkeypatch.setenv(SECRET_VARIABLE, run.secret)
     status, shown = dry(capsys, *join)
-    assert status == 0 and "--join exp/trial" in shown
+    assert status == 2 and f"set {REGISTRY_VARIABLE}=HOST:PORT" in shown
+    monkeypatch.setenv(REGISTRY_VARIABLE, run.registry.address)
+    assert dry(capsys, *join)[0] == 0
+    run.folder.with_name("hidden").rename(run.folder)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +152,6 @@ def test_a_folder_that_is_not_seen(
         (["--join", "exp/trial", "actor.path=/gone"], "actor.path must be a folder or a hub id: got /gone"),
         (["--join", "exp/trial", "allocation_mode=d1"], "allocation_mode must name servers: got d1"),
         (["--join", "exp/trial", "rollout.server_addrs=a:1"], "rollout.server_addrs must be empty for servers to join"),
-        (["--join", "exp/trial", "cluster.name_resolve.type=redis", "cluster.name_resolve.redis_addr=127.0.0.1:1"],
-         "the registry of the run must be reached"),
     ],
 )  # fmt: skip
 def test_refusals(run: RunningRun, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
@@ -141,14 +159,16 @@ def test_refusals(run: RunningRun, capsys: pytest.CaptureFixture[str], arguments
     assert status == 2 and shown.startswith("ConfigError: ") and told in shown
 
 
-def test_servers_of_another_kind_or_secret(run: RunningRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_of_another_kind_or_secret(
+    run: RunningRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     join = ["--join", "exp/trial", "--fileroot", str(run.fileroot)]
-    run.add_server(f"{LOOPBACK}:4242", backend="sglang")
+    run.registry.put("server-0", f"{LOOPBACK}:4242", backend="sglang")
     status, shown = dry(capsys, *join)
     assert status == 2 and "must be of the run's backend: got lite, and it has sglang" in shown
-    run.add_server(f"{LOOPBACK}:4242", secret="other")
+    monkeypatch.setenv(SECRET_VARIABLE, "other")
     status, shown = dry(capsys, *join)
-    assert status == 2 and "must be the secret of the run: got another one" in shown
+    assert status == 2 and "must show the secret of the run: got none or another one" in shown
 
 
 def test_a_server_joins_and_leaves(run: RunningRun) -> None:
@@ -156,13 +176,11 @@ def test_a_server_joins_and_leaves(run: RunningRun) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, "--fileroot", str(run.fileroot)], env=environment, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while (record := run.record("ready")) is None:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
+        ready = run.registry.wait_for(lambda servers: [one.state for one in servers.values()] == ["ready"], DEADLINE_S)
+        (record,) = ready.values()
         assert record.pid == process.pid and record.backend == "lite", "it became the program that serves"
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 0
-        assert run.names.items(ROOT) == {}
+        assert run.registry.servers == {}
     finally:
         process.kill()

@@ -22,6 +22,7 @@ from chaos.promises import judge
 from testing_quickstart import write_tiny_model
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import make_plan
 from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone
@@ -65,10 +66,10 @@ class Hosts:
         arguments = [*experiment.arguments, *OVERRIDES]
         config, _ = load_expr_config(arguments[1:], GRPOConfig)
         experiment.run_folder.mkdir(parents=True)
-        secret = ensure_secret(experiment.run_folder)
+        secret, registry = ensure_secret(experiment.run_folder), RunFolder(config).registry
         with contextlib.ExitStack() as stack:
             for host, placement in zip(SERVERS, make_plan(config).servers, strict=True):
-                job = server_job(config, placement, self.net.address(host), {}, secret)
+                job = server_job(config, placement, self.net.address(host), {}, secret, str(registry))
                 self.servers[host] = stack.enter_context(self._program(host, job.name, job.command, job.env))
             for host in TRAINERS:
                 torchrun = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "8", "--monitor-interval", "1"]

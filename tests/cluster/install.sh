@@ -1,10 +1,10 @@
 #!/bin/sh
-# Installs what the suites on clusters need and this machine lacks: Slurm, Redis, etcd, and network namespaces' tools.
-# Debian and Ubuntu, as root; no service is started. The Python packages are the extras `ray` and `redis`.
+# Installs what the suites on clusters need and this machine lacks: Slurm and network namespaces' tools.
+# Debian and Ubuntu, as root; no service is started. The Python package is the extra `ray`.
 set -eu
 
 missing=
-for pair in slurmctld:slurm-wlm munged:munge redis-server:redis-server etcd:etcd-server ip:iproute2 iptables:iptables; do
+for pair in slurmctld:slurm-wlm munged:munge ip:iproute2 iptables:iptables; do
     command -v "${pair%%:*}" >/dev/null 2>&1 || [ -x "/usr/sbin/${pair%%:*}" ] || missing="$missing ${pair#*:}"
 done
 [ -n "$missing" ] || exit 0

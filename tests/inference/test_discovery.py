@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
+import json
 import re
 import threading
 import time
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from testing_registry import RUN, Registry
+from testing_registry import RUN, RunningRegistry
 from testing_server import ScriptedServer, serve, token_at
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -26,7 +26,9 @@ from arealite.inference.backends.lite import LiteBackend
 from arealite.inference.http import StatusError
 from arealite.inference.pool import NO_VERSION, ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.environment import SECRET_VARIABLE
+from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
+from arealite.utils.registry import Claim, RegistryClient, ServerRecord
+from arealite.utils.secret import ensure_secret
 
 LIMIT_S = 120.0
 
@@ -38,22 +40,21 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    one = Registry(tmp_path)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningRegistry]:
+    one = RunningRegistry()
+    monkeypatch.setenv(REGISTRY_VARIABLE, one.address)
     yield one
-    one.names.reset()
+    one.close()
 
 
 def serving(stack: contextlib.ExitStack, **knobs: Any) -> ScriptedServer:
     return stack.enter_context(serve(ScriptedServer(**knobs)))
 
 
-def connect(stack: contextlib.ExitStack, registry: Registry, num_servers: int, **config: Any) -> RemoteInferenceEngine:
+def connect(stack: contextlib.ExitStack, num_servers: int, **config: Any) -> RemoteInferenceEngine:
     torch.set_num_threads(1)
     settings = {"setup_timeout": LIMIT_S, "backend": "lite", **RUN, **config}
-    engine = RemoteInferenceEngine(
-        InferenceEngineConfig(num_servers=num_servers, name_resolve=registry.config, **settings)
-    )
+    engine = RemoteInferenceEngine(InferenceEngineConfig(num_servers=num_servers, **settings))
     stack.callback(engine.destroy)
     engine.initialize(None, None)
     return engine
@@ -81,61 +82,92 @@ def publish(engine: RemoteInferenceEngine, version: int) -> None:
 
 
 def test_a_run_begins_when_enough_servers_are_ready(
-    stack: contextlib.ExitStack, registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    stack: contextlib.ExitStack,
+    registry: RunningRegistry,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("arealite.inference.discovery._TELL_S", 0.5)
     first, second = serving(stack), serving(stack)
     registry.put("server-0", first.address)
     registry.put("server-1", second.address, state="loading", detail="shard 3 of 8", since=time.time() - 70)
-    ready = threading.Timer(2.5, lambda: registry.put("server-1", second.address))
-    stack.callback(ready.join)
-    ready.start()
-    with caplog.at_level(logging.INFO):
-        engine = connect(stack, registry, 2)
-    assert set(addresses(engine)) == {first.address, second.address}
     waiting = rf"got 1 of 2; server-0 at {first.address} is ready \(\d+ s\); server-1 at {second.address} is loading"
-    assert re.search(rf"{waiting} \(7\d s\): shard 3 of 8", caplog.text)
+
+    def become_ready() -> None:
+        until(lambda: bool(re.search(rf"{waiting} \(\d+ s\): shard 3 of 8", caplog.text)))
+        registry.put("server-1", second.address)
+
+    becoming = threading.Thread(target=become_ready)
+    stack.callback(becoming.join)
+    becoming.start()
+    engine = connect(stack, 2)
+    assert set(addresses(engine)) == {first.address, second.address}
     assert {generate(engine, rid=str(index)).server for index in range(8)} == {first.address, second.address}
     metrics = engine.metrics()
     assert (metrics["servers/live"], metrics["servers/joined"], metrics["servers/left"]) == (2, 0, 0)
 
 
-def test_who_is_missing_is_told_in_the_end(stack: contextlib.ExitStack, registry: Registry) -> None:
+def test_who_is_missing_is_told_in_the_end(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
     server = serving(stack)
     registry.put("server-0", server.address, state="loading", detail="reading config.json")
     rule = r"2 inference servers must be ready within 1.5 s: got 0 of 2; server-0 at .* is loading \(. s\): reading con"
-    with pytest.raises(
-        ServerError, match=f"{rule}.*1 did not register as exp/t/servers/... in .*{registry.config.nfs_record_root}"
-    ):
-        connect(stack, registry, 2, setup_timeout=1.5)
+    with pytest.raises(ServerError, match=f"{rule}.*1 did not register at {registry.address}"):
+        connect(stack, 2, setup_timeout=1.5)
 
 
-def test_a_server_that_can_not_serve_the_run_ends_its_start(stack: contextlib.ExitStack, registry: Registry) -> None:
+def test_a_server_that_can_not_serve_the_run_ends_its_start(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
     registry.put("server-0", serving(stack).address, backend="vllm")
     with pytest.raises(ConfigError, match="servers of this run must be lite: got vllm"):
-        connect(stack, registry, 1)
+        connect(stack, 1)
 
 
-def test_entries_without_the_signature_of_the_run_are_ignored(
-    stack: contextlib.ExitStack, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_trainer_with_another_secret_says_that_the_registry_refuses_it(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    guarded = RunningRegistry("secret of the run")
+    stack.callback(guarded.close)
+    monkeypatch.setenv(REGISTRY_VARIABLE, guarded.address)
+    guarded.put("server-0", serving(stack).address)
+    monkeypatch.setenv(SECRET_VARIABLE, "another secret")
+    with pytest.raises(
+        ServerError, match=f"registry of the run at {guarded.address} refuses: .* the secret of the run"
+    ):
+        connect(stack, 1, setup_timeout=1.5)
     monkeypatch.setenv(SECRET_VARIABLE, "secret of the run")
-    good, bad = serving(stack), serving(stack)
-    registry.secret = "another secret"
-    registry.put("server-9", bad.address)
-    registry.secret = "secret of the run"
-    registry.put("server-0", good.address)
-    engine = connect(stack, registry, 1)
-    with pytest.raises(TimeoutError):
-        engine.wait(1, timeout=2.5)
-    assert addresses(engine) == [good.address]
-    assert sum("a registered server is ignored" in line for line in caplog.messages) == 1
+    assert len(addresses(connect(stack, 1))) == 1
 
 
-def test_a_newcomer_idles_until_it_has_weights(stack: contextlib.ExitStack, registry: Registry) -> None:
+def test_without_a_launcher_the_trainer_keeps_the_registry(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It listens where torchrun's ranks meet, and its address is in the run folder as long as it does."""
+    monkeypatch.delenv(REGISTRY_VARIABLE, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    file = tmp_path / "exp" / "t" / "registry.json"
+    server = serving(stack)
+
+    def join() -> None:
+        until(file.exists)
+        secret = ensure_secret(file.parent)
+        record = ServerRecord(server.address, "lite", "here", 1, "ready", "", time.time())
+        asyncio.run(RegistryClient(file, secret).claim("server-0", Claim(record, "me", 0, 60.0, is_first=True)))
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    engine = connect(stack, 1, fileroot=str(tmp_path))
+    joining.join()
+    assert addresses(engine) == [server.address]
+    assert json.loads(file.read_text())["address"].startswith("127.0.0.1:")
+    engine.destroy()
+    assert not file.exists()
+
+
+def test_a_newcomer_idles_until_it_has_weights(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
     first, second = serving(stack), serving(stack)
     registry.put("server-0", first.address)
-    engine = connect(stack, registry, 1)
+    engine = connect(stack, 1)
     registry.put("server-1", second.address)
     until(lambda: len(engine.servers.servers) == 2)
     assert [one.address for one in engine.servers.stale] == [second.address]
@@ -147,21 +179,19 @@ def test_a_newcomer_idles_until_it_has_weights(stack: contextlib.ExitStack, regi
     assert (metrics["servers/live"], metrics["servers/joined"], metrics["servers/left"]) == (2, 1, 0)
 
 
-def test_a_server_that_leaves_gives_its_requests_back_exactly(stack: contextlib.ExitStack, registry: Registry) -> None:
-    leaves, stays = serving(stack, token_delay_s=0.02), serving(stack)
+def test_a_server_that_leaves_gives_its_requests_back_exactly(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
+    leaves, stays = serving(stack, holds_at=103), serving(stack)
     registry.put("server-0", leaves.address)
     registry.put("server-1", stays.address)
-    engine = connect(stack, registry, 2)
-    engine.servers.pick("load", 10**6)
-    if engine.servers.servers[0].address == leaves.address:  # whoever was met first got the load
-        engine.servers.release(engine.servers.servers[0], 10**6)
-        engine.servers.pick("load of the other", 10**6)
+    engine = connect(stack, 2)
     responses: list[ModelResponse] = []
     for server in engine.servers.servers:
         server.outstanding_tokens = 0 if server.address == leaves.address else 10**6
     thread = threading.Thread(target=lambda: responses.append(generate(engine, num_tokens=200)))
     thread.start()
-    until(lambda: len(leaves.requests) == 1)
+    leaves.wait_until_held()
     registry.put("server-0", leaves.address, state="leaving")
     until(lambda: addresses(engine) == [stays.address])
     leaves.abort_all()
@@ -169,19 +199,21 @@ def test_a_server_that_leaves_gives_its_requests_back_exactly(stack: contextlib.
     (response,) = responses
     seed = leaves.requests[0]["sampling_params"]["sampling_seed"]
     assert response.output_tokens == [token_at(seed, 3 + index) for index in range(200)]
-    num_given_back = len(stays.requests[0]["input_ids"]) - 3
-    assert 0 < num_given_back < 200 and (response.server, response.num_interrupts) == (stays.address, 1)
+    assert len(stays.requests[0]["input_ids"]) == 103
+    assert (response.server, response.num_interrupts) == (stays.address, 1)
     registry.drop("server-0")
     assert engine.metrics()["servers/left"] == 1
 
 
-def test_only_who_does_not_answer_goes_when_its_entry_vanishes(stack: contextlib.ExitStack, registry: Registry) -> None:
+def test_only_who_does_not_answer_goes_when_its_entry_vanishes(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
     """A registry that starts anew, empty, must not take the servers along."""
     alive, dead = serving(stack), ScriptedServer()
     with serve(dead):
         registry.put("server-0", alive.address)
         registry.put("server-1", dead.address)
-        engine = connect(stack, registry, 2)
+        engine = connect(stack, 2)
     registry.drop("server-0")
     registry.drop("server-1")
     until(lambda: addresses(engine) == [alive.address])
@@ -190,11 +222,11 @@ def test_only_who_does_not_answer_goes_when_its_entry_vanishes(stack: contextlib
     until(lambda: [one.version for one in engine.servers.servers] == [NO_VERSION])
 
 
-def test_a_server_that_started_anew_has_unknown_weights(stack: contextlib.ExitStack, registry: Registry) -> None:
+def test_a_server_that_started_anew_has_unknown_weights(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
     first, second = serving(stack), serving(stack)
     registry.put("server-0", first.address, since=100.0)
     registry.put("server-1", second.address)
-    engine = connect(stack, registry, 2)
+    engine = connect(stack, 2)
     publish(engine, 3)
     first.version = second.version = 3
     registry.put("server-0", first.address, pid=2)
@@ -203,31 +235,36 @@ def test_a_server_that_started_anew_has_unknown_weights(stack: contextlib.ExitSt
 
 
 def test_a_registry_that_does_not_answer_changes_nothing(
-    stack: contextlib.ExitStack, registry: Registry, caplog: pytest.LogCaptureFixture
+    stack: contextlib.ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nor does the next one, at another address and empty."""
+    monkeypatch.setenv(REGISTRY_VARIABLE, str(tmp_path / "registry.json"))
     first, second = serving(stack), serving(stack)
-    registry.put("server-0", first.address)
+    registry = RunningRegistry(file=tmp_path / "registry.json")
+    registry.put("server-0", first.address, since=1.0)
     registry.put("server-1", second.address)
-    engine = connect(stack, registry, 2)
-    folder, away = Path(registry.config.nfs_record_root, ".names"), Path(registry.config.nfs_record_root, "away")
-    folder.rename(away)
-    folder.write_text("not a folder")
+    engine = connect(stack, 2)
+    registry.close()
     until(lambda: any("not noticed for the time being" in line for line in caplog.messages))
     assert {generate(engine, rid=str(index)).server for index in range(8)} == {first.address, second.address}
-    folder.unlink()
-    away.rename(folder)
+    registry = RunningRegistry(file=tmp_path / "registry.json")
+    stack.callback(registry.close)
     until(lambda: any(line.endswith("answers again") for line in caplog.messages))
-    assert len(addresses(engine)) == 2 and len(engine.servers.live) == 2
+    registry.put("server-0", first.address, since=1.0)
+    registry.put("server-2", (third := serving(stack)).address)
+    until(lambda: len(addresses(engine)) == 3)
+    assert set(addresses(engine)) == {first.address, second.address, third.address}
+    assert {one.address for one in engine.servers.live} == {first.address, second.address}
 
 
 @pytest.mark.parametrize("limit", [None, 10])
 def test_capacity_follows_the_members_up_to_what_is_configured(
-    stack: contextlib.ExitStack, registry: Registry, limit: int | None
+    stack: contextlib.ExitStack, registry: RunningRegistry, limit: int | None
 ) -> None:
     servers = [serving(stack) for _ in range(3)]
     for index in range(2):
         registry.put(f"server-{index}", servers[index].address)
-    engine = connect(stack, registry, 2, consumer_batch_size=10, max_concurrent_rollouts=limit)
+    engine = connect(stack, 2, consumer_batch_size=10, max_concurrent_rollouts=limit)
     account = engine._require_executor()._account
     assert account.max_concurrent == 10
     registry.put("server-2", servers[2].address)
@@ -241,7 +278,7 @@ def test_capacity_follows_the_members_up_to_what_is_configured(
 
 
 def test_a_meeting_that_fails_takes_place_again(
-    stack: contextlib.ExitStack, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    stack: contextlib.ExitStack, registry: RunningRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start and later; of two entries at one address the newer one counts."""
     failures: list[ServerError] = [UnreachableError("reset"), StatusError("starting", 503)]
@@ -256,7 +293,7 @@ def test_a_meeting_that_fails_takes_place_again(
     first, second = serving(stack), serving(stack)
     registry.put("server-0", first.address, backend="vllm", since=100.0)
     registry.put("server-1", first.address, since=200.0)
-    engine = connect(stack, registry, 1)
+    engine = connect(stack, 1)
     assert not failures and addresses(engine) == [first.address]
     failures.append(UnreachableError("reset"))
     registry.put("server-2", second.address)
@@ -264,10 +301,10 @@ def test_a_meeting_that_fails_takes_place_again(
     assert not failures
 
 
-def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, registry: Registry) -> None:
+def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
     first, second = serving(stack, token_delay_s=0.01), serving(stack)
     registry.put("server-0", first.address)
-    engine = connect(stack, registry, 1)
+    engine = connect(stack, 1)
     responses: list[ModelResponse] = []
     thread = threading.Thread(target=lambda: responses.append(generate(engine, num_tokens=100)))
     thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import tiny_models
 import torch
 from aiohttp import web
 from testing_lite import LiteServer
-from testing_registry import RUN, Registry
+from testing_registry import RUN, RunningRegistry
 from testing_server import serve
 from testing_workflows import SamplingWorkflow
 
@@ -27,7 +28,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.pool import ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.secret import ensure_secret
+from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.weights.publish import publish_weights
 
 PROMPT = [5, 9, 13, 4]
@@ -84,10 +85,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    one = Registry(tmp_path)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningRegistry]:
+    one = RunningRegistry()
+    monkeypatch.setenv(REGISTRY_VARIABLE, one.address)
     yield one
-    one.names.reset()
+    one.close()
 
 
 def serving(stack: contextlib.ExitStack, **options: Any) -> WatchedServer:
@@ -95,16 +97,14 @@ def serving(stack: contextlib.ExitStack, **options: Any) -> WatchedServer:
 
 
 def start(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str, num_servers: int, **config: Any
+    stack: contextlib.ExitStack, model_path: str, num_servers: int, **config: Any
 ) -> tuple[FSDPPPOActor, RemoteInferenceEngine]:
     actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.01)))
     actor.initialize(None, FinetuneSpec(1, 10, 1))
     stack.callback(actor.destroy)
     settings = {"setup_timeout": LIMIT_S, "weight_update_timeout": 20.0, "consumer_batch_size": 4, **config}
     rollout = RemoteInferenceEngine(
-        InferenceEngineConfig(
-            backend="lite", num_servers=num_servers, name_resolve=registry.config, episode_retries=0, **RUN, **settings
-        )
+        InferenceEngineConfig(backend="lite", num_servers=num_servers, episode_retries=0, **RUN, **settings)
     )
     rollout.initialize(None, None)
     stack.callback(rollout.destroy)
@@ -146,12 +146,12 @@ class Background:
 
 
 def test_a_server_that_joins_gets_the_weights_before_its_first_token(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     """While the trainer waits for a batch; the others go on."""
     first, second = serving(stack), serving(stack, seed=8)
     registry.put("server-0", first.address)
-    actor, rollout = start(stack, registry, model_path, 1)
+    actor, rollout = start(stack, model_path, 1)
     publish_weights(actor, rollout, version=4)
     first.calls.clear()
     registry.put("server-1", second.address)
@@ -168,11 +168,11 @@ def test_a_server_that_joins_gets_the_weights_before_its_first_token(
 
 
 def test_nothing_fails_while_the_only_server_starts_anew(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     """Its requests wait, though longer than an episode may take, and go on from their last tokens."""
     registry.put("server-0", (first := serving(stack)).address)
-    actor, rollout = start(stack, registry, model_path, 1, episode_timeout=10.0, request_retries=0)
+    actor, rollout = start(stack, model_path, 1, episode_timeout=10.0, request_retries=0)
     publish_weights(actor, rollout, version=2)
     pending = Background(
         lambda: rollout.rollout_batch(rows(40), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
@@ -194,12 +194,12 @@ def test_nothing_fails_while_the_only_server_starts_anew(
 
 
 def test_a_server_that_dies_loses_only_what_it_had(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     dies, stays = serving(stack), serving(stack)
     registry.put("server-0", dies.address)
     registry.put("server-1", stays.address)
-    actor, rollout = start(stack, registry, model_path, 2, max_concurrent_rollouts=8, consumer_batch_size=8)
+    actor, rollout = start(stack, model_path, 2, max_concurrent_rollouts=8, consumer_batch_size=8)
     publish_weights(actor, rollout, version=1)
     for server in (dies, stays):
         server.calls.clear()
@@ -219,7 +219,7 @@ def test_a_server_that_dies_loses_only_what_it_had(
     ["/pause_generation", "/init_weights_update_group", "/update_weights_from", "/end_weight_update", "/generate"],
 )
 def test_a_publication_is_done_again_without_who_dies_in_it(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str, way: str, moment: str, tmp_path: Path
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, way: str, moment: str, tmp_path: Path
 ) -> None:
     if moment == "/update_weights_from":
         moment += "_disk" if way == "disk" else "_distributed"
@@ -227,10 +227,9 @@ def test_a_publication_is_done_again_without_who_dies_in_it(
         pytest.skip("not part of that way")
     stays, dies = serving(stack), serving(stack, dies_at=moment)
     (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
-    registry.secret = ensure_secret(tmp_path / "runs" / "exp" / "t")
     registry.put("server-0", stays.address)
     registry.put("server-1", dies.address)
-    actor, rollout = start(stack, registry, model_path, 2, weight_update=way, fileroot=str(tmp_path / "runs"))
+    actor, rollout = start(stack, model_path, 2, weight_update=way, fileroot=str(tmp_path / "runs"))
     rollout.config.weight_update_timeout = 8.0  # the group of a server that only plays dead stays connected
     publish_weights(actor, rollout, version=1)
     assert dies.is_dead and stays.engine.version == "1"
@@ -240,11 +239,11 @@ def test_a_publication_is_done_again_without_who_dies_in_it(
 
 
 def test_a_publication_waits_for_a_server_when_its_last_one_dies(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     dies, comes = serving(stack, dies_at="/begin_weight_update"), serving(stack)
     registry.put("server-0", dies.address)
-    actor, rollout = start(stack, registry, model_path, 1)
+    actor, rollout = start(stack, model_path, 1)
     pending = Background(lambda: publish_weights(actor, rollout, version=1))
     until(lambda: dies.is_dead)
     registry.put("server-1", comes.address)
@@ -253,12 +252,12 @@ def test_a_publication_waits_for_a_server_when_its_last_one_dies(
 
 
 def test_a_newcomer_that_does_not_fit_is_turned_away(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str, caplog: pytest.LogCaptureFixture
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It serves a model of other shapes."""
     good = serving(stack)
     registry.put("server-0", good.address)
-    actor, rollout = start(stack, registry, model_path, 1, weight_update_timeout=5.0)
+    actor, rollout = start(stack, model_path, 1, weight_update_timeout=5.0)
     publish_weights(actor, rollout, version=1)
     other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
     stack.enter_context(serve(other))
@@ -276,14 +275,13 @@ def test_a_newcomer_that_does_not_fit_is_turned_away(
 
 
 def test_servers_that_take_no_broadcast_read_a_checkpoint(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str, tmp_path: Path
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, tmp_path: Path
 ) -> None:
     first, second = serving(stack), serving(stack)
     (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
-    registry.secret = ensure_secret(tmp_path / "runs" / "exp" / "t")
     registry.put("server-0", first.address)
     registry.put("server-1", second.address)
-    actor, rollout = start(stack, registry, model_path, 2, fileroot=str(tmp_path / "runs"))
+    actor, rollout = start(stack, model_path, 2, fileroot=str(tmp_path / "runs"))
     for server in rollout.servers.servers:
         server.facts = ServerFacts(takes_broadcasts=server.address == first.address)
     publish_weights(actor, rollout, version=1)
@@ -299,11 +297,15 @@ def test_servers_that_take_no_broadcast_read_a_checkpoint(
 
 @pytest.mark.parametrize("moment", ["/begin_weight_update", "/generate"])
 def test_who_can_not_catch_up_is_left_alone_and_the_run_goes_on(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str, moment: str, caplog: pytest.LogCaptureFixture
+    stack: contextlib.ExitStack,
+    registry: RunningRegistry,
+    model_path: str,
+    moment: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     good, sick = serving(stack), serving(stack)
     registry.put("server-0", good.address)
-    actor, rollout = start(stack, registry, model_path, 1)
+    actor, rollout = start(stack, model_path, 1)
     publish_weights(actor, rollout, version=1)
     sick.sick_at = moment
     registry.put("server-1", sick.address)
@@ -318,12 +320,12 @@ def test_who_can_not_catch_up_is_left_alone_and_the_run_goes_on(
 
 
 def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     """A newcomer of another shape tears the update of servers that do not keep their old weights."""
     good = serving(stack)
     registry.put("server-0", good.address)
-    actor, rollout = start(stack, registry, model_path, 1, weight_update_timeout=5.0)
+    actor, rollout = start(stack, model_path, 1, weight_update_timeout=5.0)
     rollout._backend.keeps_old_weights = False
     publish_weights(actor, rollout, version=1)
     other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
@@ -335,12 +337,15 @@ def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
 
 
 def test_a_sender_that_fails_is_not_asked_again(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: contextlib.ExitStack,
+    registry: RunningRegistry,
+    model_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
-    registry.secret = ensure_secret(tmp_path / "runs" / "exp" / "t")
     registry.put("server-0", serving(stack).address)
-    actor, rollout = start(stack, registry, model_path, 1, weight_update="disk", fileroot=str(tmp_path / "runs"))
+    actor, rollout = start(stack, model_path, 1, weight_update="disk", fileroot=str(tmp_path / "runs"))
     attempts = []
 
     def fail(*_: object) -> None:
@@ -354,10 +359,10 @@ def test_a_sender_that_fails_is_not_asked_again(
 
 
 def test_nobody_catches_up_with_weights_that_were_trained_since(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     registry.put("server-0", serving(stack).address)
-    actor, rollout = start(stack, registry, model_path, 1, weight_check=WeightCheckConfig(fingerprint=False))
+    actor, rollout = start(stack, model_path, 1, weight_check=WeightCheckConfig(fingerprint=False))
     publish_weights(actor, rollout, version=1)
     with torch.no_grad():
         for parameter in actor.model.parameters():
@@ -369,10 +374,10 @@ def test_nobody_catches_up_with_weights_that_were_trained_since(
 
 
 def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
-    stack: contextlib.ExitStack, registry: Registry, model_path: str
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     registry.put("server-0", (first := serving(stack)).address)
-    actor, rollout = start(stack, registry, model_path, 1, max_concurrent_rollouts=8)
+    actor, rollout = start(stack, model_path, 1, max_concurrent_rollouts=8)
     publish_weights(actor, rollout, version=1)
     registry.put("server-0", first.address, state="leaving")
     until(lambda: not rollout.servers.servers)
@@ -384,11 +389,12 @@ def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
     assert pending.result().batch_size[0] == 16
 
 
-def sample_twice(test: Connection, model_path: str, folder: Path) -> None:
+def sample_twice(test: Connection, model_path: str, registry: str) -> None:
     """A rank that reports the publication and what it got of two batches."""
     torch.set_num_threads(1)
+    os.environ[REGISTRY_VARIABLE] = registry
     with contextlib.ExitStack() as stack:
-        actor, rollout = start(stack, Registry(folder), model_path, 1)
+        actor, rollout = start(stack, model_path, 1)
         publish_weights(actor, rollout, version=3)
         test.send("published")
         workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
@@ -397,11 +403,11 @@ def sample_twice(test: Connection, model_path: str, folder: Path) -> None:
             test.send((batch.batch_size[0], sorted(set(batch["versions"][batch["loss_mask"].bool()].tolist()))))
 
 
-def test_all_ranks_help_a_server_to_catch_up(registry: Registry, model_path: str, tmp_path: Path) -> None:
+def test_all_ranks_help_a_server_to_catch_up(registry: RunningRegistry, model_path: str) -> None:
     """The only server dies in the middle of a batch; the next one gets the weights of both ranks' shards."""
     with serve(WatchedServer()) as first, serve(WatchedServer(seed=8)) as second:
         registry.put("server-0", first.address)
-        with testing_forks.two_ranks(sample_twice, model_path, tmp_path) as ranks:
+        with testing_forks.two_ranks(sample_twice, model_path, registry.address) as ranks:
             assert [rank.receive() for rank in ranks] == ["published"] * 2
             until(lambda: first.engine.stats().generated_tokens > 60)
             first.kill()

@@ -35,14 +35,16 @@ def wait_for(*names):
         time.sleep(0.02)
 def servers(count):
     "Addresses of servers by name, once so many are ready."
-    import json
-    from arealite.utils.name_resolve import make_repository
-    names = make_repository("nfs", nfs_record_root=os.environ["FILEROOT"])
-    while True:
-        records = {key.split("/")[-1]: json.loads(text) for key, text in names.items("exp/trial/servers").items()}
-        ready = {name: record["address"] for name, record in records.items() if record["state"] == "ready"}
-        if len(ready) == count: return ready
-        time.sleep(0.05)
+    import asyncio
+    from arealite.utils.registry import RegistryClient
+    async def ready():
+        registry = RegistryClient(os.environ["AREALITE_REGISTRY"], os.environ["AREALITE_SECRET"])
+        view = await registry.watch()
+        while True:
+            ready = {name: record.address for name, record in view.servers.items() if record.state == "ready"}
+            if len(ready) == count: return ready
+            view = await registry.watch(view.moment)
+    return asyncio.run(ready())
 """
 PRELUDE = f"PRELUDE = {PRELUDE!r}\n{PRELUDE}"
 
@@ -69,6 +71,12 @@ class ServerArgs:
         for name, default in {"port": 0, "tp-size": 1, "pp-size": 1, "nnodes": 1, "node-rank": 0}.items():
             parser.add_argument("--" + name, type=int, default=default)
 prepare_server_args = list
+"""
+
+HTTP_SERVER = """
+class app:
+    @staticmethod
+    def add_middleware(middleware): pass
 """
 
 
@@ -110,6 +118,8 @@ def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
     (tmp_path / "sglang" / "__init__.py").write_text("__version__ = '0'")
     (tmp_path / "sglang" / "srt" / "server_args.py").write_text(SERVER_ARGS)
+    (tmp_path / "sglang" / "srt" / "entrypoints").mkdir()
+    (tmp_path / "sglang" / "srt" / "entrypoints" / "http_server.py").write_text(HTTP_SERVER)
     (tmp_path / "sglang" / "launch_server.py").write_text(PRELUDE + SERVER)
     (tmp_path / "config.yaml").write_text(
         textwrap.dedent(f"""
@@ -137,7 +147,6 @@ def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             | {
                 "PYTHONPATH": f"{REPOSITORY}:{tmp_path}",
                 "PIDS": str(tmp_path / "pids"),
-                "FILEROOT": str(tmp_path / "runs"),
             }
             | env
         )

@@ -134,39 +134,36 @@ def test_server_that_dies_mid_run_is_started_again(launch_script):
     assert "server-1 ended with exit status 9; its last " in run.output
 
 
-def test_entries_that_no_server_has_signed_are_no_servers(launch_script):
+def test_a_server_that_joins_outlives_an_attempt_and_the_run_tells_where_its_registry_is(launch_script):
+    """What the launcher started is registered anew by the second attempt; what joined stays."""
     run = launch_script(
         """
-        import json
-        from arealite.utils.name_resolve import make_repository
-        names = make_repository("nfs", nfs_record_root=os.environ["FILEROOT"])
-        record = json.loads(names.get("exp/trial/servers/server-0")) if servers(1) else {}
-        names.add("exp/trial/servers/server-0", json.dumps(record | {"address": "evil:1", "pid": 1}), replace=True)
-        names.add("exp/trial/servers/server-1", "no JSON")
-        time.sleep(3)
+        import asyncio, json
+        from arealite.utils.registry import Claim, RegistryClient, ServerRecord
+        told = json.loads(pathlib.Path("runs/exp/trial/registry.json").read_text())
+        assert told["address"] == os.environ["AREALITE_REGISTRY"] and told["address"].startswith("127.0.0.1:"), told
+        registry = RegistryClient(os.environ["AREALITE_REGISTRY"], os.environ["AREALITE_SECRET"])
+        joined = ServerRecord("127.0.0.1:1", "sglang", "here", 1, "ready", "", 0.0)
+        if os.environ["AREAL_RECOVER_RUN"] == "0":
+            first = servers(1)
+            asyncio.run(registry.claim("joined", Claim(joined, "me", 0, 60.0, True)))
+            pathlib.Path("first").write_text(str(first["server-0"]))
+            sys.exit(7)
+        found = servers(2)
+        print("joined at", found["joined"], found["server-0"] != pathlib.Path("first").read_text())
         """,
-        *("allocation_mode=sglang.d1+d1", "actor.path=tiny"),
+        *(
+            "allocation_mode=sglang.d1+d1",
+            "actor.path=tiny",
+            "recover.mode=auto",
+            "recover.retries=1",
+            "recover.freq_steps=1",
+        ),
     )
     assert run.end() == 0, run.output
-    assert "evil" not in run.output and "Traceback" not in run.output
-
-
-def test_a_registry_that_is_away_for_a_while_ends_nothing(launch_script):
-    run = launch_script(
-        """
-        servers(1)
-        names = pathlib.Path(os.environ["FILEROOT"], ".names")
-        names.rename(names.with_name("away")); names.write_text("")
-        time.sleep(4)
-        names.unlink(); names.with_name("away").rename(names)
-        time.sleep(2)
-        print("went on")
-        """,
-        *("allocation_mode=sglang.d1+d1", "actor.path=tiny"),
-    )
-    assert run.end() == 0, run.output
-    assert "\nwent on\n" in run.output
-    assert "WARNING: who is ready can't be seen for the time being: " in run.output and "Traceback" not in run.output
+    assert "joined at 127.0.0.1:1 True" in run.output
+    assert run.output.count("server-0 is ready at ") == 2 and "joined is ready" not in run.output
+    assert not (run.logs.parent / "registry.json").exists()
 
 
 def test_server_that_is_never_ready(launch_script):

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 import stat
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,7 @@ from arealite.utils.secret import (
     is_authorized,
     is_loopback,
     secret_of_environment,
-    sign,
-    verify,
 )
-from arealite.utils.server_record import ServerRecord, servers_root
-
-RECORD = ServerRecord("10.0.0.1:80", "lite", "node1", 7, "ready", "", 12.5)
-KEY = "e/t/servers/server-0"
 
 
 def test_a_run_keeps_its_secret_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,34 +58,3 @@ def test_who_listens_where_others_connect_has_a_secret(host: str, expected: bool
     else:
         with pytest.raises(ValueError, match=f"must have a secret: got --host {host} and none. Set {SECRET_VARIABLE}"):
             check_exposed(host, None)
-
-
-def test_a_record_holds_for_its_own_entry_and_as_it_was_signed() -> None:
-    text = RECORD.to_text(KEY, "abc")
-    assert ServerRecord.read(KEY, text, "abc") == RECORD
-    assert json.loads(text)["address"] == "10.0.0.1:80", "plain to everybody"
-    moved = replace(RECORD, address="10.6.6.6:80").to_text(KEY, "abc")
-    forged = json.dumps(json.loads(text) | {"address": "10.6.6.6:80"})
-    for key, bad, secret in [
-        (KEY, forged, "abc"),
-        (KEY, RECORD.to_text(KEY, None), "abc"),
-        (KEY, RECORD.to_text(KEY, "other"), "abc"),
-        ("e/other/servers/server-0", text, "abc"),
-        (KEY, json.dumps(json.loads(moved) | {"signature": json.loads(text)["signature"]}), "abc"),
-    ]:
-        with pytest.raises(ValueError, match="must be signed with the secret of the run"):
-            ServerRecord.read(key, bad, secret)
-
-
-@pytest.mark.parametrize("text", ["", "no json", "[1]", "7", "null", '"text"'])
-def test_what_is_no_record_is_told(text: str) -> None:
-    with pytest.raises(ValueError, match=f"the entry {KEY} must be a JSON object"):
-        verify(KEY, text, "abc")
-
-
-def test_without_a_secret_anything_of_the_right_form_goes() -> None:
-    assert ServerRecord.read(KEY, RECORD.to_text(KEY, None), None) == RECORD
-    assert ServerRecord.read(KEY, RECORD.to_text(KEY, "abc"), None) == RECORD
-    with pytest.raises(ValueError, match="must be the record of a server"):
-        ServerRecord.read(KEY, sign(KEY, asdict(RECORD) | {"more": 1}, None), None)
-    assert servers_root("e", "t") == "e/t/servers"

@@ -38,10 +38,8 @@ class BaseExperimentConfig(ConfigBase):
         **_named("evaluator", fileroot="cluster.fileroot"),
         **_named("recover", fileroot="cluster.fileroot"),
         **_named("stats_logger", fileroot="cluster.fileroot"),
-        "cluster.name_resolve.nfs_record_root": "cluster.fileroot",
         **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
         "rollout.tokenizer_path": "tokenizer_path",
-        "rollout.name_resolve": "cluster.name_resolve",
         **_same("valid_dataset", "train_dataset", "path", "type", "batch_size", "max_length"),
     }
     """Keys that take another key's value unless they are given."""

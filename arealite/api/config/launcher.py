@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from arealite.api.config.rollout import NameResolveConfig
 from arealite.api.config.types import ConfigBase, EnvVars, Folder, NonNegativeInt, Positive, PositiveInt
 
 
@@ -13,8 +12,6 @@ from arealite.api.config.types import ConfigBase, EnvVars, Folder, NonNegativeIn
 class ClusterSpecConfig(ConfigBase):
     """The machines of a run."""
 
-    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
-    """Where the processes of a run find each other."""
     n_nodes: PositiveInt = 1
     """Machines."""
     n_gpus_per_node: NonNegativeInt = 8

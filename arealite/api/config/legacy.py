@@ -39,12 +39,15 @@ RENAMED = {
 }
 
 _OPTIMIZER = DeprecatedKey("compute is bfloat16 or float32, whose losses are not scaled")
+_NAME_RESOLVE = DeprecatedKey("the run itself is the registry of its servers")
 
 DEPRECATED = {
     "checkpointer": DeprecatedKey("`recover` replaces it"),
     "server_only": DeprecatedKey("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
     "total_train_n_seqs": DeprecatedKey("total_train_steps bounds training", (None,)),
     "cluster.cluster_name": DeprecatedKey("no cluster has settings of its own"),
+    "cluster.name_resolve": _NAME_RESOLVE,
+    "rollout.name_resolve": _NAME_RESOLVE,
     "rollout.enable_rollout_tracing": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
     "rollout.schedule_policy": DeprecatedKey("requests go to the server with the fewest outstanding tokens"),
     "rollout.untie_embeddings": DeprecatedKey(

@@ -54,22 +54,6 @@ class GenerationHyperparameters(ConfigBase):
 
 
 @dataclass
-class NameResolveConfig(ConfigBase):
-    """Where the processes of a run find each other."""
-
-    type: Literal["nfs", "redis", "etcd3", "ray"] = "nfs"
-    """Files in a folder that every machine sees, a Redis or etcd server, or the Ray cluster of the run."""
-    nfs_record_root: Folder = ""
-    """Folder of `nfs`, whose `.names` has the entries; filled in from `cluster.fileroot`."""
-    redis_addr: str = "127.0.0.1:6379"
-    """host:port of Redis."""
-    etcd3_addr: str = "127.0.0.1:2379"
-    """host:port of etcd."""
-    ray_actor_name: str = "arealite_names"
-    """Of the detached actor that keeps the names in Ray."""
-
-
-@dataclass
 class WeightCheckConfig(ConfigBase):
     """How every publication of weights is verified."""
 
@@ -101,8 +85,6 @@ class InferenceEngineConfig(ConfigBase):
     """host:port of servers that someone else started and stops; empty is those that register for this run."""
     num_servers: NonNegativeInt = 0
     """Registered servers to wait for before the first episode; filled in from `allocation_mode`. More may join."""
-    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
-    """Where servers register; filled in from `cluster.name_resolve`."""
     consumer_batch_size: PositiveInt = 1
     """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
     max_concurrent_rollouts: PositiveInt | None = None

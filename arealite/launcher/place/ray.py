@@ -62,6 +62,11 @@ def connect() -> None:
         ) from error
 
 
+def own_address() -> str:
+    """Return the address of this node in the cluster."""
+    return str(ray.util.get_node_ip_address())
+
+
 class Attendant:
     """The actor: owns one relay on its machine."""
 
@@ -172,7 +177,7 @@ class RayPlace:
         while True:
             actor = self._actor_class.options(**options, scheduling_strategy=bundle).remote()
             try:
-                where = os.getcwd(), ray.util.get_node_ip_address()
+                where = os.getcwd(), own_address()
                 node = await actor.start.remote(_environment(), *where, self._config.node_timeout)
                 slot = RaySlot(node, actor, timeout_s=self._config.node_timeout)
                 await slot.meet()

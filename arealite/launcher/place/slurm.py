@@ -31,7 +31,7 @@ from arealite.launcher.plan.plan import Placement, Plan
 from arealite.launcher.supervise import run
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor
 from arealite.utils.file_lock import file_lock
-from arealite.utils.network import LOOPBACK
+from arealite.utils.network import LOOPBACK, host_ip
 from arealite.utils.secret import is_loopback
 
 _READ_BYTES = 1 << 16
@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Slurm",
         open_place,
         lambda config, plan: _check(config, plan, nodes),
+        registry_host=lambda plan: host_ip(nodes[1]) if plan.num_nodes > 1 else LOOPBACK,
         machines_answer=lambda: _machines_answer(nodes, config.launcher.node_timeout),
     )
     status = run.launch(

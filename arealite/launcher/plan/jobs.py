@@ -21,7 +21,7 @@ from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, rollout_of
-from arealite.utils.environment import RESTART_VARIABLE, SECRET_VARIABLE
+from arealite.utils.environment import REGISTRY_VARIABLE, RESTART_VARIABLE, SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK
 
 
@@ -34,31 +34,27 @@ def check_model(config: BaseExperimentConfig) -> None:
 
 
 def server_job(
-    config: BaseExperimentConfig, placement: Placement, host: str, devices: Mapping[str, str], secret: str
+    config: BaseExperimentConfig,
+    placement: Placement,
+    host: str,
+    devices: Mapping[str, str],
+    secret: str,
+    registry: str,
 ) -> Job:
-    """Describe a server, which listens at `host`, picks its own port and registers for the run."""
+    """Describe a server, which listens at `host`, picks its own port and registers with `registry`."""
     rollout = rollout_of(config)
     kind = kind_of(config)
     command = kind.command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
     serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", kind.name]
-    serve += ["--name", placement.name, "--host", host, *registry_flags(config)]
-    serve += ["--setup-timeout", str(rollout.setup_timeout)]
+    serve += ["--name", placement.name, "--host", host, "--setup-timeout", str(rollout.setup_timeout)]
     env = environment(
         config.launcher.inference_server_env_vars,
         python=command[0],
         **devices,
         **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
-        **{SECRET_VARIABLE: secret},
+        **{SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry},
     )
     return Job(placement.name, [*serve, "--", *command], env)
-
-
-def registry_flags(config: BaseExperimentConfig) -> list[str]:
-    """Return where servers of this run register."""
-    names = config.cluster.name_resolve
-    flags = ["--join", f"{config.experiment_name}/{config.trial_name}", "--name-resolve", names.type]
-    address = {"nfs": names.nfs_record_root, "redis": names.redis_addr, "etcd3": names.etcd3_addr}
-    return [*flags, "--registry", address.get(names.type, names.ray_actor_name)]
 
 
 def trainer_job(
@@ -67,6 +63,7 @@ def trainer_job(
     placement: Placement,
     devices: Mapping[str, str],
     secret: str,
+    registry: str,
     *,
     master: tuple[str, int | str],
     entry: Path,
@@ -87,7 +84,7 @@ def trainer_job(
         GROUP_WORLD_SIZE=str(len(nodes)),
         MASTER_ADDR=master[0],
         MASTER_PORT=str(master[1]),
-        **{RESTART_VARIABLE: str(int(is_restart)), SECRET_VARIABLE: secret},
+        **{RESTART_VARIABLE: str(int(is_restart)), SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry},
     )
     return Job(placement.name, [sys.executable, str(entry), *argv], env)
 

@@ -50,13 +50,13 @@ def plan_lines(
 
 def _servers(config: BaseExperimentConfig, placements: Sequence[Placement]) -> Iterator[Job]:
     for one in placements:
-        yield server_job(config, one, f"<machine {one.node}>", {}, "")
+        yield server_job(config, one, f"<machine {one.node}>", {}, "", "")
 
 
 def _trainers(config: BaseExperimentConfig, plan: Plan, *, entry: str | Path, argv: Sequence[str]) -> Iterator[Job]:
     for one in plan.trainers[:1]:
         yield trainer_job(
-            *(config, plan, one, {}, ""),
+            *(config, plan, one, {}, "", ""),
             master=(f"<machine {one.node}>", "<a free port>"),
             entry=Path(entry),
             argv=argv,

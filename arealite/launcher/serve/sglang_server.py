@@ -1,7 +1,7 @@
 """`python -m arealite.launcher.serve.sglang_server FLAGS`: SGLang's own server, after its flags were checked.
 
-Runs with the interpreter of the environment in which SGLang is installed, so it needs nothing but SGLang, the standard
-library and our errors. The flags are those of the installed SGLang, judged by its own parser and its own rules; what is
+Runs with the interpreter of the environment in which SGLang is installed, so it needs only SGLang and the standard
+library. The flags are those of the installed SGLang, judged by its own parser and its own rules; what is
 added are refusals of what would hang later or would falsify what we train on. With `--check` nothing is started, and
 one line of JSON tells what is installed.
 
@@ -15,13 +15,16 @@ import contextlib
 import difflib
 import importlib
 import json
+import logging
 import os
 import runpy
 import sys
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from arealite.api.errors import ConfigError
+from arealite.launcher.serve.auth import RequireSecret
+from arealite.utils.secret import secret_of_environment
 
 _VERSION_FLAG = "--weight-version"
 RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -41,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_check:
         print(json.dumps({"program": "sglang", "version": version}))
         return 0
+    if secret := secret_of_environment():
+        flags += ["--api-key", secret]  # in our memory alone; SGLang shows it when it warms itself up
+        _hide_in_logs(secret)
+        importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(RequireSecret)
     sys.argv[1:] = flags
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
     return 0
@@ -71,6 +78,11 @@ def check_flags(flags: list[str]) -> str:
         dist_init_addr=options.dist_init_addr,
         num_devices=options.tp_size * options.pp_size,
     )
+    if getattr(options, "tokenizer_worker_num", 1) > 1 and secret_of_environment():
+        raise ConfigError(
+            f"tokenizer_worker_num must be 1 for a server with a secret: got {options.tokenizer_worker_num}, whose "
+            "processes SGLang can't guard. Remove it from the sglang block."
+        )
     if getattr(options, "allow_auto_truncate", False):
         raise ConfigError(
             "allow_auto_truncate must be off: got on, which cuts prompts without saying so. Remove it from the sglang "
@@ -125,6 +137,19 @@ def check_nodes(*, nnodes: int, node_rank: int, dist_init_addr: str | None, num_
         )
     if num_devices % nnodes:
         raise ConfigError(f"nnodes must divide tp_size * pp_size: got {nnodes} and {num_devices}. Change one of them.")
+
+
+def _hide_in_logs(secret: str) -> None:
+    """Keep the secret out of SGLang's log, to which it writes its flags."""
+    make_record = logging.getLogRecordFactory()
+
+    def make_record_without(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        if isinstance(record.msg, str):
+            record.msg = record.msg.replace(secret, "***")
+        return record
+
+    logging.setLogRecordFactory(make_record_without)
 
 
 class _Parser(argparse.ArgumentParser):

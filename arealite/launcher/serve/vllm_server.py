@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from arealite.api.errors import ConfigError
+from arealite.launcher.serve.auth import RequireSecret
 
 _REFUSED = 2
 _WEIGHTS_MODULE = "arealite.launcher.serve.vllm_weights"
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
         return _REFUSED
+    args.middleware = [*args.middleware, f"{RequireSecret.__module__}.{RequireSecret.__qualname__}"]  # outermost
     _serve(args)
     sys.stdout.flush()
     os._exit(1)  # a server does not end by itself; and what a library says of its end would hide what it said before

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +28,9 @@ from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Ser
 from arealite.utils.environment import SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.file_lock import file_lock
 from arealite.utils.files import write_atomically
-from arealite.utils.name_resolve import NameEntryNotFoundError, NameRepository, NameResolveError, make_repository
+from arealite.utils.network import LOOPBACK
+from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
-from arealite.utils.server_record import ServerRecord, servers_root
 from arealite.watchdog.stall import StallPolicy
 
 _SETUP_TIMEOUT_S = 600.0
@@ -54,6 +53,8 @@ class Backend:
     """Called anew for each attempt."""
     check: Callable[[BaseExperimentConfig, Plan], None]
     """Refuses by ConfigError what the machines can't do, before anything starts."""
+    registry_host: Callable[[Plan], str] = lambda plan: LOOPBACK
+    """Address of this node by which the jobs of a plan reach the run's registry."""
     machines_answer: Callable[[], bool] = lambda: True
     """Whether a run that has lost a machine may start again on those it has, or on others that replace them."""
 
@@ -114,10 +115,6 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
     check_model(config)
     if plan.servers:
         kind_of(config).check_block(config)
-        try:
-            make_repository(**dataclasses.asdict(config.cluster.name_resolve))
-        except (ValueError, ImportError, NameResolveError) as error:
-            raise ConfigError(f"cluster.name_resolve must be usable: got {error}") from error
     return plan
 
 
@@ -148,11 +145,6 @@ class _Run:
     def folder(self) -> RunFolder:
         return RunFolder(self.config)
 
-    @property
-    def servers_root(self) -> str:
-        """Where the servers of the run register."""
-        return servers_root(self.config.experiment_name, self.config.trial_name)
-
 
 async def _run(run: _Run, restart: str | None) -> int:
     """Run to the end, and start again what failed as often as `recover` allows."""
@@ -164,48 +156,53 @@ async def _run(run: _Run, restart: str | None) -> int:
     record = {"entry": str(run.entry), "argv": run.argv}
     write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
     secret = ensure_secret(folder.path)
-    retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
-    for attempt in range(retries + 1):
-        supervisor = await _attempt(run, secret, restart)
-        ending = supervisor.ending  # a signal while everything was being stopped is heard as well
-        restart = f"restart {attempt + 1} of {retries}, because {ending.reason}"
-        if not ending.is_failure or ending.status == CONFIG_FAILED or ending.is_refusal:
-            break
-        if not await asyncio.to_thread(run.backend.machines_answer):
-            return NODE_LOST
-    return ending.status
+    registry = Registry(secret)
+    try:
+        if run.plan.servers:
+            await registry.start(run.backend.registry_host(run.plan), folder.registry)
+        retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
+        for attempt in range(retries + 1):
+            supervisor = await _attempt(run, secret, registry, restart)
+            ending = supervisor.ending  # a signal while everything was being stopped is heard as well
+            restart = f"restart {attempt + 1} of {retries}, because {ending.reason}"
+            if not ending.is_failure or ending.status == CONFIG_FAILED or ending.is_refusal:
+                break
+            if not await asyncio.to_thread(run.backend.machines_answer):
+                return NODE_LOST
+        return ending.status
+    finally:
+        await registry.close()
 
 
-async def _attempt(run: _Run, secret: str, restart: str | None) -> Supervisor:
+async def _attempt(run: _Run, secret: str, registry: Registry, restart: str | None) -> Supervisor:
     """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
     config, plan = run.config, run.plan
     log_folder = run.folder.logs
     log_folder.mkdir(parents=True, exist_ok=True)
-    names = make_repository(**dataclasses.asdict(config.cluster.name_resolve)) if plan.servers else None
     place: Place | None = None
     try:
         async with Supervisor(log_folder=log_folder, stall=_stall_policy(run, secret)) as supervisor:
             supervisor.say(restart or f"{config.allocation_mode}; logs in {log_folder}")
-            if names is not None:
-                await _clear(names, run.servers_root)
             place = run.backend.open_place(config, plan, supervisor)
             slots = await supervisor.take_slots(place, plan.placements)
             if slots is not None:
                 by_name = {one.name: slot for one, slot in zip(plan.placements, slots, strict=True)}
-                if names is not None:
-                    _start_servers(run, supervisor, place, by_name, names, secret)
+                if plan.servers:
+                    _start_servers(run, supervisor, place, by_name, secret, registry)
                 if plan.trainers:
-                    supervisor.start_trainer(_trainer_jobs(run, by_name, secret, is_restart=restart is not None))
+                    is_restart = restart is not None
+                    jobs = _trainer_jobs(run, by_name, secret, registry.address, is_restart=is_restart)
+                    supervisor.start_trainer(jobs)
             await supervisor.wait()
         return supervisor
     finally:
         if place is not None:
             await place.close()
-        if names is not None:
-            await _clear(names, run.servers_root)
 
 
-def _trainer_jobs(run: _Run, slots: Mapping[str, Slot], secret: str, *, is_restart: bool) -> list[tuple[Slot, Job]]:
+def _trainer_jobs(
+    run: _Run, slots: Mapping[str, Slot], secret: str, registry: str, *, is_restart: bool
+) -> list[tuple[Slot, Job]]:
     """Return each rank's slot and job. Ranks see all GPUs of the ranks on their machine, because NCCL links only GPUs
     that both sides see; LOCAL_RANK picks one."""
     plan, first = run.plan, slots[run.plan.trainers[0].name]
@@ -213,7 +210,7 @@ def _trainer_jobs(run: _Run, slots: Mapping[str, Slot], secret: str, *, is_resta
     for one in plan.trainers:
         gpus = [gpu for rank in plan.ranks_on(one.node) for gpu in slots[rank.name].gpus]
         job = trainer_job(
-            *(run.config, plan, one, _visible(gpus), secret),
+            *(run.config, plan, one, _visible(gpus), secret, registry),
             master=(first.address, first.port),
             entry=run.entry,
             argv=run.argv,
@@ -227,37 +224,19 @@ def _visible(gpus: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-async def _clear(names: NameRepository, root: str) -> None:
-    """Remove what servers have said; where that can't be, it lapses."""
-    with contextlib.suppress(NameResolveError):
-        await asyncio.to_thread(names.clear_subtree, root)
-
-
 def _start_servers(
-    run: _Run, supervisor: Supervisor, place: Place, slots: Mapping[str, Slot], names: NameRepository, secret: str
+    run: _Run, supervisor: Supervisor, place: Place, slots: Mapping[str, Slot], secret: str, registry: Registry
 ) -> None:
     config, servers = run.config, run.plan.servers
     rollout = rollout_of(config)
 
-    def look_up() -> dict[str, ServerRecord]:
-        records = {}
-        for key, text in names.items(run.servers_root).items():
-            with contextlib.suppress(ValueError):  # not signed by a server of this run
-                records[key.rpartition("/")[2]] = ServerRecord.read(key, text, secret)
-        return records
-
-    def forget(name: str) -> None:
-        with contextlib.suppress(NameEntryNotFoundError):
-            names.delete(f"{run.servers_root}/{name}")
-
     def describe(placement: Placement, slot: Slot) -> Job:
-        return server_job(config, placement, slot.address, _visible(slot.gpus), secret)
+        return server_job(config, placement, slot.address, _visible(slot.gpus), secret, registry.address)
 
     policy = ServerPolicy(
         setup_timeout_s=rollout.setup_timeout,
         restarts=config.launcher.server_restarts,
-        look_up=look_up,
-        forget=forget,
+        registry=registry,
         publish_progress=kind_of(config).is_embedded,
         invitation=None
         if run.plan.trainers

@@ -2,8 +2,8 @@
 
 Where a job runs is its slot's business (see `place`). Servers and trainer start together, because both take seconds to
 import what they need. A server that ends before it was ready ends the run; one that ends later is started again, while
-the others go on serving. One event loop hears everything; only timeouts, the looks at the registry and the look for a
-stall are timed, everything else is an event.
+the others go on serving. One event loop hears everything; only timeouts and the look for a stall are timed, everything
+else is an event.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.plan import Placement
 from arealite.launcher.supervise.console import Console, Output
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
-from arealite.utils.name_resolve import NameResolveError
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
-from arealite.utils.server_record import ServerRecord
+from arealite.utils.registry import Registry
 from arealite.watchdog.evidence import read_progress
 from arealite.watchdog.stall import StallPolicy, StallWatch, forget_progress
 
@@ -40,8 +39,6 @@ _GRACE_S = 5.0
 _CLEAN_UP_S = 15.0
 _WORD_S = 10.0
 """Between two words on what is waited for."""
-_LOOK_S = 0.2
-"""Between two looks at the registry, until every server is ready."""
 _REFUSAL = re.compile(r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -70,10 +67,8 @@ class ServerPolicy:
 
     setup_timeout_s: float
     restarts: int
-    look_up: Callable[[], dict[str, ServerRecord]]
-    """Returns what registered servers say of themselves, by name. Raises NameResolveError."""
-    forget: Callable[[str], None]
-    """Removes what a dead server has said. Raises NameResolveError."""
+    registry: Registry
+    """Where they register, under the names of their jobs."""
     publish_progress: bool
     """Whether they tell a stall watch what they do."""
     invitation: str | None
@@ -98,6 +93,7 @@ class Supervisor:
         """Of slots whose jobs have ended."""
         self._addresses: dict[str, str] = dict(stall.foreign_servers)
         """Of servers that were ready once."""
+        self._server_names: list[str] = []
         self._expected: list[str] = []
         """Names of the processes that will tell the stall watch what they do."""
         self._num_output_bytes = 0
@@ -157,11 +153,9 @@ class Supervisor:
         """Start servers; each must become ready in time, and is started again when it ends after that."""
         if policy.publish_progress:
             self._expected += [placement.name for placement in placements]
-        ready = {placement.name: asyncio.Event() for placement in placements}
+        self._server_names = [placement.name for placement in placements]
         for placement, slot in zip(placements, slots, strict=True):
-            self._watch(self._serve(place, placement, slot, describe, policy, ready[placement.name]))
-        if placements:
-            self._watch(self._follow_registry(ready, policy))
+            self._watch(self._serve(place, placement, slot, describe, policy))
 
     def start_trainer(self, jobs: Sequence[tuple[Slot, Job]]) -> None:
         """Start the ranks of the trainer. The first one that fails ends the run, and so does the end of all. From now
@@ -200,20 +194,26 @@ class Supervisor:
         slot: Slot,
         describe: Callable[[Placement, Slot], Job],
         policy: ServerPolicy,
-        ready: asyncio.Event,
     ) -> Ending:
         """Run a server, again when it ends after it was ready, and return what ends the run."""
         name, was_ready = placement.name, False
         for restart in itertools.count(1):
+            running = self._loop.create_task(self._run(slot, describe(placement, slot)))
+            loading = self._loop.create_task(self._becomes_ready(name, policy))
             try:
-                ended = f"{name} ended with {describe_exit(await self._run(slot, describe(placement, slot)))}"
+                await asyncio.wait({running, loading}, return_when=asyncio.FIRST_COMPLETED)
+                was_ready = was_ready or (loading.done() and loading.result())
+                if loading.done() and not loading.result():
+                    reason = f"{name} was not ready within {policy.setup_timeout_s:g} s"
+                    return Ending(SERVER_FAILED, reason, self._output(name))
+                ended = f"{name} ended with {describe_exit(await running)}"
                 status = SERVER_FAILED
             except NodeLostError as error:
                 ended, status = str(error), NODE_LOST
-            was_ready = was_ready or ready.is_set()
-            ready.clear()
-            with contextlib.suppress(NameResolveError):  # then it lapses
-                await asyncio.to_thread(policy.forget, name)
+            finally:
+                running.cancel()
+                loading.cancel()
+            policy.registry.remove(name)
             if not was_ready or restart > policy.restarts:
                 return Ending(status, ended, self._output(name))
             self.say(f"{ended}; starting it again ({restart} of {policy.restarts})")
@@ -223,48 +223,26 @@ class Supervisor:
                 return Ending(status, f"{name} could not be started again: {error}")
         raise AssertionError("servers end")
 
-    async def _follow_registry(self, ready: dict[str, asyncio.Event], policy: ServerPolicy) -> Ending:
-        """Tell when servers become ready; return when one did not in time."""
-        waiting_since = dict.fromkeys(ready, time.monotonic())
-        next_word = time.monotonic() + _WORD_S
-        records: dict[str, ServerRecord] = {}
-        """Of those that were ready."""
-        is_told = is_away = False
-        while True:
-            began = time.monotonic()
-            try:
-                told = await asyncio.to_thread(policy.look_up)
-            except NameResolveError as error:
-                if not is_away:
-                    self.say(f"WARNING: who is ready can't be seen for the time being: {error}")
-                is_away = True
-                await asyncio.sleep(1.0)
-                waiting_since = {name: since + time.monotonic() - began for name, since in waiting_since.items()}
-                continue
-            is_away = False
+    async def _becomes_ready(self, name: str, policy: ServerPolicy) -> bool:
+        """Wait until a server registers as ready, and log what it does meanwhile; False if it takes too long."""
+        started, next_word = time.monotonic(), time.monotonic() + _WORD_S
+        view = await policy.registry.watch()
+        while (record := view.servers.get(name)) is None or record.state != "ready":
             now = time.monotonic()
-            for name, event in ready.items():
-                record = told.get(name)
-                if event.is_set():
-                    waiting_since[name] = now
-                elif record is not None and record.state == "ready" and record != records.get(name):
-                    records[name] = record  # not that of one that has ended
-                    self._addresses[name] = record.address
-                    self.say(f"{name} is ready at {record.address} after {now - waiting_since[name]:.1f} s")
-                    event.set()
-                elif (waited_s := now - waiting_since[name]) > policy.setup_timeout_s:
-                    reason = f"{name} was not ready within {policy.setup_timeout_s:g} s"
-                    return Ending(SERVER_FAILED, reason, self._output(name))
-                elif now > next_word:
-                    doing = "it has not registered yet" if record is None else record.detail
-                    self.say(f"waiting for {name} ({waited_s:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
-            if now > next_word:
+            if now - started >= policy.setup_timeout_s:
+                return False
+            if now >= next_word:
                 next_word = now + _WORD_S
-            are_ready = all(event.is_set() for event in ready.values())
-            if policy.invitation and are_ready and not is_told:
-                is_told = True
-                self.say(policy.invitation + ",".join(self._addresses[name] for name in ready))
-            await asyncio.sleep(1.0 if are_ready else _LOOK_S)
+                doing = "it has not registered yet" if record is None else record.detail
+                self.say(f"waiting for {name} ({now - started:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
+            due = min(next_word, started + policy.setup_timeout_s)
+            view = await policy.registry.watch(view.moment, max(0.0, due - now))
+        self._addresses[name] = record.address
+        self.say(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
+        addresses = [self._addresses.get(name, "") for name in self._server_names]
+        if policy.invitation is not None and all(addresses):
+            self.say(policy.invitation + ",".join(addresses))
+        return True
 
     async def _train(self, jobs: Sequence[tuple[Slot, Job]]) -> Ending:
         """Run all ranks; the first failure counts."""

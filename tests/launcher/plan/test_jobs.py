@@ -79,7 +79,7 @@ def plan_of(config: RunConfig) -> Plan:
 
 
 def server_jobs(config: RunConfig) -> list[Job]:
-    return [server_job(config, one, "127.0.0.1", {}, "s") for one in plan_of(config).servers]
+    return [server_job(config, one, "127.0.0.1", {}, "s", "h:1") for one in plan_of(config).servers]
 
 
 def program(job: Job) -> list[str]:
@@ -114,12 +114,10 @@ def test_lite_servers(load):
         "--backend": "lite",
         "--name": "server-1",
         "--host": "127.0.0.1",
-        "--join": "e/t",
-        "--name-resolve": "nfs",
-        "--registry": str(Path("runs").absolute()),
         "--setup-timeout": "600.0",
     }
     assert jobs[0].env["AREALITE_SECRET"] == "s" and "s" not in jobs[0].command
+    assert jobs[0].env["AREALITE_REGISTRY"] == "h:1"
     assert jobs[0].env["OMP_NUM_THREADS"] == "2"
 
 
@@ -149,7 +147,7 @@ def test_ranks_know_each_other_as_under_torchrun(load):
     plan = make_plan(config)
     jobs = [
         trainer_job(
-            *(config, plan, one, {"CUDA_VISIBLE_DEVICES": "7,6"}, "s"),
+            *(config, plan, one, {"CUDA_VISIBLE_DEVICES": "7,6"}, "s", "h:1"),
             master=("h", 9),
             entry=Path("e.py"),
             argv=["a=b"],

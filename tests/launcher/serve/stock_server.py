@@ -1,19 +1,22 @@
-"""Stands in for a real server that knows no secret: slow to load, holds requests until it is told to abort them.
+"""Stands in for a real server: slow to load, holds requests until it is told to abort them.
 
     python stock_server.py BEHAVIOUR... --host H --port P
 
-Behaviours: `die` while loading, `hang` while loading, `deaf` to aborts and SIGTERM, `daemon` leaves a process behind.
+Behaviours: `die` while loading, `hang` while loading, `deaf` to aborts and SIGTERM, `daemon` leaves a process behind,
+`guarded` wants the secret of its environment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import signal
 import subprocess
 import sys
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 behaviours = sys.argv[1 : sys.argv.index("--host")]
 host, port = sys.argv[-3], int(sys.argv[-1])
@@ -37,24 +40,18 @@ async def main() -> None:
         body = await request.read()
         return web.json_response({"digest": hashlib.sha256(body).hexdigest()}, headers={"X-Bytes": str(len(body))})
 
-    async def stream(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(status=203, headers={"X-Seen": request.headers.get("Authorization", "nothing")})
-        await response.prepare(request)
-        for index in range(3):
-            await response.write(b"%d" % index * 1000)
-            if request.query.get("break") and index == 1:
-                assert request.transport is not None
-                request.transport.abort()
-            await asyncio.sleep(0.05)
-        return response
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        shown = request.headers.get("Authorization")
+        is_open = request.path == "/health" or shown == f"Bearer {os.environ['AREALITE_SECRET']}"
+        return await handler(request) if is_open else web.Response(status=401)
 
-    app = web.Application(client_max_size=2**30)
+    app = web.Application(middlewares=[guard] if "guarded" in behaviours else [])
     app.router.add_get("/health", lambda _: _ok())
     app.router.add_post("/generate", generate)
     app.router.add_post("/pause", abort)
     app.router.add_post("/pause_generation", abort)
     app.router.add_post("/digest", digest)
-    app.router.add_get("/stream", stream)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()

@@ -1,0 +1,306 @@
+"""The registry of a run: which inference servers it has. One process of the run keeps it, and it ends with the run.
+
+A server registers under a name, with a lease that it renews; trainers wait for changes by long-polling. Every request
+shows the secret of the run. Invariants: an entry ends within one lease of its owner; an owner that was replaced or
+removed can't change the entry again; what an owner sends takes effect in the order in which it was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import platform
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import Field, TypeAdapter
+
+from arealite.utils.environment import REGISTRY_VARIABLE
+from arealite.utils.files import write_atomically
+from arealite.utils.network import LOOPBACK
+from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal
+
+POLL_S = 10.0
+"""Longest time that the registry keeps a long-poll open."""
+DEADLINE_S = 5.0
+"""Within which the registry must answer anything else."""
+_MAX_BYTES = 16 * 1024
+
+State = Literal["loading", "ready", "leaving"]
+
+
+class RegistryError(RuntimeError):
+    """The registry does not answer."""
+
+
+class RegistryRefusedError(RegistryError):
+    """The registry answers, and refuses."""
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """What trainers know of a server. Invariant: `ready` was answered by the server itself, at this address."""
+
+    address: str
+    """host:port"""
+    backend: str
+    node: str
+    """Name of its node."""
+    pid: int
+    """Process id of the program that runs it: another one is another server, even at the same address."""
+    state: State
+    detail: str
+    """What it is doing; while it loads, the last line of its log."""
+    since: float
+    """When the state began, in Unix time."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an owner sends to register a server, and again to renew the lease."""
+
+    record: ServerRecord
+    owner: str
+    """Unique to the process that registers."""
+    number: Annotated[int, Field(ge=0)]
+    """Counts what the owner has sent; an older message that arrives late is refused."""
+    lease_s: Annotated[float, Field(gt=0, le=3600)]
+    is_first: bool
+    """Whether the entry of another owner is replaced; later claims must not take the name back."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The registered servers by name, as they were at one moment."""
+
+    moment: str
+    """Differs after every change."""
+    servers: dict[str, ServerRecord]
+
+
+_CLAIM = TypeAdapter(Claim)
+_VIEW = TypeAdapter(View)
+
+
+class Registry:
+    """Keeps the registry and answers for it over HTTP; lives in one event loop."""
+
+    def __init__(self, secret: str | None) -> None:
+        self.address = ""
+        """host:port, once it listens."""
+        self.servers: dict[str, ServerRecord] = {}
+        """The registered servers by name."""
+        self._secret = secret
+        self._leases: dict[str, asyncio.TimerHandle] = {}
+        self._owners: dict[str, str] = {}
+        """The last owner of each name, also after its lease has ended."""
+        self._last: dict[str, float] = {}
+        """The last number of each owner; infinite for one that was replaced or removed."""
+        self._boot = uuid.uuid4().hex
+        self._num_changes = 0
+        self._changed = asyncio.Event()
+        self._file: Path | None = None
+        self._text = ""
+        app = web.Application(client_max_size=_MAX_BYTES, middlewares=[self._guard])
+        app.router.add_get("/servers", self._get)
+        app.router.add_put(r"/servers/{name:[\w.-]{1,200}}", self._put)
+        app.router.add_delete(r"/servers/{name:[\w.-]{1,200}}", self._delete)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+
+    async def start(self, host: str = LOOPBACK, file: Path | None = None) -> None:
+        """Listen, and write where to the run's registry.json. Raises ValueError or OSError."""
+        check_exposed(host, self._secret)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, 0).start()
+        self.address = f"{host}:{self._runner.addresses[0][1]}"
+        if file is not None:
+            self._file = file
+            self._text = json.dumps({"address": self.address, "node": platform.node(), "pid": os.getpid()})
+            write_atomically(file, self._text)
+
+    async def close(self) -> None:
+        """Stop listening, and remove the file unless it is already that of the next registry."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                if self._file.read_text(encoding="utf-8") == self._text:
+                    self._file.unlink()
+        for lease in self._leases.values():
+            lease.cancel()
+        self._note_change()  # ends the long-polls
+        await self._runner.cleanup()
+
+    async def watch(self, moment: str | None = None, timeout_s: float = POLL_S) -> View:
+        """Return the servers as soon as they have changed since `moment`, or after `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while moment == self._moment:
+                    await self._changed.wait()
+        return View(self._moment, dict(self.servers))
+
+    def remove(self, name: str) -> None:
+        """Remove the entry of a server that has ended; what its owner may still send is refused."""
+        if name in self._owners:
+            self._last[self._owners[name]] = math.inf
+        if name in self.servers:
+            self._drop(name)
+
+    def claim(self, name: str, claim: Claim) -> bool:
+        """Register a server or renew its lease, and tell whether it was not registered. Raises RegistryRefusedError."""
+        self._advance(claim.owner, claim.number)
+        is_new = name not in self.servers or self._owners[name] != claim.owner
+        if is_new and name in self.servers:
+            if not claim.is_first:
+                raise RegistryRefusedError(f"the name {name} must be free: another server has registered under it")
+            self._last[self._owners[name]] = math.inf
+        if name in self._leases:
+            self._leases[name].cancel()
+        self._leases[name] = asyncio.get_running_loop().call_later(claim.lease_s, self._drop, name)
+        self._owners[name] = claim.owner
+        if self.servers.get(name) != claim.record:
+            self.servers[name] = claim.record
+            self._note_change()
+        return is_new
+
+    def withdraw(self, name: str, owner: str, number: int) -> None:
+        """Remove the entry of an owner, if it has one. Raises RegistryRefusedError."""
+        self._advance(owner, number)
+        if name in self.servers and self._owners[name] == owner:
+            self._drop(name)
+
+    @property
+    def _moment(self) -> str:
+        return f"{self._boot}-{self._num_changes}"
+
+    def _advance(self, owner: str, number: int) -> None:
+        last = self._last.get(owner, -1)
+        if number <= last:
+            what = "the server was removed or replaced" if last == math.inf else f"{last:.0f} was the last one"
+            raise RegistryRefusedError(f"messages of a server must come in order: got number {number}, and {what}")
+        self._last[owner] = number
+
+    def _drop(self, name: str) -> None:
+        self._leases.pop(name).cancel()
+        del self.servers[name]
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._num_changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # HTTP
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._secret and not is_authorized(request.headers.get("Authorization"), self._secret):
+            return _refuse(401, refusal(request.method, request.path))
+        try:
+            return await handler(request)
+        except ValueError as error:
+            return _refuse(400, f"{request.method} {request.path} is not understood: {error}")
+        except RegistryRefusedError as error:
+            return _refuse(409, str(error))
+
+    async def _get(self, request: web.Request) -> web.Response:
+        wait_s = float(request.query.get("wait_s", 0))
+        if not wait_s >= 0:  # also NaN
+            raise ValueError(f"wait_s must be 0 or more: got {wait_s}")
+        view = await self.watch(request.query.get("after"), min(wait_s, POLL_S))
+        return web.json_response(asdict(view))
+
+    async def _put(self, request: web.Request) -> web.Response:
+        claim = _CLAIM.validate_json(await request.read())
+        return web.json_response({"is_new": self.claim(request.match_info["name"], claim)})
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        owner, number = request.query.get("owner", ""), int(request.query.get("number", -1))
+        self.withdraw(request.match_info["name"], owner, number)
+        return web.json_response({})
+
+
+def _refuse(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
+
+
+class RegistryClient:
+    """Asks the registry of a run. Its methods raise RegistryError, at once or by a deadline."""
+
+    def __init__(self, where: str | Path, secret: str | None) -> None:
+        """`where` is host:port, or the path of the run's registry.json, which is read for every request: a run that was
+        started again has another address."""
+        self.address = str(where)
+        """host:port, or the path of registry.json."""
+        self._headers = authorization(secret)
+
+    async def watch(self, moment: str | None = None, timeout_s: float = POLL_S) -> View:
+        """Return the servers as soon as they have changed since `moment`, or after `timeout_s` seconds."""
+        query = {"wait_s": str(timeout_s)} | ({} if moment is None else {"after": moment})
+        return _VIEW.validate_python(await self._ask("GET", "/servers", query, deadline_s=timeout_s + DEADLINE_S))
+
+    async def claim(self, name: str, claim: Claim) -> bool:
+        """Register a server or renew its lease, and tell whether it was not registered."""
+        reply = await self._ask("PUT", f"/servers/{name}", {}, asdict(claim))
+        return bool(reply["is_new"])
+
+    async def withdraw(self, name: str, owner: str, number: int) -> None:
+        """Remove the entry of an owner, if it has one."""
+        await self._ask("DELETE", f"/servers/{name}", {"owner": owner, "number": str(number)})
+
+    async def close(self) -> None:
+        """Connections are not kept."""
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: object = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> dict[str, Any]:
+        address = address_in(self.address)[0]
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s)) as session,
+                session.request(
+                    method, f"http://{address}{path}", params=query, json=body, headers=self._headers
+                ) as reply,
+            ):
+                answer: dict[str, Any] = await reply.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise RegistryError(
+                f"the registry of the run at {address} must answer within {deadline_s:g} s: got "
+                f"{type(error).__name__}: {error}. Look whether the run goes on, and whether this node reaches it."
+            ) from error
+        if reply.status != 200:
+            raise RegistryRefusedError(f"the registry of the run at {address} refuses: {answer.get('error')}")
+        return answer
+
+
+def address_in(where: str) -> tuple[str, str]:
+    """Return the address of a registry, and the name of its node if `where` is a file. Raises RegistryError."""
+    if not where.endswith(".json"):
+        return where, ""
+    try:
+        told = json.loads(Path(where).read_text(encoding="utf-8"))
+        return told["address"], told["node"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RegistryError(
+            f"{where} must say where the registry of the run is: got {type(error).__name__}. "
+            "It is there while the run lasts."
+        ) from error
+
+
+def registry_of_environment(secret: str | None) -> RegistryClient | None:
+    """Return the registry that a launcher has told this process."""
+    where = os.environ.get(REGISTRY_VARIABLE)
+    return RegistryClient(where, secret) if where else None
