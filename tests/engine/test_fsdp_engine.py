@@ -1,5 +1,4 @@
 import math
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tensordict import TensorDict
+from testing_ports import held_port
 from training_cases import OPTIMIZER, token_batch, train_config, write_model
 from transformers import AutoModelForCausalLM
 
@@ -270,16 +270,10 @@ def test_a_failed_upload_fails_the_receiver(make: Make, tmp_path: Path) -> None:
     assert isinstance(meta.uploaded.exception(0), OSError)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def broadcast_meta(engine: FSDPEngine, name: str, timeout_s: float = 30.0) -> WeightUpdateMeta:
     return WeightUpdateMeta(
         type="nccl",
-        nccl_master_port=free_port(),
+        nccl_master_port=held_port(),
         nccl_param_specs=engine.get_param_specs(0),
         nccl_group_name=name,
         nccl_world_size=2,

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import aiohttp
 import pytest
 import torch
 from aiohttp import web
+from testing_ports import held_port
 from tiny_models import EOS, VOCAB_SIZE, build, config, save_qwen3, tokenizer
 from transformers import PreTrainedModel
 
@@ -63,12 +63,6 @@ async def client(model_path: str) -> AsyncIterator[Client]:
         yield Client(f"http://127.0.0.1:{web_runner.addresses[0][1]}", session, engine)
     await asyncio.to_thread(engine.close)
     await web_runner.cleanup()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def logprobs_by(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[float]:
@@ -294,7 +288,7 @@ class Trainer:
         self.client = client
         self.name = name
         self.weights = {name: p.detach() for name, p in build(config(), seed=seed).named_parameters()}
-        self.port = free_port()
+        self.port = held_port()
 
     async def join(self, timeout_s: float = 120.0) -> None:
         body = {
@@ -411,7 +405,7 @@ async def test_a_sender_that_leaves_is_an_error_and_the_old_weights_stay(client:
 async def test_joining_nobody_ends_at_the_deadline(client: Client) -> None:
     body = {
         "master_address": "127.0.0.1",
-        "master_port": free_port(),
+        "master_port": held_port(),
         "rank_offset": 1,
         "world_size": 2,
         "group_name": "g",

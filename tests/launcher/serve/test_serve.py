@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_ports import held_port
 from testing_registry import RunningRegistry
 from tiny_models import build, config, tokenizer
 
 from arealite.launcher.serve.serve import NOT_READY, REFUSED, num_connected
 from arealite.utils.environment import REGISTRY_VARIABLE
-from arealite.utils.network import LOOPBACK, free_port, hold_port, host_ip, port_of
+from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 from arealite.utils.processes import descendants, is_alive, kill_tree, send_signal, wait_gone
 from arealite.utils.registry import ServerRecord
 from arealite.utils.secret import authorization
@@ -306,7 +307,7 @@ def test_refusals_come_before_the_server_starts(serve: Callable[..., Serve], out
 
 
 def test_without_a_run_it_only_serves() -> None:
-    port = free_port()
+    port = held_port()
     command = [sys.executable, "-m", "arealite.launcher.serve", "--backend", "vllm", "--name", "mine"]
     command += ["--port", str(port), "--", *stock()]
     process = subprocess.Popen(
