@@ -446,7 +446,10 @@ def test_malformed_replies_are_refused(change: dict[str, Any], rule: str) -> Non
 
 
 def test_too_many_tokens_are_refused() -> None:
-    reply = {"output_ids": [1, 2], "meta_info": {}}
+    reply = {
+        "output_ids": [1, 2],
+        "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None], [-1.0, 2, None]]},
+    }
     with pytest.raises(ServerError, match="at most 1 tokens"):
         SGLangBackend(pause_mode="abort").parse_segment("s:1", reply, 1)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from arealite.api.errors import ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
@@ -35,6 +36,18 @@ class Segment:
     finish: Finish
     stale_kv_tokens: int = 0
     """Tokens sampled on keys and values of older weights than their version says."""
+
+    @classmethod
+    def checked(
+        cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int, require: Callable[[bool, str], None]
+    ) -> Segment:
+        """Check what every server must return; versions are still missing."""
+        require(type(tokens) is list and set(map(type, tokens)) <= {int}, "have a list of ints as tokens")
+        require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
+        require(len(logprobs) == len(tokens), f"have {len(tokens)} logprobs, one per token")
+        require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
+        require(finish in get_args(Finish), "have a finish reason of stop, length or abort")
+        return cls(tokens, logprobs, None, finish)
 
     def kept_in_place(self) -> Segment:
         """Count the tokens after a change of weights as stale: the server kept its keys and values."""

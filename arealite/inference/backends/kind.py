@@ -53,7 +53,7 @@ class ServerKind:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether it is our own server, which checks the run's secret and writes heartbeats."""
+        """Whether it is our own server, which writes heartbeats."""
         return self.package is None
 
     def python(self, config: BaseExperimentConfig) -> str:

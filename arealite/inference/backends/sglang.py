@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-from typing import cast
+from dataclasses import replace
 
 from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
@@ -15,7 +14,6 @@ from arealite.inference.backends.base import (
     Backend,
     BroadcastPlan,
     Checksums,
-    Finish,
     Segment,
     ServerConnection,
     described,
@@ -171,20 +169,15 @@ def _parse(address: str, reply: Json, max_tokens: int) -> Segment:
             raise bad_reply(address, _GENERATE, rule, reply)
 
     tokens, meta_info = reply["output_ids"], reply["meta_info"]
-    require(type(tokens) is list and set(map(type, tokens)) <= {int}, "have a list of ints output_ids")
-    require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
     pairs = meta_info.get("output_token_logprobs") or []
-    require(len(pairs) == len(tokens), f"have {len(tokens)} output_token_logprobs, one per token")
+    finish, logprobs = meta_info["finish_reason"]["type"], [pair[0] for pair in pairs]
+    segment = Segment.checked(tokens, logprobs, finish, max_tokens=max_tokens, require=require)
     require([pair[1] for pair in pairs] == tokens, "have the logprobs of its own tokens")
-    logprobs = [pair[0] for pair in pairs]
-    require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
-    finish = meta_info["finish_reason"]["type"]
-    require(finish in ("stop", "length", "abort"), "have a finish_reason of type stop, length or abort")
     stale = meta_info.get("stale_kv_tokens", 0)  # only embedded servers report it
     require(type(stale) is int and 0 <= stale <= len(tokens), "have at most as many stale_kv_tokens as tokens")
     whole = [{"version": meta_info.get("weight_version"), "start": 0, "end": len(tokens)}]
     versions = token_versions(meta_info.get("weight_versions") or whole, len(tokens), require)
-    return Segment(tokens, logprobs, versions, cast("Finish", finish), stale)
+    return replace(segment, versions=versions, stale_kv_tokens=stale)
 
 
 SGLANG = ServerKind(

@@ -8,7 +8,6 @@ worker extension of our wrapper (`arealite.launcher.serve.vllm_weights`).
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from arealite.inference.backends.base import (
     Backend,
     BroadcastPlan,
     Checksums,
-    Finish,
     Segment,
     ServerConnection,
     described,
@@ -39,7 +37,6 @@ _OUR_EXTENSION = "arealite"
 """Name of the weight transfer of our wrapper."""
 _ABANDON_S = 10.0
 """Time for a server to restore its old weights, also after the deadline of an update."""
-_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep&clear_cache=false", "wait": "wait"}
 
 
@@ -218,22 +215,14 @@ def _parse(address: str, endpoint: str, choice: Json, max_tokens: int) -> Segmen
         if not is_right:
             raise bad_reply(address, endpoint, rule, choice)
 
-    tokens = choice["token_ids"]
-    require(type(tokens) is list and set(map(type, tokens)) <= {int}, "have a list of ints token_ids")
-    require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
-    require(choice["finish_reason"] in _FINISHES, "have a finish_reason of stop, length or abort")
-    versions = None
+    tokens, returned, spans = choice["token_ids"], choice["logprobs"] or {}, None
+    logprobs = returned.get("token_logprobs") or []
     if endpoint == _GENERATE:
-        content = (choice["logprobs"] or {}).get("content") or []
+        content, spans = returned.get("content") or [], choice.get("weight_versions")
         require([one["token_id"] for one in content] == tokens, "have the logprobs of its own tokens")
         logprobs = [one["logprob"] for one in content]
-        spans = choice.get("weight_versions")
-        versions = None if spans is None else token_versions(spans, len(tokens), require)
-    else:
-        logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
-        require(len(logprobs) == len(tokens), f"have {len(tokens)} token_logprobs, one per token")
-    require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
-    return Segment(tokens, logprobs, versions, _FINISHES[choice["finish_reason"]])
+    segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens, require=require)
+    return replace(segment, versions=None if spans is None else token_versions(spans, len(tokens), require))
 
 
 VLLM = ServerKind(

@@ -1,11 +1,8 @@
-"""`python -m arealite.launcher.serve.sglang_server FLAGS`: SGLang's own server, after its flags were checked.
+"""`python -m arealite.launcher.serve.sglang_server [--check] FLAGS`: SGLang's own server, after a check of its flags.
 
-Runs with the interpreter of the environment in which SGLang is installed, so it needs only SGLang and the standard
-library. The flags are those of the installed SGLang, judged by its own parser and its own rules; what is
-added are refusals of what would hang later or would falsify what we train on. With `--check` nothing is started, and
-one line of JSON tells what is installed.
-
-Invariant: a refusal is the last line on stderr and exit status 2, before a model is loaded.
+Runs in SGLang's environment, which lacks our dependencies. SGLang's own parser and rules judge the flags; we also
+refuse what would hang later or corrupt training data. A refusal is the last line on stderr and exit status 2, before a
+model is loaded. `--check` starts nothing and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the flags, then answer `--check` or become the server."""
+    """Check the flags, then print what was found or become the server."""
     flags = list(sys.argv[1:] if argv is None else argv)
     if is_check := "--check" in flags:
         flags.remove("--check")
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what SGLang prints is no answer of ours
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for our JSON
             version = check_flags(flags)
     except ConfigError as error:
         print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
@@ -54,10 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_flags(flags: list[str]) -> str:
-    """Refuse flags that the installed SGLang or we can't run with; return SGLang's version.
-
-    `--weight-version`, which servers before 0.5 don't know, is taken out for them: they stamp no versions either.
-    """
+    """Refuse flags that the installed SGLang or training can't use; return SGLang's version."""
     try:
         version = str(importlib.import_module("sglang").__version__)
         server_args = importlib.import_module("sglang.srt.server_args")
@@ -68,7 +62,7 @@ def check_flags(flags: list[str]) -> str:
         ) from error
     parser = _Parser(prog="python -m arealite.launcher.serve.sglang_server", allow_abbrev=False)
     server_args.ServerArgs.add_cli_args(parser)
-    drop_unknown_version(flags, parser.flags)
+    drop_unknown_version(flags, parser.flags)  # SGLang before 0.5 does not report versions
     options, unknown = parser.parse_known_args(flags)
     if unknown:
         raise ConfigError(unknown_flag_message(unknown[0], parser.flags, version))
@@ -95,7 +89,7 @@ def check_flags(flags: list[str]) -> str:
         )
     try:
         record = server_args.prepare_server_args(list(flags))
-        if hasattr(record, "resolve_once"):  # older versions judge their flags when the record is made
+        if hasattr(record, "resolve_once"):  # older versions check flags in the constructor
             record.resolve_once()
     except Exception as error:
         raise ConfigError(
@@ -106,14 +100,14 @@ def check_flags(flags: list[str]) -> str:
 
 
 def drop_unknown_version(flags: list[str], known: Collection[str]) -> None:
-    """Take `--weight-version` and its value out of `flags` for an SGLang that does not know it."""
+    """Remove `--weight-version` and its value from `flags` if SGLang does not know it."""
     if _VERSION_FLAG in flags and _VERSION_FLAG not in known:
         at = flags.index(_VERSION_FLAG)
         del flags[at : at + 2]
 
 
 def unknown_flag_message(word: str, known: Collection[str], version: str) -> str:
-    """Name what SGLang does not know, with the flags that look like it."""
+    """Explain an unknown flag, with the flags that resemble it."""
     flag = word.partition("=")[0]
     matches = difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
     advice = f"Did you mean {' or '.join(matches)}?" if matches else "Remove it from the sglang block."
@@ -121,10 +115,7 @@ def unknown_flag_message(word: str, known: Collection[str], version: str) -> str
 
 
 def check_nodes(*, nnodes: int, node_rank: int, dist_init_addr: str | None, num_devices: int) -> None:
-    """Refuse a server over several nodes that could never meet, or whose devices can't be shared out evenly.
-
-    `num_devices` counts those of the whole server: tp_size * pp_size.
-    """
+    """Refuse a server on several nodes that can't meet, or whose `num_devices` can't be divided evenly."""
     if nnodes < 1 or not 0 <= node_rank < nnodes:
         raise ConfigError(
             f"node_rank must be from 0 to nnodes - 1: got node_rank {node_rank} and nnodes {nnodes}. "
@@ -153,14 +144,14 @@ def _hide_in_logs(secret: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """SGLang's flags, refused in our words."""
+    """SGLang's parser with our errors."""
 
     @property
     def flags(self) -> Collection[str]:
         return self._option_string_actions.keys()
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print below a usage of several screens."""
+        """Raise instead of printing the usage."""
         raise ConfigError(f"SGLang's flags must be valid: got {message}. Correct the sglang block.")
 
 

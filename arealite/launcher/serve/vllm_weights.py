@@ -1,12 +1,8 @@
-"""Weights from the trainer into a running vLLM: a weight transfer engine of ours, and what it adds to vLLM's workers.
+"""A weight transfer engine for vLLM, and methods for its workers, which import this module as their extension.
 
-vLLM's own engines move tensors of a GPU only and wait without a deadline; this one uses the broadcast group of
-`utils.weight_transfer`, on gloo or NCCL. vLLM imports this module in each worker because it is named as the worker
-extension, and that registers the engine as `arealite`.
-
-Invariant: after a failed bucket the group is closed, which fails the sender at once, and each layer is whole: it has
-its new weights or its old ones, so the server lives on and the next update, in a new group, makes it consistent again.
-Memory: tensors of a bucket are held until vLLM has loaded the layer they belong to.
+vLLM's own engines transfer GPU tensors only and wait without a deadline; this one uses the broadcast group of
+`utils.weight_transfer`, on gloo or NCCL. Invariant: a failed bucket closes the group, which fails the sender at once,
+and leaves every layer with all of its new or all of its old weights; the next update makes the model consistent.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """The tensors of one bucket, in the order in which they arrive."""
+    """The tensors of one bucket, in order of arrival."""
 
     names: list[str]
     dtypes: list[str]
@@ -84,7 +80,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self._received: dict[str, str] = {}
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
-        """Leave the old group, if any, and join a new one."""
+        """Join a group, leaving the old one."""
         self.shutdown()
         with self._failing_together():
             parallel = self.parallel_config
@@ -99,7 +95,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             )
 
     def start_weight_update(self) -> None:
-        """Let vLLM buffer the tensors of each layer until the layer is complete."""
+        """Make vLLM buffer the tensors of each layer until the layer is complete."""
         self._received = {}
         initialize_layerwise_reload(self.model)
 
@@ -111,7 +107,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
                 torch.cuda.synchronize()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Receive the tensors, keep their fingerprints and hand them to the model."""
+        """Receive the tensors, record their fingerprints and load them."""
         if self._group is None:
             raise ConnectionError("a broadcast group must be open: got none. POST /init_weight_transfer_engine first.")
         described = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
@@ -122,11 +118,11 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self.model.load_weights(bucket.items())
 
     def finish_weight_update(self) -> None:
-        """Complete the layers that vLLM completes last."""
+        """Finish the layers that vLLM loads last."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def abandon(self) -> None:
-        """Give layers that are not complete their old weights back. Idempotent."""
+        """Restore the old weights of incomplete layers. Idempotent."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -134,15 +130,14 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def mismatched(self, expected: dict[str, str]) -> list[str]:
-        """Name the tensors that the last update did not bring as `expected`, by `utils.fingerprint`."""
+        """Return the tensors whose fingerprints in the last update differ from `expected`."""
         return differing(self._received, expected)
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Let all workers of the server fail if one does, and only the last one raise.
+        """Make all workers fail if one does, and only the last one raise.
 
-        vLLM stops reading the workers' replies at the first error, and what it left unread it takes for the replies
-        to its next call.
+        vLLM stops reading replies at the first error, and would take the unread ones for replies to its next call.
         """
         error: Exception | None = None
         try:
@@ -172,18 +167,18 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def mismatched_weights(self, fingerprints: dict[str, str]) -> list[str]:
-        """Name the tensors that the last update did not bring as they were sent."""
+        """Return the tensors whose fingerprints in the last update differ from the sender's."""
         return self.weight_transfer_engine.mismatched(fingerprints)
 
     def abandon_weight_update(self) -> None:
-        """Forget an update that never finished. Idempotent."""
+        """Drop an unfinished update. Idempotent."""
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.abandon()
         self._weight_update_active = False
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Tell whether a layer that got no weights is one that checkpoints have weights for."""
+    """Tell whether checkpoints have weights for a layer that received none."""
     return record.args != ("RotaryEmbedding",)
 
 
