@@ -17,8 +17,10 @@ from tiny_models import VOCAB_SIZE, save_qwen3
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
+from arealite.api.server_limits import BACKENDS
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import RemoteVLLMEngine
+from arealite.inference.backends import KINDS
 from arealite.inference.backends.vllm import VLLMBackend
 from arealite.inference.remote_engine import RemoteInferenceEngine
 
@@ -56,6 +58,10 @@ def vllm(*paths: str, prefix_caching: bool = True, logprobs_mode: str = "process
     config = vllm_config(prefix_caching=prefix_caching, logprobs_mode=logprobs_mode, backend=None)
     pages = {"/openapi.json": {"paths": {path: {} for path in ("/v1/completions", "/pause", *paths)}}}
     return Pages(pages | {"/server_info": {"vllm_config": config}})
+
+
+def test_every_name_that_a_config_takes_is_a_kind_of_server() -> None:
+    assert set(KINDS) == set(BACKENDS) and all(kind.name == name for name, kind in KINDS.items())
 
 
 def test_a_server_of_another_kind_is_refused() -> None:
