@@ -1,10 +1,9 @@
-"""Keeps a server set as the registry of the run has it: servers that register join, those that leave are left alone.
+"""Keeps the pool of servers in step with the run's registry: registered servers join, departed ones are removed.
 
-A server that is ready is met, in the background, and becomes a member whose weights are unknown, so that it gets
-requests only after a publication. One that says it is leaving goes at once, as does one that has started anew, whose
-successor is a newcomer. One whose entry vanished without a word goes when it does not answer either, because a registry
-may forget what is alive. A meeting that fails takes place again after a growing pause, unless the server refuses or
-does not fit: a fault of the moment turns nobody away. Invariant: a registry that does not answer changes nothing.
+A server that is ready is contacted in the background and joins with unknown weights, so it gets requests only after a
+weight update. A server whose entry vanished is removed only if it does not answer either, because a registry may lose
+entries of healthy servers. A failed contact is repeated with backoff, unless the server refuses or does not fit.
+Invariant: a registry that does not answer changes nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from arealite.utils.registry import Registry, RegistryClient, RegistryError, Ser
 logger = logging.getLogger("arealite.client")
 
 _LOOK_AGAIN_S = 1.0
-"""Between two looks at a member without an entry, or of one who waits for servers."""
+"""Between two checks of a member without an entry, and between two checks of a wait for servers."""
 _TELL_S = 10.0
-"""How often a wait for servers says whom it waits for."""
+"""Between two log lines of a wait for servers."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
-"""Between two tries to meet a server."""
+"""Between two attempts to contact a server."""
 _MAX_OUTAGE_PAUSE_S = 5.0
 """Between two tries to reach the registry."""
 
 Meet = Callable[[str, float], Awaitable[ServerFacts]]
-"""Sees by a deadline that the server at an address can do what we need."""
+"""Checks by a deadline that the server at an address can do what we need."""
 
 
 async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Registry | RegistryClient:
@@ -63,7 +62,7 @@ class Membership:
         registry: Registry | RegistryClient,
     ) -> None:
         self.num_joined = self.num_left = 0
-        """Members that came after the first ones were there, and members that are no more."""
+        """Members that joined after the run had started, and members that were removed."""
         self._config = config
         self._servers = servers
         self._liveness = liveness
@@ -72,9 +71,9 @@ class Membership:
         self._records: dict[str, ServerRecord] = {}
         """By name, as last seen."""
         self._taken: dict[str, ServerRecord] = {}
-        """By address: those that are members, are being met, or were turned away."""
+        """By address: members, servers being contacted, and rejected servers."""
         self._failures: dict[str, Exception] = {}
-        """By address: what went wrong the last time they were met."""
+        """By address: what went wrong at the last contact."""
         self._looked_after: set[str] = set()
         self._outage: RegistryError | None = None
         self._is_started = False
@@ -108,7 +107,7 @@ class Membership:
         self._is_started = True
 
     def _describe(self, count: int) -> str:
-        """Say which servers are there and what the others do."""
+        """Describe which servers are ready and what the others do."""
         if self._outage is not None:
             return f"the registry can't be asked: {self._outage}"
         words = [f"got {len(self._servers.servers)} of {count}"]
@@ -168,7 +167,7 @@ class Membership:
         return any(one.address == address and one.is_reachable for one in self._servers.servers)
 
     async def _take(self, record: ServerRecord) -> None:
-        """Meet a server, again if need be, and make it a member, unless it has left meanwhile."""
+        """Contact a server until that succeeds, and add it to the pool, unless it has left meanwhile."""
         address, pause_s = record.address, _FIRST_PAUSE_S
         while True:
             outcome = await self._try_to_meet(record)

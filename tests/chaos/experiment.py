@@ -47,6 +47,7 @@ class Experiment:
     retries: int = 2
     weight_update: Literal["broadcast", "disk"] = "broadcast"
     checkpoint_steps: int = 1
+    entry: Path = ENTRY
 
     @property
     def run_folder(self) -> Path:
@@ -96,7 +97,7 @@ class Experiment:
             "recover.retries": self.retries,
             "launcher.stall_timeout": 90,
         }
-        return [str(ENTRY), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items())]
+        return [str(self.entry), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items())]
 
     def launch(self, number: int) -> Launcher:
         """Start the launcher for the `number`-th time."""

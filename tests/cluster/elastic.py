@@ -3,10 +3,13 @@
 One local run starts with one server. Two join, one leaves, one is killed; nothing may be lost or repeated, and the rate
 of generation must follow. Each server gets a fixed share of a core (a control group), as if it had a machine of its
 own, so that a second and a third one help also on two cores; where that can't be had, rates are told and not judged.
+
+The suite allows the trainer one step after the other (see `paced`), so that nothing depends on how fast the machine is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -22,12 +25,14 @@ from chaos.victims import role_of
 from testing_quickstart import write_tiny_model
 
 from arealite.api.run_folder import RunFolder
-from arealite.utils.files import read_jsonl
+from arealite.utils.files import read_jsonl, write_atomically
 from arealite.utils.processes import descendants, kill_tree
+from arealite.utils.registry import RegistryClient, RegistryError
+from cluster import paced
 from cluster.common import Program, last_step, program
 from cluster.followed import ClusterRun, say, tell_result
 
-STEPS = 34
+STEPS = 44
 OVERRIDES = [
     "lite.slots=4",
     "rollout.request_timeout=120",  # most of which a request waits for its turn
@@ -35,6 +40,7 @@ OVERRIDES = [
     "evaluator.freq_steps=null",
     "recover.freq_steps=5",
     "launcher.trainer_threads=1",
+    "launcher.stall_timeout=600",  # the suite holds the trainer while servers load
 ]
 CHART = "Servers, generation and staleness over time"
 MIN_GAIN = 1.5
@@ -43,16 +49,22 @@ CORES = 0.25
 """Of one server."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
-_STEP_S = 120.0
-_MIN_PHASE = 4
-"""Steps; the first of a phase belongs to both."""
+_WAIT_S = 300.0
+"""For a step, or for a server to load or to be gone."""
+_PHASE = 5
+"""Steps."""
+_MAX_LOAD = 2.0
+"""Per core: above it servers do not get their shares."""
+_MAX_CATCH_UP = 4
+"""Most steps after which the trainer must have noticed who came or went."""
 
 
 class Elastic:
     """The run, and the phases between which servers come or go."""
 
-    def __init__(self, run: ClusterRun) -> None:
+    def __init__(self, run: ClusterRun, allowed: Path) -> None:
         self.run = run
+        self._allowed = allowed
         self.phases: list[tuple[int, int, int]] = []
         """Servers, first step and last step."""
         self._first = 1
@@ -61,22 +73,36 @@ class Elastic:
         self.is_shared = True
         """Whether every server has its share of a core, and no more."""
 
-    def reach(self, step: int) -> None:
-        """Wait until the run has done a step."""
-        self.run.wait(f"step {step}", lambda: last_step(self.run.experiment) >= step, _STEP_S)
+    def allow(self, num_steps: int) -> None:
+        """Let the run do more steps."""
+        _allow(self._allowed, last_step(self.run.experiment) + 1 + num_steps)
+
+    def do(self, num_steps: int) -> None:
+        """Let the run do more steps, and wait for them."""
+        last = last_step(self.run.experiment) + num_steps
+        self.allow(num_steps)
+        self.run.wait(f"step {last}", lambda: last_step(self.run.experiment) >= last, _WAIT_S)
 
     def wait_for_servers(self, number: int) -> None:
-        """Begin a phase with the first step for which so many servers had the newest weights."""
-        self.run.wait(f"a step of {number} servers", lambda: self._live() == number, _STEP_S)
+        """Begin a phase after the first step for which so many servers had the newest weights."""
+        self.run.wait(f"{number} registered servers", lambda: self._num_registered() == number, _WAIT_S)
+        for _ in range(_MAX_CATCH_UP):
+            self.do(1)
+            if self._live() == number:
+                break
+        else:
+            raise TimeoutError(f"{number} servers must have the newest weights within {_MAX_CATCH_UP} steps")
         for pid in descendants(os.getpid()):
             if role_of(pid) == "server" and pid not in self._groups and self.is_shared:
                 self._limit(pid)
         self._first = last_step(self.run.experiment) + 1
 
-    def end_phase(self, num_servers: int, share: float = 0.0) -> None:
-        """Let a share of the steps that are left pass, and note the phase."""
-        last = last_step(self.run.experiment)
-        self.reach(max(last + int(share * (STEPS - 1 - last)), self._first + _MIN_PHASE))
+    def end_phase(self, num_servers: int) -> None:
+        """Do the steps of a phase, and note it."""
+        self.do(_PHASE)
+        if self.is_shared and (load := os.getloadavg()[0]) > _MAX_LOAD * (os.cpu_count() or 1):
+            self.is_shared = False
+            say(f"rates are told, not judged: the machine does other work as well (load {load:.0f})")
         self.phases.append((num_servers, self._first, last_step(self.run.experiment)))
         say(f"steps {self._first}..{self.phases[-1][2]} had {num_servers} servers: {self.rates()[-1]:.0f} tokens/s")
 
@@ -131,6 +157,14 @@ class Elastic:
         lines = [line for path in folder.glob("step_*.jsonl") for line in path.read_text().splitlines()]
         return {address for line in lines for address in json.loads(line)["server"].split(",")}
 
+    def _num_registered(self) -> int:
+        folder = RunFolder(self.run.experiment.run_folder)
+        with contextlib.suppress(RegistryError, OSError):
+            client = RegistryClient(folder.registry, folder.secret.read_text().strip())
+            servers = asyncio.run(client.watch(timeout_s=0)).servers.values()
+            return sum(one.state == "ready" for one in servers)
+        return 0
+
     def _live(self) -> int:
         rows = self._rows()
         return int(rows[-1]["servers/live"]) if rows else 0
@@ -148,32 +182,37 @@ def suffer(elastic: Elastic, stack: contextlib.ExitStack) -> None:
     run.fault("join", "the second one", is_fatal=False)
     leaving, dying = (stack.enter_context(_joiner(run.experiment, number)) for number in (1, 2))
     elastic.wait_for_servers(3)
-    elastic.end_phase(3, share=1 / 3)
+    elastic.end_phase(3)
     run.fault("leave", "SIGTERM to a server", is_fatal=False)
     leaving.process.terminate()
     elastic.wait_for_servers(2)
     leaving.expect_done(20)
-    elastic.end_phase(2, share=1 / 2)
+    elastic.end_phase(2)
     run.fault("kill_server", "kill -9 of a server", is_fatal=False)
     kill_tree(dying.process.pid)
     elastic.wait_for_servers(1)
     elastic.end_phase(1)
+    elastic.allow(2 * STEPS)
 
 
 def main() -> int:
     """Run everything and print the result."""
     folder = Path(tempfile.mkdtemp(prefix="arealite-elastic-"))
     model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
-    experiment = replace(Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1"), steps=STEPS, group_size=2)
+    experiment = replace(
+        Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1"), steps=STEPS, group_size=2, entry=Path(paced.__file__)
+    )
+    allowed = folder / "allowed"
+    _allow(allowed, 1)
     with (
         contextlib.ExitStack() as ended,  # what is left to do when all processes have ended
         contextlib.ExitStack() as stack,
-        ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES) as run,
+        ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES, **{paced.ALLOWED: str(allowed)}) as run,
     ):
-        elastic = Elastic(run)
+        elastic = Elastic(run, allowed)
         ended.callback(elastic.close)
         suffer(elastic, stack)
-        verdict = run.finish(_STEP_S)
+        verdict = run.finish(_WAIT_S)
     verdict.broken += elastic.complaints()
     told = {"nodes": 1, "processes": 5, "steps": last_step(experiment), "faults": run.outcome.faults}
     told |= {
@@ -187,6 +226,10 @@ def main() -> int:
     else:
         say(f"see {folder}")
     return status
+
+
+def _allow(file: Path, num_steps: int) -> None:
+    write_atomically(file, str(num_steps))
 
 
 def _mean_rate(rows: list[dict[str, Any]]) -> float:
