@@ -1,11 +1,9 @@
-"""Runs an experiment on this machine: inference servers, the trainer's ranks, one console.
+"""Runs an experiment on this node: inference servers, the trainer's ranks, one console.
 
     python3 -m arealite.launcher.local ENTRY.py --config FILE.yaml [--dry-run] [key=value ...]
 
-Exit status: 0 the trainer is done; 2 the config can't run and nothing was started; 3 a server ended; 4 the run stood
-still (see `stall`); 128 + n a signal (130 is Ctrl-C); otherwise the status of the first rank that failed. Nothing that
-was started survives. With `recover.mode` auto or fault a run that failed or stood still is started again, so the status
-is that of the last attempt.
+Nothing that was started survives. With `recover.mode` auto or fault a run that failed or stalled is started again, and
+the exit status (`--help` lists them) is that of the last attempt.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run.parse(
         argv,
         prog="python3 -m arealite.launcher.local",
-        description="Start inference servers and trainer on this machine, as allocation_mode says.",
+        description="Start inference servers and trainer on this node, as allocation_mode says.",
     )
     return run.dry_run(args.entry, args.argv, by="local") if args.dry_run else launch(args.entry, args.argv)
 
 
 def launch(entry: str | Path, argv: Sequence[str]) -> int:
-    """Run `entry` on this machine (see `run.launch`)."""
-    return run.launch(entry, argv, run.Backend("this machine", _open_place, check))
+    """Run `entry` on this node (see `run.launch`)."""
+    return run.launch(entry, argv, run.Backend("this node", _open_place, check))
 
 
 def _open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor) -> Place:
@@ -46,7 +44,7 @@ def _open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor
 
 
 def check(config: BaseExperimentConfig, plan: Plan) -> None:
-    """Refuse what this machine does not have."""
+    """Refuse what this node does not have."""
     if config.cluster.n_nodes != 1:
         raise ConfigError(
             f"cluster.n_nodes must be 1 for the local launcher: got {config.cluster.n_nodes}. Set cluster.n_nodes=1, "
@@ -58,7 +56,7 @@ def check(config: BaseExperimentConfig, plan: Plan) -> None:
     if needed > len(visible_gpus()) and config.cluster.n_gpus_per_node > 0:
         raise ConfigError(
             f"allocation_mode must fit the GPUs: got {AllocationMode.from_str(config.allocation_mode)}, which needs "
-            f"{needed}, and {len(visible_gpus())} GPUs on this machine. "
+            f"{needed}, and {len(visible_gpus())} GPUs on this node. "
             "Make it smaller, or set cluster.n_gpus_per_node=0 to run on the CPU."
         )
 

@@ -1,8 +1,8 @@
-"""Runs an experiment on a Ray cluster: its machines, as many as the config says, watched over from here.
+"""Runs an experiment on a Ray cluster: its nodes, as many as the config says, watched over from here.
 
     python3 -m arealite.launcher.ray ENTRY.py --config FILE.yaml [--dry-run] [key=value ...]
 
-The cluster is that of RAY_ADDRESS, or else the one this machine belongs to. Exit statuses are those of the local
+The cluster is that of RAY_ADDRESS, or else the one this node belongs to. Exit statuses are those of the local
 launcher. When the launcher ends, whatever ends it, so do the jobs; Ray itself goes on.
 """
 
@@ -44,7 +44,7 @@ def _check(config: BaseExperimentConfig, plan: Plan) -> None:
 
 
 def _open_place(config: BaseExperimentConfig, plan: Plan, supervisor: Supervisor) -> Place:
-    return RayPlace(plan, config.launcher, setup_timeout_s=run.setup_timeout_s(config), say=supervisor.say)
+    return RayPlace(plan, config.launcher, setup_timeout_s=run.setup_timeout_s(config), log=supervisor.log)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python3 -m arealite.launcher.slurm ENTRY.py --config FILE.yaml [--dry-run] [--no-wait] [key=value ...]
 
-The batch script, `job.sbatch` in the run folder, asks for the machines of the plan and runs the common launcher on the
+The batch script, `job.sbatch` in the run folder, asks for the nodes of the plan and runs the common launcher on the
 first of them (see `slurm_job`). Here nothing of the run lives: Ctrl-C and SIGTERM cancel the job, but the end of the
 terminal or a SIGKILL leaves it alone. All is read from `scontrol show job` and the job's output, so no accounting is
-needed; the folder of runs must be seen by all machines. The exit status is that of the run (see `run.EPILOG`).
+needed; the folder of runs must be seen by all nodes. The exit status is that of the run (see `run.EPILOG`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def follow(job: str, output: Path) -> int:
 
 
 def _needs(config: LauncherConfig, plan: Plan) -> tuple[int, int]:
-    """Return CPUs and MiB of memory for the machine that needs most; without GPUs, each job counts as one."""
+    """Return CPUs and MiB of memory for the node that needs most; without GPUs, each job counts as one."""
     cpus, mebibytes = [0] * plan.num_nodes, [0] * plan.num_nodes
     for one in plan.placements:
         number, is_server = len(one.devices) or 1, one.role == "server"
@@ -134,7 +134,7 @@ def _needs(config: LauncherConfig, plan: Plan) -> tuple[int, int]:
 def _submit(folder: Path, script: str) -> str:
     """Write the script, hand it to sbatch and return the number of the job."""
     if shutil.which("sbatch") is None:
-        raise ConfigError("sbatch must be in PATH: it is not. Submit from a machine of the Slurm cluster.")
+        raise ConfigError("sbatch must be in PATH: it is not. Submit from a node of the Slurm cluster.")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
     path.write_text(script, encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Prints the commands that run an experiment by hand: one torchrun per machine of the trainer, and the servers.
+"""Prints the commands that run an experiment by hand: one torchrun per node of the trainer, and the servers.
 
     python3 -m arealite.launcher.torchrun ENTRY.py --config FILE.yaml [key=value ...]
 
-It is the plan of the other launchers for machines without a scheduler. Nothing is started, and nobody watches over the
-machines but torchrun, which starts the ranks again when one of them fails. What is written is the run's secret, which
-the machines must share.
+It is the plan of the other launchers for nodes without a scheduler. Nothing is started, and nobody watches over the
+nodes but torchrun, which starts the ranks again when one of them fails. What is written is the run's secret, which
+the nodes must share.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_lines(config: BaseExperimentConfig, plan: Plan, *, entry: str, argv: Sequence[str]) -> Iterator[str]:
-    """Return the lines to paste into a shell of each machine, all in the same folder of a shared file system."""
-    yield "# on every machine, with the addresses by which they reach each other"
+    """Return the lines to paste into a shell of each node, all in the same folder of a shared file system."""
+    yield "# on every node, with the addresses by which they reach each other"
     yield "export " + " ".join(f"HOST{node}=ADDRESS" for node in range(plan.num_nodes))
     yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(RunFolder(config).secret))})"
     for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
-        yield f"# machine {node}"
+        yield f"# node {node}"
         for one in placements:
             if one.role == "server":
                 yield f"{_server_command(config, one, argv)} &"
@@ -67,13 +67,13 @@ def _server_command(config: BaseExperimentConfig, placement: Placement, argv: Se
 
 
 def _trainer_command(config: BaseExperimentConfig, plan: Plan, node: int, entry: str, argv: Sequence[str]) -> str:
-    """Spell a torchrun that finds the others at the trainer's first machine."""
+    """Spell a torchrun that finds the others at the trainer's first node."""
     ranks, first = plan.ranks_on(node), plan.trainer_nodes[0]
     threads = {"OMP_NUM_THREADS": str(trainer_threads(config, plan, num_ranks=len(ranks)))}
     devices = [device for one in ranks for device in one.devices]
     torchrun = f"torchrun --nnodes {len(plan.trainer_nodes)} --nproc-per-node {len(ranks)}"
     torchrun += f" --max-restarts {MAX_RESTARTS} --local-addr $HOST{node} --rdzv-backend c10d"
-    # Its own guess of who is the first machine fails where a machine's name resolves to its loopback.
+    # Its own guess of who is the first node fails where a node's name resolves to its loopback.
     torchrun += f" --rdzv-endpoint $HOST{first}:{RENDEZVOUS_PORT} --rdzv-conf is_host={int(node == first)}"
     return f"{_variables(devices, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join([entry, *argv])}"
 

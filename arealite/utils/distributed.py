@@ -44,7 +44,7 @@ _is_ours = False
 def join_default_group(timeout_s: float, node_timeout_s: float = 30.0) -> None:
     """Make sure that the default process group exists and hold on to it until `leave_default_group`.
 
-    A collective may take `timeout_s`; another machine that is silent for `node_timeout_s` ends this process.
+    A collective may take `timeout_s`; another node that is silent for `node_timeout_s` ends this process.
     """
     global _members, _is_ours
     with _lock:
@@ -90,7 +90,7 @@ def _create_default_group(timeout: timedelta, node_timeout_s: float) -> None:
 def _choose_interface() -> None:
     """Let gloo and NCCL use the interface that leads to rank 0, where the user has not chosen one.
 
-    By itself gloo takes the one that this machine's name resolves to, which may be a loopback or a dead one.
+    By itself gloo takes the one that this node's name resolves to, which may be a loopback or a dead one.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,8 +1,8 @@
-"""Notices that another machine of the trainer is gone or cut off, also while this process is stuck in a collective.
+"""Notices that another node of the trainer is gone or cut off, also while this process is stuck in a collective.
 
-torch learns of a machine that falls silent only when a collective has taken all its time, which is hours, because ranks
+torch learns of a node that falls silent only when a collective has taken all its time, which is hours, because ranks
 wait that long for rank 0 to collect rollouts; and gloo may miss that its connection was reset. So the first rank of
-each machine connects to the first rank of every other one, and lets the kernel probe these connections.
+each node connects to the first rank of every other one, and lets the kernel probe these connections.
 
 Invariant: no process of ours takes part in a probe, so one that is busy, or stopped in a debugger, is not taken for
 lost. A connection that ends without a goodbye means that its process was killed or that someone between resets
@@ -31,11 +31,11 @@ _EXIT_STATUS = 1
 _LOOK_AGAIN_S = 0.2
 _GOODBYE = b"."
 _links: list[socket.socket] = []
-"""From other machines; what is sent there is the goodbye."""
+"""From other nodes; what is sent there is the goodbye."""
 
 
 def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
-    """End this process with an error once another machine has been silent for `timeout_s`.
+    """End this process with an error once another node has been silent for `timeout_s`.
 
     Every rank calls it after torchrun has started it; `store` is fresh, and `master` is the host of rank 0. The ranks
     beside the one that ends are ended by their torchrun.
@@ -56,7 +56,7 @@ def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
 
 
 def say_goodbye() -> None:
-    """Tell the other machines that this process may end now."""
+    """Tell the other nodes that this process may end now."""
     while _links:
         with contextlib.suppress(OSError), _links.pop() as link:
             link.send(_GOODBYE)
@@ -69,7 +69,7 @@ def _accept(listener: socket.socket) -> None:
 
 
 def _watch(endpoint: str, name: str, timeout_s: float) -> None:
-    """Watch one machine until its process has said goodbye."""
+    """Watch one node until its process has said goodbye."""
     host, _, port = endpoint.rpartition(":")
     end = "closed"
     try:
@@ -113,7 +113,7 @@ def _let_kernel_probe(link: socket.socket, timeout_s: float) -> None:
 
 def _end(text: str) -> NoReturn:
     """End this process although its main thread may be stuck in C code."""
-    logger.critical("%s. Look after that machine and the network, then start the run again.", text)
+    logger.critical("%s. Look after that node and the network, then start the run again.", text)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_EXIT_STATUS)

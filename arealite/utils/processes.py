@@ -46,7 +46,7 @@ def identity(pid: int) -> str:
 
 @functools.cache
 def machine() -> str:
-    """Name this machine so that processes of the same pid elsewhere are not taken for ours; a container is another."""
+    """Name this node so that processes of the same pid elsewhere are not taken for ours; a container is another."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     return f"{boot}-{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"
 

@@ -77,7 +77,7 @@ class Process:
     name: str
     pid: int
     state: str
-    """As psutil spells it; `unknown` on another machine."""
+    """As psutil spells it; `unknown` on another node."""
     cpu_share: float
     command: str
     progress: Progress | None = None
@@ -125,7 +125,7 @@ class Evidence:
 
 
 def read_progress(folder: Path, name: str = "*") -> dict[str, Progress]:
-    """Return what living processes publish, by identity; whether those of other machines live can't be seen from here.
+    """Return what living processes publish, by identity; whether those of other nodes live can't be seen from here.
 
     Their clocks are not ours: what they told counts as told now.
     """
@@ -169,7 +169,7 @@ def collect(
                     )
                 )
         processes += [
-            Process(one.name, one.pid, "unknown", 0.0, "on another machine", one)
+            Process(one.name, one.pid, "unknown", 0.0, "on another node", one)
             for process, one in progress.items()
             if "." in process
         ]
@@ -201,7 +201,7 @@ def _read(path: Path) -> Progress | None:
 
 
 def _told_now(progress: Progress) -> Progress:
-    """Move the times of another machine to our clock."""
+    """Move the times of another node to our clock."""
     shift = time.monotonic() - progress.published
     waits = tuple(replace(wait, since=wait.since + shift) for wait in progress.waits)
     return replace(progress, moved=progress.moved + shift, published=progress.published + shift, waits=waits)

@@ -1,6 +1,6 @@
-"""Notices that a run stands still, says because of whom, and keeps the evidence.
+"""Detects a stalled run, names the process responsible, and saves the evidence.
 
-A run stands still when the counters of all its processes have not moved for `timeout_s`. Until every process has come
+A run is stalled when the counters of all its processes have not moved for `timeout_s`. Until every process has come
 to its first progress their output counts as well, and the start may take `setup_timeout_s`. Invariant: one verdict per
 stall, on the console and, with everything it rests on, in `<run folder>/stall_<time>.txt`.
 """

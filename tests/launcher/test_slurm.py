@@ -36,7 +36,7 @@ def options_of(*overrides: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
 
 
-def test_the_plan_of_16_machines_with_8_gpus(capsys, monkeypatch):
+def test_the_plan_of_16_nodes_with_8_gpus(capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
     argv = ["--config", str(CONFIG.relative_to(REPOSITORY)), "allocation_mode=sglang.d96p1t1+d32p1t1"]
@@ -48,7 +48,7 @@ def test_the_plan_of_16_machines_with_8_gpus(capsys, monkeypatch):
     assert not Path("/shared").exists()
 
 
-def test_a_cpu_cluster_asks_for_cores_and_memory_of_the_fullest_machine():
+def test_a_cpu_cluster_asks_for_cores_and_memory_of_the_fullest_node():
     options = options_of(
         "allocation_mode=lite.d3p1t1+d1p1t1",
         "cluster.n_nodes=2",
@@ -78,7 +78,17 @@ def test_a_step_gets_its_gpus_by_number():
     )
     assert command == [
         *["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=n7", "--cpu-bind=none", "--quiet", "--mpi=none"],
-        *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", "n8", "--leash", "30", "--devices", "2,3"],
+        *[
+            sys.executable,
+            "-m",
+            "arealite.launcher.place.relay",
+            "--toward",
+            "n8",
+            "--watchdog",
+            "30",
+            "--devices",
+            "2,3",
+        ],
     ]
 
 
@@ -121,7 +131,7 @@ def test_the_gpus_of_a_step_have_the_names_that_slurm_gave_them(flags, gpus):
 def test_a_step_that_slurm_has_lost_sight_of_ends_its_job(tmp_path):
     """Its stdin stays open, so only the silence of the launcher tells."""
     pids = tmp_path / "pids"
-    relay = relay_of("--leash", "2", script=f"echo $$ > {pids}; setsid sleep 600 & echo $! >> {pids}; sleep 600")
+    relay = relay_of("--watchdog", "2", script=f"echo $$ > {pids}; setsid sleep 600 & echo $! >> {pids}; sleep 600")
     assert relay.wait(DEADLINE_S) == -signal.SIGALRM
     assert wait_gone(map(int, pids.read_text().split()), DEADLINE_S) == set()
     relay.stdin.close()

@@ -1,4 +1,4 @@
-"""What to type on each machine, printed from the plan of the other launchers."""
+"""What to type on each node, printed from the plan of the other launchers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_every_machine_gets_its_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_node_gets_its_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "gsm8k-grpo-cpu" / "trial0"
     words = [f"actor.path={tmp_path}", f"cluster.fileroot={tmp_path}", "launcher.trainer_threads=2"]
     words += ["allocation_mode=lite.d3+d3", "cluster.n_nodes=3", "launcher.trainer_env_vars=A=b c"]
@@ -32,12 +32,12 @@ def test_every_machine_gets_its_commands(tmp_path: Path, capsys: pytest.CaptureF
     assert lines[1:] == [
         "export HOST0=ADDRESS HOST1=ADDRESS HOST2=ADDRESS",
         f"export AREALITE_SECRET=$(cat {run / SECRET_FILE})",
-        "# machine 0",
+        "# node 0",
         *[serve % 0] * 2,
-        "# machine 1",
+        "# node 1",
         serve % 1,
         trainer % (1, 1, 1),
-        "# machine 2",
+        "# node 2",
         trainer % (2, 2, 0),
     ]
     assert (run / SECRET_FILE).stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""A machine is lost when it falls silent or its trainer ends without a goodbye. Silence itself: `make test-hosts`."""
+"""A node is lost when it falls silent or its trainer ends without a goodbye. Silence itself: `make test-hosts`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watch(meet: Callable[[socket.socket], None]) -> subprocess.CompletedProcess[
         return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
-def test_after_a_goodbye_a_machine_may_go():
+def test_after_a_goodbye_a_node_may_go():
     def meet(listener: socket.socket) -> None:
         host_watch._links.append(listener.accept()[0])
         host_watch.say_goodbye()

@@ -1,9 +1,9 @@
-"""Slots on a Ray cluster: a bundle of resources for each machine of the plan, and in it an actor for each job.
+"""Slots on a Ray cluster: a bundle of resources for each node of the plan, and in it an actor for each job.
 
-Ray decides which machine a bundle is on, and finds another one when that machine dies. An actor keeps the CPUs, GPUs
+Ray decides which node a bundle is on, and finds another one when that node dies. An actor keeps the CPUs, GPUs
 and memory of its job, owns the job's relay, and carries bytes between the relay and the launcher; what they mean is the
 relay's affair. Invariant: an actor that was not asked for output for `node_timeout` ends its relay and so the job,
-because the launcher is gone or takes this machine for lost. Ray's own transport is trusted.
+because the launcher is gone or takes this node for lost. Ray's own transport is trusted.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _FORWARDED = re.compile(
     r"(AREAL|HF_|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|SWANLAB|TRACKIO|NCCL|GLOO|TORCH|PYTORCH|TRITON|SGL|VLLM|PYTHON)"
     r"[A-Z0-9_]*|(?i:(http|https|no)_proxy)"
 )
-"""Variables of the launcher that jobs get; others are those of the machine."""
+"""Variables of the launcher that jobs get; others are those of the node."""
 
 
 def connect() -> None:
-    """Connect this process to the cluster of RAY_ADDRESS, or else to the one this machine belongs to."""
+    """Connect this process to the cluster of RAY_ADDRESS, or else to the one this node belongs to."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("Ray must be installed here: it is not. Run `pip install 'arealite[ray]'` on every machine.")
+        raise ConfigError("Ray must be installed here: it is not. Run `pip install 'arealite[ray]'` on every node.")
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if address != "auto":  # Ray itself would try for a quarter of an hour
@@ -57,7 +57,7 @@ def connect() -> None:
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"a Ray cluster must be running: got {_last_line(error)} for RAY_ADDRESS={address}. "
-            "Run `ray start` on its machines, and set RAY_ADDRESS to host:port of its head unless this is one of them; "
+            "Run `ray start` on its nodes, and set RAY_ADDRESS to host:port of its head unless this is one of them; "
             "set RAY_AUTH_MODE=token if the cluster asks for a token."
         ) from error
 
@@ -67,13 +67,13 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-class Attendant:
-    """The actor: owns one relay on its machine."""
+class Worker:
+    """The actor: owns one relay on its node."""
 
-    async def start(self, env: dict[str, str], folder: str, toward: str, leash_s: float) -> str:
-        """Start the relay as from the launcher's folder, and return the machine's name."""
+    async def start(self, env: dict[str, str], folder: str, toward: str, watchdog_s: float) -> str:
+        """Start the relay as from the launcher's folder, and return the node's name."""
         self._relay = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", toward, "--leash", str(leash_s)],
+            *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", toward, "--watchdog", str(watchdog_s)],
             env=os.environ | env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ray.get_gpu_ids()))},
             cwd=folder,
             stdin=asyncio.subprocess.PIPE,
@@ -100,7 +100,7 @@ class Attendant:
 
 
 class RaySlot(RelaySlot):
-    """A slot that an actor keeps. It reads from the moment it exists, so that the loss of a machine is noticed."""
+    """A slot that an actor keeps. It reads from the moment it exists, so that the loss of a node is noticed."""
 
     def __init__(self, node: str, actor: Any, *, timeout_s: float) -> None:
         super().__init__(node, self._chunks(), self._send_to_actor, self._close_actor_input, timeout_s=timeout_s)
@@ -141,13 +141,13 @@ class RayPlace:
     """The part of a Ray cluster that a run has; this process is connected to the cluster."""
 
     def __init__(
-        self, plan: Plan, config: LauncherConfig, *, setup_timeout_s: float, say: Callable[[str], None]
+        self, plan: Plan, config: LauncherConfig, *, setup_timeout_s: float, log: Callable[[str], None]
     ) -> None:
-        """Ask for the plan's machines, without waiting; `say` tells the user of waits."""
+        """Ask for the plan's nodes, without waiting; `log` tells the user of waits."""
         self._config = config
         self._setup_timeout_s = setup_timeout_s
-        self._say = say
-        self._actor_class = ray.remote(Attendant)
+        self._log = log
+        self._actor_class = ray.remote(Worker)
         self._nodes = sorted({placement.node for placement in plan.placements})
         bundles = [_sum(self._needs(one) for one in plan.placements if one.node == node) for node in self._nodes]
         self._group = placement_group(bundles, strategy="SPREAD")
@@ -158,9 +158,9 @@ class RayPlace:
             placements,
             self._take,
             timeout_s=self._setup_timeout_s,
-            say=self._say,
+            log=self._log,
             describe=self._describe,
-            advice="Add machines, wait for others to finish, or lower allocation_mode or launcher.*_cpus_per_gpu and "
+            advice="Add nodes, wait for others to finish, or lower allocation_mode or launcher.*_cpus_per_gpu and "
             "*_mem_per_gpu.",
         )
         return list(slots)
@@ -170,7 +170,7 @@ class RayPlace:
         await asyncio.to_thread(remove_placement_group, self._group)
 
     async def _take(self, placement: Placement) -> RaySlot:
-        """Wait for an actor that could start its relay; when its machine dies meanwhile, for another one."""
+        """Wait for an actor that could start its relay; when its node dies meanwhile, for another one."""
         needs = self._needs(placement)
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "memory": needs.get("memory")}
         bundle = PlacementGroupSchedulingStrategy(self._group, self._nodes.index(placement.node))
@@ -186,12 +186,12 @@ class RayPlace:
                 await asyncio.to_thread(ray.kill, actor)
                 if isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False):
                     raise ConfigError(
-                        f"every machine must be like this one: got {_last_line(error)} when {placement.name} was to "
+                        f"every node must be like this one: got {_last_line(error)} when {placement.name} was to "
                         f"start. It must have Python, arealite and {os.getcwd()} at the same paths."
                     ) from error
                 if not isinstance(error, RayActorError):
                     raise
-                self._say(f"{placement.name} is placed again, because its machine failed: {_last_line(error)}")
+                self._log(f"{placement.name} is placed again, because its node failed: {_last_line(error)}")
             await asyncio.sleep(_RETRY_S)
 
     def _needs(self, placement: Placement) -> dict[str, float]:
@@ -210,7 +210,7 @@ class RayPlace:
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources()
         has = [f"{free.get(name, 0):g} of {_sum(alive).get(name, 0):g} {name} free" for name in needed]
-        cluster = f"the cluster has {len(alive)} machines with {', '.join(has)}"
+        cluster = f"the cluster has {len(alive)} nodes with {', '.join(has)}"
         return f"Ray to place {names} with {_spell(needed)}; {cluster}"
 
 

@@ -1,12 +1,12 @@
-"""Runs one job on a machine that the launcher reaches only through a cluster's own transport (srun, a Ray actor).
+"""Runs one job on a node that the launcher reaches only through a cluster's own transport (srun, a Ray actor).
 
-    python -m arealite.launcher.place.relay [--toward HOST] [--devices I,J,...] [--leash SECONDS]
+    python -m arealite.launcher.place.relay [--toward HOST] [--devices I,J,...] [--watchdog SECONDS]
 
 One JSON object per line. To the launcher, on stdout: `hello` (where this is, its GPUs, and a port that is kept free),
 `out` (output), `alive` every two seconds, and `exit` at last. From the launcher, on stdin: the job, {"do": "stay"}
 after each sign of life, and perhaps {"do": "terminate"}. The end of stdin, whatever the reason, ends the job with all
-its descendants. `RelaySlot` is the launcher's side. Invariant: a machine that says nothing for
-`timeout_s` is lost, and a relay on a leash that hears nothing for as long ends its job, as the launcher is lost.
+its descendants. `RelaySlot` is the launcher's side. Invariant: a node that says nothing for
+`timeout_s` is lost, and a relay whose watchdog is not rearmed in time ends its job, as the launcher is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from arealite.utils.processes import adopt_orphans, descendants, kill_tree
 _ALIVE_S = 2.0
 _PROGRESS_S = 10.0
 _KILLED_S = 5.0
-"""So long a machine is heard that should have killed its job; it may be gone."""
+"""Seconds to wait for a node's last message after asking it to kill its job."""
 _LINE_BYTES = 1 << 24
 _JOB_S = 3600.0
 """A job that has not come by then never will."""
@@ -67,15 +67,15 @@ class RelaySlot:
         self._timeout_s = timeout_s
         self._has_job = self._is_over = False
         self._over_at = math.inf
-        self._leash: asyncio.Timeout | None = None
+        self._deadline: asyncio.Timeout | None = None
 
     async def meet(self) -> None:
-        """Wait until the relay has said where it is. Raises NodeLostError."""
+        """Wait for the relay's first message, which says where it is. Raises NodeLostError."""
         hello = (await self._next({"hello"}))["hello"]
         if hello["version"] != arealite.__version__:
             raise ConfigError(
                 f"{self.node} must have version {arealite.__version__} of arealite, as the launcher: got "
-                f"{hello['version']}. Install the same version on every machine."
+                f"{hello['version']}. Install the same version on every node."
             )
         self.host, self.address, self.port = hello["node"], hello["address"], hello["port"]
         self.gpus = hello["gpus"]
@@ -85,16 +85,16 @@ class RelaySlot:
         if self._is_over:
             raise NodeLostError(f"{job.name} on {self.node} was given up before it began")
         self._has_job = True
-        self._say(dataclasses.asdict(job))
+        self._write(dataclasses.asdict(job))
         try:
             return await self._follow(job, output)
         finally:
-            self._leash = None
+            self._deadline = None
 
     def terminate(self) -> None:
         """Send the job SIGTERM; one that was not sent yet never begins."""
         if self._has_job:
-            self._say({"do": "terminate"})
+            self._write({"do": "terminate"})
         else:
             self.kill()
 
@@ -103,28 +103,28 @@ class RelaySlot:
         self._is_over = True
         self._over_at = min(self._over_at, asyncio.get_running_loop().time() + _KILLED_S)
         self._close_input()
-        if self._leash is not None:
-            self._leash.reschedule(self._over_at)
+        if self._deadline is not None:
+            self._deadline.reschedule(self._over_at)
 
     async def close(self) -> None:
         """Let the relay end."""
         self._close_input()
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _write(self, message: dict[str, Any]) -> None:
         self._send(json.dumps(message).encode() + b"\n")
 
     async def _follow(self, job: Job, output: Callable[[bytes], None]) -> int:
-        """Hear what a job says to its end."""
+        """Follow a job to its end."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, self._over_at)) as self._leash:
+                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, self._over_at)) as self._deadline:
                     frame = await self._next({"out", "alive", "exit", "text"})
             except TimeoutError:
                 rule = "end when it is killed" if self._is_over else f"give a sign of life every {self._timeout_s:g} s"
                 raise NodeLostError(f"{job.name} on {self.node} must {rule}: got nothing") from None
             if "alive" in frame and not self._is_over:
-                self._say({"do": "stay"})
+                self._write({"do": "stay"})
             elif "out" in frame:
                 output(base64.b64decode(frame["out"]))
             elif "exit" in frame:
@@ -133,7 +133,7 @@ class RelaySlot:
                 output(frame["text"])
 
     async def _next(self, kinds: set[str]) -> dict[str, Any]:
-        """Return the next frame of these kinds. Raises NodeLostError when there will be none."""
+        """Return the next frame of these kinds. Raises NodeLostError at the end of the stream."""
         async for frame in self._frames:
             if kinds & frame.keys():
                 return frame
@@ -145,13 +145,13 @@ async def take_all(
     take: Callable[[Placement], Coroutine[None, None, S]],
     *,
     timeout_s: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     describe: Callable[[Sequence[Placement]], str],
     advice: str,
 ) -> list[S]:
     """Take a slot for each placement at once: all of them, or none and TimeoutError.
 
-    `describe` says what the missing ones wait for, `say` tells it to the user from time to time.
+    `describe` says what the missing ones wait for; that is logged from time to time.
     """
     tasks = [asyncio.create_task(take(one)) for one in placements]
     waiting, started = set(tasks), time.monotonic()
@@ -170,7 +170,7 @@ async def take_all(
             if waited_s >= timeout_s:
                 raise TimeoutError(f"all jobs must start within {timeout_s:g} s: still waiting for {text}. {advice}")
             if waited_s >= _PROGRESS_S:
-                say(f"waiting for {text} ({waited_s:.0f} s of {timeout_s:g} s)")
+                log(f"waiting for {text} ({waited_s:.0f} s of {timeout_s:g} s)")
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -193,16 +193,16 @@ async def _frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]
             yield frame if isinstance(frame, dict) else {"text": line + b"\n"}
 
 
-def _say(frame: dict[str, Any]) -> None:
-    """Write a frame to stdout. One that can't be written means that nobody listens, which stdin tells as well."""
+def _write(frame: dict[str, Any]) -> None:
+    """Write a frame to stdout. If nobody reads it, stdin ends as well."""
     with contextlib.suppress(OSError):
         sys.stdout.buffer.write(json.dumps(frame).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-async def _relay(toward: str | None, gpus: list[str], leash_s: float) -> int:
+async def _relay(toward: str | None, gpus: list[str], watchdog_s: float) -> int:
     """Run the job that stdin names."""
-    _stretch(_JOB_S)
+    _rearm(_JOB_S)
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -210,39 +210,39 @@ async def _relay(toward: str | None, gpus: list[str], leash_s: float) -> int:
     address = host_ip(toward) if toward else host_ip()
     with hold_port(address) as holder:
         slot = {"node": socket.gethostname(), "address": address, "port": port_of(holder), "gpus": gpus}
-        _say({"hello": slot | {"version": arealite.__version__}})
+        _write({"hello": slot | {"version": arealite.__version__}})
         first = asyncio.create_task(lines.readline())
         while not first.done():
-            _say({"alive": 0})
+            _write({"alive": 0})
             await asyncio.wait([first], timeout=_ALIVE_S)
         if not first.result():
             return 0
-        _stretch(leash_s)
+        _rearm(watchdog_s)
         job = Job(**json.loads(first.result()))
         loop.add_signal_handler(signal.SIGTERM, run.terminate)
-        tasks = [loop.create_task(_obey(lines, run, leash_s)), loop.create_task(_live())]
+        tasks = [loop.create_task(_obey(lines, run, watchdog_s)), loop.create_task(_live())]
         try:
-            status = await run.run(job, lambda data: _say({"out": base64.b64encode(data).decode()}))
+            status = await run.run(job, lambda data: _write({"out": base64.b64encode(data).decode()}))
         finally:
             for task in tasks:
                 task.cancel()
     for pid in descendants(os.getpid()):  # if the guard was killed
         kill_tree(pid)
-    _say({"exit": status})
+    _write({"exit": status})
     return 0
 
 
-def _stretch(leash_s: float) -> None:
-    """Let the kernel end this process if this is not called again in time, so that the guard ends the job: even if
-    nobody takes our output any more and we wait for that; 0 is for ever."""
-    signal.setitimer(signal.ITIMER_REAL, leash_s)
+def _rearm(watchdog_s: float) -> None:
+    """Rearm the watchdog: the kernel kills this process unless called again within `watchdog_s` (0: never), and the
+    guard then ends the job, even if we are stuck in a write that nobody reads."""
+    signal.setitimer(signal.ITIMER_REAL, watchdog_s)
 
 
-async def _obey(lines: asyncio.StreamReader, run: JobRun, leash_s: float) -> None:
-    """Take commands until there are none any more, which ends the job."""
+async def _obey(lines: asyncio.StreamReader, run: JobRun, watchdog_s: float) -> None:
+    """Take commands until stdin ends, which ends the job."""
     try:
         while (line := await lines.readline()).endswith(b"\n"):
-            _stretch(leash_s)
+            _rearm(watchdog_s)
             if json.loads(line).get("do") == "terminate":
                 run.terminate()
     finally:
@@ -250,9 +250,9 @@ async def _obey(lines: asyncio.StreamReader, run: JobRun, leash_s: float) -> Non
 
 
 async def _live() -> None:
-    """Give a sign of life from time to time."""
+    """Send the heartbeat."""
     while True:
-        _say({"alive": 0})
+        _write({"alive": 0})
         await asyncio.sleep(_ALIVE_S)
 
 
@@ -270,13 +270,15 @@ def _gpus(devices: str | None) -> list[str]:
 def main() -> int:
     """Parse the command line and run one job."""
     parser = argparse.ArgumentParser(prog="python -m arealite.launcher.place.relay", description=__doc__)
-    parser.add_argument("--toward", metavar="HOST", help="machine that must reach this one; picks the interface")
+    parser.add_argument("--toward", metavar="HOST", help="node that must reach this one; picks the interface")
     parser.add_argument("--devices", metavar="I,J,...", help="which of the visible GPUs the slot has; default is all")
-    parser.add_argument("--leash", metavar="SECONDS", type=float, default=0.0, help="end without a word for so long")
+    parser.add_argument(
+        "--watchdog", metavar="SECONDS", type=float, default=0.0, help="end when the launcher is silent for so long"
+    )
     args = parser.parse_args()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return asyncio.run(_relay(args.toward, _gpus(args.devices), args.leash))
+    return asyncio.run(_relay(args.toward, _gpus(args.devices), args.watchdog))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Runs an experiment inside a Slurm allocation: the program of the batch script that `slurm` submits.
 
-It is the common launcher on the first machine. A slot is a job step: srun starts a relay there and connects its stdin
-and stdout to us. Steps overlap, so each sees all that the job has on its machine, and the plan alone says which GPUs it
+It is the common launcher on the first node. A slot is a job step: srun starts a relay there and connects its stdin
+and stdout to us. Steps overlap, so each sees all that the job has on its node, and the plan alone says which GPUs it
 uses. A step whose srun ends loses its stdin and ends its job; the end of this program ends the whole allocation.
 
-When a machine is lost, a run that may be started again goes on in the allocation if all machines still answer.
+When a node is lost, a run that may be started again goes on in the allocation if all nodes still answer.
 Otherwise the job goes back into the queue (`scontrol requeue`), as Slurm itself does when it notices first. Invariant:
 only the newest start of a job may requeue it, since an older one can live on where Slurm has lost sight of it.
 """
@@ -43,7 +43,7 @@ _CONTROL_S = 60.0
 _REQUEUE_S = 300.0
 """So long the job is tried to be requeued while Slurm's controller does not answer."""
 _OLD_LIFE_S = 120.0
-"""What the launcher of the last start may take to end, on a machine that Slurm has lost sight of."""
+"""What the launcher of the last start may take to end, on a node that Slurm has lost sight of."""
 
 
 class SlurmSlot(RelaySlot):
@@ -58,7 +58,7 @@ class SlurmSlot(RelaySlot):
         await super().close()
         try:
             await asyncio.wait_for(self._srun.wait(), _CLOSE_S)
-        except TimeoutError:  # its machine is gone; Slurm ends what may be left there with the job
+        except TimeoutError:  # its node is gone; Slurm ends what may be left there with the job
             with contextlib.suppress(ProcessLookupError):
                 self._srun.kill()
             await self._srun.wait()
@@ -78,33 +78,33 @@ class SlurmSlot(RelaySlot):
 
 
 class SlurmPlace:
-    """The machines of the allocation that we are in."""
+    """The nodes of the allocation that we are in."""
 
     def __init__(
-        self, config: LauncherConfig, nodes: Sequence[str], *, setup_timeout_s: float, say: Callable[[str], None]
+        self, config: LauncherConfig, nodes: Sequence[str], *, setup_timeout_s: float, log: Callable[[str], None]
     ) -> None:
-        """`say` tells the user of waits."""
+        """`log` tells the user of waits."""
         self._config = config
         self._nodes = nodes
         self._setup_timeout_s = setup_timeout_s
-        self._say = say
+        self._log = log
 
     async def take(self, placements: Sequence[Placement]) -> list[Slot]:
-        """Start a step for each placement; NodeLostError names a machine where none starts."""
+        """Start a step for each placement; NodeLostError names a node where none starts."""
         slots = await take_all(
             placements,
             self._take,
             timeout_s=self._setup_timeout_s,
-            say=self._say,
+            log=self._log,
             describe=lambda missing: f"our program on {', '.join(sorted({self._nodes[one.node] for one in missing}))}",
-            advice="Look after these machines.",
+            advice="Look after these nodes.",
         )
         unreachable = [slot.node for slot in slots if is_loopback(slot.address)]
         if unreachable and len({slot.host for slot in slots}) > 1:
             await asyncio.gather(*(slot.close() for slot in slots))
             raise ConfigError(
-                f"every machine must have an address that others reach: got a loopback for {', '.join(unreachable)}. "
-                "Let the names of Slurm's machines resolve on all of them."
+                f"every node must have an address that others reach: got a loopback for {', '.join(unreachable)}. "
+                "Let the names of Slurm's nodes resolve on all of them."
             )
         return list(slots)
 
@@ -132,7 +132,7 @@ class SlurmPlace:
 def step_command(config: LauncherConfig, placement: Placement, *, node: str, toward: str) -> list[str]:
     """Return the srun of a relay, in a container if its role has an image.
 
-    `toward` is the machine whose side of the network the job's address must be on.
+    `toward` is the node whose side of the network the job's address must be on.
     """
     slurm = config.slurm
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--cpu-bind=none", "--quiet"]
@@ -142,7 +142,7 @@ def step_command(config: LauncherConfig, placement: Placement, *, node: str, tow
         container = ["apptainer", "exec", *(["--nv"] if placement.devices else [])]
         container += [*(["--bind", slurm.mount] if slurm.mount else []), image]
     relay = [sys.executable, "-m", "arealite.launcher.place.relay", "--toward", toward]
-    relay += ["--leash", f"{config.node_timeout:g}", "--devices", ",".join(map(str, placement.devices))]
+    relay += ["--watchdog", f"{config.node_timeout:g}", "--devices", ",".join(map(str, placement.devices))]
     return [*srun, *shlex.split(slurm.srun_additional_args), *container, *relay]
 
 
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run.parse(
         argv,
         prog="python3 -m arealite.launcher.place.slurm",
-        description="Start inference servers and trainer on the machines of the Slurm allocation that this runs in.",
+        description="Start inference servers and trainer on the nodes of the Slurm allocation that this runs in.",
     )
     try:
         run.entry_script(args.entry)
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.launcher,
             nodes[: plan.num_nodes],
             setup_timeout_s=run.setup_timeout_s(config),
-            say=supervisor.say,
+            log=supervisor.log,
         )
 
     backend = run.Backend(
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         open_place,
         lambda config, plan: _check(config, plan, nodes),
         registry_host=lambda plan: host_ip(nodes[1]) if plan.num_nodes > 1 else LOOPBACK,
-        machines_answer=lambda: _machines_answer(nodes, config.launcher.node_timeout),
+        nodes_answer=lambda: _nodes_answer(nodes, config.launcher.node_timeout),
     )
     status = run.launch(
         args.entry, args.argv, backend, restart=f"Slurm has started the job again ({number})" if number else None
@@ -191,15 +191,15 @@ def _check(config: BaseExperimentConfig, plan: Plan, nodes: Sequence[str]) -> No
     """Refuse what the allocation does not have."""
     if len(nodes) < plan.num_nodes:
         raise ConfigError(
-            f"the allocation must have cluster.n_nodes={plan.num_nodes} machines: got {len(nodes)} "
+            f"the allocation must have cluster.n_nodes={plan.num_nodes} nodes: got {len(nodes)} "
             f"({' '.join(nodes)}). Leave --nodes out of launcher.slurm.sbatch_additional_args."
         )
     if plan.servers and not config.launcher.slurm.inference_server_image:
         kind_of(config).check_installed(config)
 
 
-def _machines_answer(nodes: Sequence[str], timeout_s: float) -> bool:
-    """Tell whether a step starts on every machine."""
+def _nodes_answer(nodes: Sequence[str], timeout_s: float) -> bool:
+    """Tell whether a step starts on every node."""
     number = str(len(nodes))
     step = ["srun", "--overlap", "--nodes", number, "--ntasks", number, "--cpu-bind=none", "--quiet", "true"]
     try:
@@ -230,7 +230,7 @@ def _requeue_now(job: str, number: int, retries: int) -> None:
     if number >= retries:
         print(f"job {job} is not started again: recover.retries={retries} starts are used up", file=sys.stderr)
         return
-    print(f"job {job} goes back into the queue, as a machine is lost", file=sys.stderr, flush=True)
+    print(f"job {job} goes back into the queue, as a node is lost", file=sys.stderr, flush=True)
     _control("requeue", job)
     time.sleep(_CONTROL_S)  # until Slurm ends us
 

@@ -1,6 +1,6 @@
 """The jobs of a run: one per inference server and one per rank of the trainer. Pure descriptions.
 
-Every launcher starts the same jobs; a job's environment holds only what it has besides that of its machine.
+Every launcher starts the same jobs; a job's environment holds only what it has besides that of its node.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def visible_gpus() -> list[str]:
 
 
 def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int) -> int:
-    """Return how many threads each of the `num_ranks` ranks of a machine gets: what was asked for, or a share of the
+    """Return how many threads each of the `num_ranks` ranks of a node gets: what was asked for, or a share of the
     cores that servers leave; threads that compete for a core are many times slower."""
     if config.launcher.trainer_threads is not None:
         return config.launcher.trainer_threads
@@ -114,7 +114,7 @@ def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int)
 
 
 def environment(user_variables: str, *, python: str = sys.executable, **ours: str) -> dict[str, str]:
-    """Return what jobs have besides the environment of their machine: `ours`, then the user's `A=1,B=2`, so that
+    """Return what jobs have besides the environment of their node: `ours`, then the user's `A=1,B=2`, so that
     `python` finds this package.
 
     Another interpreter than ours must not find what else is installed beside it, but its own programs first.

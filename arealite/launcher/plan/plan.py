@@ -1,6 +1,6 @@
-"""Which process runs on which machine with which devices, worked out from the config alone.
+"""Which process runs on which node with which devices, worked out from the config alone.
 
-Servers fill the machines first, one behind the other, and none is spread over two machines; the ranks of the trainer
+Servers fill the nodes first, one behind the other, and none is spread over two nodes; the ranks of the trainer
 follow. Every launcher places the same plan; only how differs.
 """
 
@@ -25,9 +25,9 @@ class Placement:
     """`server-<i>` or `trainer-<rank>`."""
     role: Literal["server", "trainer"]
     node: int
-    """Number of its machine."""
+    """Number of its node."""
     devices: tuple[int, ...]
-    """Its GPUs on that machine; none on a CPU cluster."""
+    """Its GPUs on that node; none on a CPU cluster."""
     index: int
     """Number of the server, or the rank."""
 
@@ -51,11 +51,11 @@ class Plan:
 
     @property
     def trainer_nodes(self) -> tuple[int, ...]:
-        """Numbers of the machines that have ranks, in the order of the ranks."""
+        """Numbers of the nodes that have ranks, in the order of the ranks."""
         return tuple(dict.fromkeys(one.node for one in self.trainers))
 
     def ranks_on(self, node: int) -> tuple[Placement, ...]:
-        """Return the ranks of a machine, by local rank."""
+        """Return the ranks of a node, by local rank."""
         return tuple(one for one in self.trainers if one.node == node)
 
 
@@ -83,7 +83,7 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
     last_node = max((one.node for one in placements), default=0)
     if last_node >= cluster.n_nodes:
         raise ConfigError(
-            f"allocation_mode must fit the cluster: got {mode}, which needs {last_node + 1} machines with "
+            f"allocation_mode must fit the cluster: got {mode}, which needs {last_node + 1} nodes with "
             f"{cluster.n_gpus_per_node} GPUs as no server is spread over two, and cluster.n_nodes={cluster.n_nodes}. "
             "Make it smaller, or raise cluster.n_nodes or cluster.n_gpus_per_node (0 is a CPU cluster)."
         )
@@ -139,15 +139,15 @@ def _check_size(config: BaseExperimentConfig, mode: AllocationMode, num_servers:
     per_node = config.cluster.n_gpus_per_node
     if num_servers > 0 and mode.gen_instance_size > per_node:
         raise ConfigError(
-            f"a server must fit into one machine: got {mode.gen}, whose servers have {mode.gen_instance_size} GPUs, "
+            f"a server must fit into one node: got {mode.gen}, whose servers have {mode.gen_instance_size} GPUs, "
             f"and cluster.n_gpus_per_node={per_node}. Use a smaller t in allocation_mode."
         )
 
 
 def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[Placement]:
-    """Fill machines with servers of `size` devices, then with ranks of one."""
+    """Fill nodes with servers of `size` devices, then with ranks of one."""
     placements = []
-    next_device = 0  # counted through all machines
+    next_device = 0  # counted through all nodes
     for index in range(num_servers):
         if next_device % per_node + size > per_node:
             next_device += per_node - next_device % per_node

@@ -1,4 +1,4 @@
-"""A plan as text, for `--dry-run`: which process runs on which machine with which devices, and how each kind starts."""
+"""A plan as text, for `--dry-run`: which process runs on which node with which devices, and how each kind starts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def plan_lines(
 ) -> Iterator[str]:
     """Tell all of a plan."""
     devices = f"{plan.gpus_per_node} GPUs each" if plan.gpus_per_node else "CPUs only"
-    machines = "1 machine" if plan.num_nodes == 1 else f"{plan.num_nodes} machines"
-    yield f"{config.experiment_name}/{config.trial_name}: {config.allocation_mode} on {machines}, {devices} ({by})"
+    nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
+    yield f"{config.experiment_name}/{config.trial_name}: {config.allocation_mode} on {nodes}, {devices} ({by})"
     yield f"run folder: {RunFolder(config).path}"
     for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
-        yield f"machine {node}"
+        yield f"node {node}"
         servers = [(one,) for one in placements if one.role == "server"]
         for alike in filter(None, [*servers, plan.ranks_on(node)]):
             numbers = _spans([one.index for one in alike])
@@ -50,14 +50,14 @@ def plan_lines(
 
 def _servers(config: BaseExperimentConfig, placements: Sequence[Placement]) -> Iterator[Job]:
     for one in placements:
-        yield server_job(config, one, f"<machine {one.node}>", {}, "", "")
+        yield server_job(config, one, f"<node {one.node}>", {}, "", "")
 
 
 def _trainers(config: BaseExperimentConfig, plan: Plan, *, entry: str | Path, argv: Sequence[str]) -> Iterator[Job]:
     for one in plan.trainers[:1]:
         yield trainer_job(
             *(config, plan, one, {}, "", ""),
-            master=(f"<machine {one.node}>", "<a free port>"),
+            master=(f"<node {one.node}>", "<a free port>"),
             entry=Path(entry),
             argv=argv,
             is_restart=False,

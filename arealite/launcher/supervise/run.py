@@ -1,6 +1,6 @@
 """What all launchers share: from a command line to a run that is watched to its end, and started again if it may be.
 
-A launcher is its own command plus a `Backend`: what it calls itself, what it checks of its machines, and the place that
+A launcher is its own command plus a `Backend`: what it calls itself, what it checks of its nodes, and the place that
 gives slots there.
 """
 
@@ -38,7 +38,7 @@ _SETUP_TIMEOUT_S = 600.0
 _LOCK_TIMEOUT_S = 5.0
 """So long may the end of another launcher of the same run take."""
 EPILOG = (
-    "exit status: 0 done, 2 config error, 3 a server ended, 4 the run stood still, 5 a machine was lost, "
+    "exit status: 0 done, 2 config error, 3 a server ended, 4 the run stalled, 5 a node was lost, "
     "128 + n a signal, else the failed rank's"
 )
 
@@ -52,11 +52,11 @@ class Backend:
     open_place: Callable[[BaseExperimentConfig, Plan, Supervisor], Place]
     """Called anew for each attempt."""
     check: Callable[[BaseExperimentConfig, Plan], None]
-    """Refuses by ConfigError what the machines can't do, before anything starts."""
+    """Refuses by ConfigError what the nodes can't do, before anything starts."""
     registry_host: Callable[[Plan], str] = lambda plan: LOOPBACK
     """Address of this node by which the jobs of a plan reach the run's registry."""
-    machines_answer: Callable[[], bool] = lambda: True
-    """Whether a run that has lost a machine may start again on those it has, or on others that replace them."""
+    nodes_answer: Callable[[], bool] = lambda: True
+    """Whether a run that has lost a node may start again on those it has, or on others that replace them."""
 
 
 def parse(
@@ -110,7 +110,7 @@ def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart:
 
 
 def checked_plan(config: BaseExperimentConfig) -> Plan:
-    """Return the plan, after every check that needs no machine of the run."""
+    """Return the plan, after every check that needs no node of the run."""
     plan = make_plan(config)
     check_model(config)
     if plan.servers:
@@ -119,7 +119,7 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
 
 
 def setup_timeout_s(config: BaseExperimentConfig) -> float:
-    """Return how long machines may take to be there, and servers to be ready."""
+    """Return how long nodes may take to be there, and servers to be ready."""
     return config.rollout.setup_timeout if config.rollout is not None else _SETUP_TIMEOUT_S
 
 
@@ -163,13 +163,13 @@ async def _run(run: _Run, restart: str | None) -> int:
         retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
         for attempt in range(retries + 1):
             supervisor = await _attempt(run, secret, registry, restart)
-            ending = supervisor.ending  # a signal while everything was being stopped is heard as well
-            restart = f"restart {attempt + 1} of {retries}, because {ending.reason}"
-            if not ending.is_failure or ending.status == CONFIG_FAILED or ending.is_refusal:
+            end = supervisor.exit_reason  # a signal while everything was being stopped counts as well
+            restart = f"restart {attempt + 1} of {retries}, because {end.reason}"
+            if not end.is_failure or end.status == CONFIG_FAILED or end.is_refusal:
                 break
-            if not await asyncio.to_thread(run.backend.machines_answer):
+            if not await asyncio.to_thread(run.backend.nodes_answer):
                 return NODE_LOST
-        return ending.status
+        return end.status
     finally:
         await registry.close()
 
@@ -182,7 +182,7 @@ async def _attempt(run: _Run, secret: str, registry: Registry, restart: str | No
     place: Place | None = None
     try:
         async with Supervisor(log_folder=log_folder, stall=_stall_policy(run, secret)) as supervisor:
-            supervisor.say(restart or f"{config.allocation_mode}; logs in {log_folder}")
+            supervisor.log(restart or f"{config.allocation_mode}; logs in {log_folder}")
             place = run.backend.open_place(config, plan, supervisor)
             slots = await supervisor.take_slots(place, plan.placements)
             if slots is not None:
@@ -203,7 +203,7 @@ async def _attempt(run: _Run, secret: str, registry: Registry, restart: str | No
 def _trainer_jobs(
     run: _Run, slots: Mapping[str, Slot], secret: str, registry: str, *, is_restart: bool
 ) -> list[tuple[Slot, Job]]:
-    """Return each rank's slot and job. Ranks see all GPUs of the ranks on their machine, because NCCL links only GPUs
+    """Return each rank's slot and job. Ranks see all GPUs of the ranks on their node, because NCCL links only GPUs
     that both sides see; LOCAL_RANK picks one."""
     plan, first = run.plan, slots[run.plan.trainers[0].name]
     jobs = []

@@ -1,4 +1,4 @@
-"""Runs the jobs of a run until what ends it, a failure or a signal, then ends all of them within seconds.
+"""Runs the jobs of a run until a failure, a signal or the trainer's end, then ends all of them within seconds.
 
 Where a job runs is its slot's business (see `place`). Servers and trainer start together, because both take seconds to
 import what they need. A server that ends before it was ready ends the run; one that ends later is started again, while
@@ -44,7 +44,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitReason:
     """Why the run ended: the launcher's exit status, and whose output explains it."""
 
     status: int
@@ -97,10 +97,10 @@ class Supervisor:
         self._expected: list[str] = []
         """Names of the processes that will tell the stall watch what they do."""
         self._num_output_bytes = 0
-        self._endings: list[asyncio.Future[Ending]] = []
+        self._exit_reasons: list[asyncio.Future[ExitReason]] = []
         self._before = set(descendants(os.getpid()))
         self._adopted_before = adopt_orphans()
-        self._ending: Ending | None = None
+        self._exit_reason: ExitReason | None = None
         self._signal: asyncio.Future[int] = self._loop.create_future()
         self._watch(self._signalled())
         for number in _SIGNALS:
@@ -115,13 +115,13 @@ class Supervisor:
         forget_progress(self._log_folder)
         for output in self._outputs.values():
             output.close()
-        if self._ending is not None and self._ending.output is not None:
-            self._explain(self._ending, self._ending.output)
+        if self._exit_reason is not None and self._exit_reason.output is not None:
+            self._explain(self._exit_reason, self._exit_reason.output)
         self._log.close()
         self.console.close()
 
-    def say(self, text: str) -> None:
-        """Tell the user what happens."""
+    def log(self, text: str) -> None:
+        """Write a line to the console and to launcher.log."""
         self._log.feed(f"{text}\n".encode())
 
     # Starting
@@ -129,7 +129,7 @@ class Supervisor:
     async def take_slots(self, place: Place, placements: Sequence[Placement]) -> list[Slot] | None:
         """Return the slots of all jobs; None if the run ended meanwhile, or has to because there are none."""
         taking = self._loop.create_task(place.take(placements))
-        waits: list[asyncio.Future[Any]] = [taking, *self._endings]
+        waits: list[asyncio.Future[Any]] = [taking, *self._exit_reasons]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
             await _cancelled([taking])
@@ -138,8 +138,8 @@ class Supervisor:
             return taking.result()
         except (NodeLostError, TimeoutError, ConfigError) as error:
             status = CONFIG_FAILED if isinstance(error, ConfigError) else NODE_LOST
-            self._endings.append(self._loop.create_future())
-            self._endings[-1].set_result(Ending(status, f"{type(error).__name__}: {error}"))
+            self._exit_reasons.append(self._loop.create_future())
+            self._exit_reasons[-1].set_result(ExitReason(status, f"{type(error).__name__}: {error}"))
             return None
 
     def start_servers(
@@ -169,21 +169,21 @@ class Supervisor:
     async def wait(self) -> int:
         """Wait for what ends the run and return the launcher's exit status. A server's end explains a failure of the
         trainer, so it is told first; the user's signal explains everything."""
-        await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
-        if all(ending.is_failure and ending.status != SERVER_FAILED for ending in self._told()):
-            await asyncio.wait([end for end in self._endings if not end.done()], timeout=0.5)
-        self._ending = min(self._told(), key=lambda ending: (ending.is_failure, ending.status != SERVER_FAILED))
-        if self._ending.status != 0:
-            self.say(f"{self._ending.reason}: stopping everything")
-        return self._ending.status
+        await asyncio.wait(self._exit_reasons, return_when=asyncio.FIRST_COMPLETED)
+        if all(reason.is_failure and reason.status != SERVER_FAILED for reason in self._told()):
+            await asyncio.wait([end for end in self._exit_reasons if not end.done()], timeout=0.5)
+        self._exit_reason = min(self._told(), key=lambda reason: (reason.is_failure, reason.status != SERVER_FAILED))
+        if self._exit_reason.status != 0:
+            self.log(f"{self._exit_reason.reason}: stopping everything")
+        return self._exit_reason.status
 
     @property
-    def ending(self) -> Ending:
+    def exit_reason(self) -> ExitReason:
         """Why the run ended; a signal that came while everything was being stopped is the user's last word."""
         if self._signal.done():
             return _signalled(self._signal.result())
-        assert self._ending is not None, "only a run that has ended knows why"
-        return self._ending
+        assert self._exit_reason is not None, "only a run that has ended knows why"
+        return self._exit_reason
 
     # Watching
 
@@ -194,7 +194,7 @@ class Supervisor:
         slot: Slot,
         describe: Callable[[Placement, Slot], Job],
         policy: ServerPolicy,
-    ) -> Ending:
+    ) -> ExitReason:
         """Run a server, again when it ends after it was ready, and return what ends the run."""
         name, was_ready = placement.name, False
         for restart in itertools.count(1):
@@ -205,7 +205,7 @@ class Supervisor:
                 was_ready = was_ready or (loading.done() and loading.result())
                 if loading.done() and not loading.result():
                     reason = f"{name} was not ready within {policy.setup_timeout_s:g} s"
-                    return Ending(SERVER_FAILED, reason, self._output(name))
+                    return ExitReason(SERVER_FAILED, reason, self._output(name))
                 ended = f"{name} ended with {describe_exit(await running)}"
                 status = SERVER_FAILED
             except NodeLostError as error:
@@ -215,12 +215,12 @@ class Supervisor:
                 loading.cancel()
             policy.registry.remove(name)
             if not was_ready or restart > policy.restarts:
-                return Ending(status, ended, self._output(name))
-            self.say(f"{ended}; starting it again ({restart} of {policy.restarts})")
+                return ExitReason(status, ended, self._output(name))
+            self.log(f"{ended}; starting it again ({restart} of {policy.restarts})")
             try:
                 (slot,) = await place.take([placement])
             except (NodeLostError, TimeoutError, ConfigError) as error:
-                return Ending(status, f"{name} could not be started again: {error}")
+                return ExitReason(status, f"{name} could not be started again: {error}")
         raise AssertionError("servers end")
 
     async def _becomes_ready(self, name: str, policy: ServerPolicy) -> bool:
@@ -234,38 +234,38 @@ class Supervisor:
             if now >= next_word:
                 next_word = now + _WORD_S
                 doing = "it has not registered yet" if record is None else record.detail
-                self.say(f"waiting for {name} ({now - started:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
+                self.log(f"waiting for {name} ({now - started:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
             due = min(next_word, started + policy.setup_timeout_s)
             view = await policy.registry.watch(view.moment, max(0.0, due - now))
         self._addresses[name] = record.address
-        self.say(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
+        self.log(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
         addresses = [self._addresses.get(name, "") for name in self._server_names]
         if policy.invitation is not None and all(addresses):
-            self.say(policy.invitation + ",".join(addresses))
+            self.log(policy.invitation + ",".join(addresses))
         return True
 
-    async def _train(self, jobs: Sequence[tuple[Slot, Job]]) -> Ending:
+    async def _train(self, jobs: Sequence[tuple[Slot, Job]]) -> ExitReason:
         """Run all ranks; the first failure counts."""
 
-        async def run(slot: Slot, job: Job) -> Ending | None:
+        async def run(slot: Slot, job: Job) -> ExitReason | None:
             try:
                 status = await self._run(slot, job)
             except NodeLostError as error:
-                return Ending(NODE_LOST, str(error))
+                return ExitReason(NODE_LOST, str(error))
             reason = f"{job.name} failed with {describe_exit(status)}"
-            return Ending(status, reason, self._output(job.name)) if status != 0 else None
+            return ExitReason(status, reason, self._output(job.name)) if status != 0 else None
 
         ranks = [self._loop.create_task(run(slot, job)) for slot, job in jobs]
         try:
             for rank in asyncio.as_completed(ranks):
                 if (failure := await rank) is not None:
                     return failure
-            return Ending(0, "the trainer is done")
+            return ExitReason(0, "the trainer is done")
         finally:
             for task in ranks:
                 task.cancel()
 
-    async def _draw(self) -> Ending:
+    async def _draw(self) -> ExitReason:
         """Draw the progress that rank 0 publishes."""
         while True:
             for progress in read_progress(self._log_folder / "progress", "trainer-0").values():
@@ -273,8 +273,8 @@ class Supervisor:
                     self.console.show_progress(**progress.status)
             await asyncio.sleep(PERIOD_S)
 
-    async def _stalled(self) -> Ending:
-        """Return when the run stands still and may not go on."""
+    async def _stalled(self) -> ExitReason:
+        """Return when the run stalls and may not continue."""
         watch = StallWatch(
             self._stall,
             logs=self._log_folder,
@@ -284,13 +284,13 @@ class Supervisor:
         )
         while True:
             for line in await watch.next_stall():
-                self.say(line)
+                self.log(line)
             if self._stall.on_stall == "stop":
-                return Ending(STALLED, "the run is stalled")
+                return ExitReason(STALLED, "the run is stalled")
             await watch.movement()
-            self.say("something moves again")
+            self.log("the run moves again")
 
-    async def _signalled(self) -> Ending:
+    async def _signalled(self) -> ExitReason:
         return _signalled(await asyncio.shield(self._signal))
 
     async def _run(self, slot: Slot, job: Job) -> int:
@@ -317,11 +317,11 @@ class Supervisor:
             if run.done():
                 self._closing.append(self._loop.create_task(slot.close()))
 
-    def _watch(self, ending: Coroutine[None, None, Ending]) -> None:
-        self._endings.append(self._loop.create_task(ending))
+    def _watch(self, reason: Coroutine[None, None, ExitReason]) -> None:
+        self._exit_reasons.append(self._loop.create_task(reason))
 
-    def _told(self) -> list[Ending]:
-        return [end.result() for end in self._endings if end.done()]
+    def _told(self) -> list[ExitReason]:
+        return [end.result() for end in self._exit_reasons if end.done()]
 
     def _output(self, name: str) -> Output:
         """Return the output of a process; of servers only warnings are shown."""
@@ -335,7 +335,7 @@ class Supervisor:
             )
         return self._outputs[name]
 
-    # Ending
+    # ExitReason
 
     def _take_signal(self, number: int) -> None:
         """End the run at the first signal, and without grace at the second."""
@@ -347,7 +347,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
-        for task in self._endings:
+        for task in self._exit_reasons:
             task.cancel()
         slots = dict(self._slots)
         for slot in slots.values():
@@ -356,7 +356,7 @@ class Supervisor:
             for name in slots.keys() & self._slots.keys():
                 slots[name].kill()
             await self._all_end(slots)
-        await _cancelled(self._endings)
+        await _cancelled(self._exit_reasons)
         closing = [*self._closing, *(slot.close() for slot in slots.values())]
         await asyncio.gather(*closing, return_exceptions=True)  # they have deadlines of their own
         for pid in set(descendants(os.getpid())) - self._before:
@@ -373,12 +373,12 @@ class Supervisor:
                     await self._ended[name].wait()
         return not self._slots.keys() & slots.keys()
 
-    def _explain(self, ending: Ending, output: Output) -> None:
+    def _explain(self, reason: ExitReason, output: Output) -> None:
         last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
-        self.say(f"{ending.reason}; {last}")
+        self.log(f"{reason.reason}; {last}")
         for line in output.tail:
             self.console.line(f"    {line}")
-        self.say(f"its whole log: {output.path}")
+        self.log(f"its whole log: {output.path}")
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -388,5 +388,5 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.wait(tasks, timeout=_CLEAN_UP_S)
 
 
-def _signalled(number: int) -> Ending:
-    return Ending(128 + number, f"received {signal.Signals(number).name}")
+def _signalled(number: int) -> ExitReason:
+    return ExitReason(128 + number, f"received {signal.Signals(number).name}")

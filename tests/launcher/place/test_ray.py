@@ -49,7 +49,7 @@ from arealite.launcher.place.base import Job
 from arealite.launcher.place.ray import RayPlace, connect
 async def main():
     connect()
-    (slot,) = await RayPlace(PLAN, config(), setup_timeout_s=60, say=print).take([SERVER])
+    (slot,) = await RayPlace(PLAN, config(), setup_timeout_s=60, log=print).take([SERVER])
     heard = Heard()
     running = asyncio.create_task(slot.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
     while not heard.text:
@@ -87,7 +87,7 @@ def config(**changes: object) -> LauncherConfig:
 
 @contextlib.asynccontextmanager
 async def place(plan: Plan = PLAN, *, setup_timeout_s: float = 60) -> AsyncIterator[RayPlace]:
-    opened = RayPlace(plan, config(), setup_timeout_s=setup_timeout_s, say=print)
+    opened = RayPlace(plan, config(), setup_timeout_s=setup_timeout_s, log=print)
     try:
         yield opened
     finally:
@@ -167,7 +167,7 @@ async def test_the_end_of_a_keeper_ends_the_job(cluster: RayCluster, victim: str
         assert await gone(pids)
 
 
-async def test_a_job_on_a_lost_machine_ends_and_gets_another_machine(cluster: RayCluster) -> None:
+async def test_a_job_on_a_lost_node_ends_and_gets_another_node(cluster: RayCluster) -> None:
     """Only Ray's process is killed: what it had started must go as well."""
     async with place() as opened:
         (slot,) = await opened.take([RANK])
@@ -186,7 +186,7 @@ async def test_a_job_on_a_lost_machine_ends_and_gets_another_machine(cluster: Ra
     cluster.add(slot.node)
 
 
-async def test_a_silent_machine_is_lost_and_ends_its_job_by_itself(cluster: RayCluster) -> None:
+async def test_a_silent_node_is_lost_and_ends_its_job_by_itself(cluster: RayCluster) -> None:
     async with place() as opened:
         (slot,) = await opened.take([SERVER])
         task, pids = await running(slot)
@@ -201,7 +201,7 @@ async def test_a_silent_machine_is_lost_and_ends_its_job_by_itself(cluster: RayC
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_no_job_outlives_its_launcher(cluster: RayCluster, number: int, tmp_path: Path) -> None:
-    """A launcher that hangs, or is cut off, counts as dead for the machines after `node_timeout`."""
+    """A launcher that hangs, or is cut off, counts as dead for the nodes after `node_timeout`."""
     here = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": f"{here.parents[2]}:{here.parents[1]}:{here.parent}:{here}"}
     with (tmp_path / "output").open("wb") as output:

@@ -1,4 +1,4 @@
-"""A job on a machine that is reached through a relay only: the real program over pipes, and what becomes of its job."""
+"""A job on a node that is reached through a relay only: the real program over pipes, and what becomes of its job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Heard:
                 await self.came.wait()
 
 
-class Machine:
+class Node:
     """A relay as srun or a Ray actor would have it."""
 
     def __init__(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
@@ -50,18 +50,18 @@ class Machine:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def start(cls, timeout_s: float = DEADLINE_S, *flags: str) -> AsyncIterator[Machine]:
+    async def start(cls, timeout_s: float = DEADLINE_S, *flags: str) -> AsyncIterator[Node]:
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", "127.0.0.1", *flags],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        machine = cls(process, timeout_s)
-        await asyncio.wait_for(machine.slot.meet(), DEADLINE_S)
-        yield machine
+        node = cls(process, timeout_s)
+        await asyncio.wait_for(node.slot.meet(), DEADLINE_S)
+        yield node
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        async for _ in machine.chunks():
+        async for _ in node.chunks():
             pass
         await process.wait()
 
@@ -76,24 +76,24 @@ def job(code: str, **env: str) -> Job:
 
 
 async def test_a_job_tells_its_output_and_status(tmp_path):
-    async with Machine.start() as machine:
+    async with Node.start() as node:
         heard = Heard()
-        assert machine.slot.address == "127.0.0.1" and machine.slot.port > 0
+        assert node.slot.address == "127.0.0.1" and node.slot.port > 0
         task = job(
             "import os, sys; print(os.environ['A'], os.getcwd()); sys.stderr.write('x' * 100_000); sys.exit(7)", A="b"
         )
-        assert await machine.slot.run(Job(task.name, task.command, task.env, folder=str(tmp_path)), heard) == 7
+        assert await node.slot.run(Job(task.name, task.command, task.env, folder=str(tmp_path)), heard) == 7
         assert heard.text == f"b {tmp_path}\n" + "x" * 100_000
-        assert await machine.process.wait() == 0
+        assert await node.process.wait() == 0
 
 
 async def test_a_job_can_be_asked_to_end():
-    async with Machine.start() as machine:
+    async with Node.start() as node:
         heard = Heard()
         code = "import signal, time; signal.signal(15, lambda *_: exit(3)); print('up'); time.sleep(600)"
-        run = asyncio.create_task(machine.slot.run(job(code), heard))
+        run = asyncio.create_task(node.slot.run(job(code), heard))
         await heard.wait_for("up")
-        machine.slot.terminate()
+        node.slot.terminate()
         assert await asyncio.wait_for(run, DEADLINE_S) == 3
 
 
@@ -108,46 +108,46 @@ STUBBORN = """
 
 @pytest.mark.parametrize("how", ["kill", "launcher is gone", "relay is killed", "guard is killed"])
 async def test_nothing_outlives_a_job(how):
-    async with Machine.start() as machine:
+    async with Node.start() as node:
         heard = Heard()
-        run = asyncio.create_task(machine.slot.run(job(STUBBORN), heard))
+        run = asyncio.create_task(node.slot.run(job(STUBBORN), heard))
         await heard.wait_for("up")
-        tree = descendants(machine.process.pid)
+        tree = descendants(node.process.pid)
         assert len(tree) == 3, "the guard, the job and its child"
         if how == "kill":
-            machine.slot.kill()
+            node.slot.kill()
         elif how == "launcher is gone":
-            assert machine.process.stdin is not None
-            machine.process.stdin.close()
+            assert node.process.stdin is not None
+            node.process.stdin.close()
         elif how == "relay is killed":
-            machine.process.kill()
+            node.process.kill()
         else:
             os.kill(tree[0], signal.SIGKILL)
         outcome = (await asyncio.wait_for(asyncio.gather(run, return_exceptions=True), DEADLINE_S))[0]
         assert await asyncio.to_thread(wait_gone, tree, DEADLINE_S) == set()
-        await machine.process.wait()
+        await node.process.wait()
         assert outcome == 137 or isinstance(outcome, NodeLostError)
         if how == "relay is killed":
             assert "our program on far must end with a word" in str(outcome)
 
 
-async def test_a_silent_machine_is_lost():
-    async with Machine.start(timeout_s=5) as machine:
+async def test_a_silent_node_is_lost():
+    async with Node.start(timeout_s=5) as node:
         heard = Heard()
-        run = asyncio.create_task(machine.slot.run(job("import time; print('up'); time.sleep(600)"), heard))
+        run = asyncio.create_task(node.slot.run(job("import time; print('up'); time.sleep(600)"), heard))
         await heard.wait_for("up")
-        machine.process.send_signal(signal.SIGSTOP)
+        node.process.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(NodeLostError, match="job on far must give a sign of life every 5 s: got nothing"):
                 await asyncio.wait_for(run, DEADLINE_S)
         finally:
-            tree = descendants(machine.process.pid)
-            machine.process.kill()
+            tree = descendants(node.process.pid)
+            node.process.kill()
             assert await asyncio.to_thread(wait_gone, tree, DEADLINE_S) == set()
-            await machine.process.wait()
+            await node.process.wait()
 
 
-async def test_a_machine_without_our_program_is_told(tmp_path):
+async def test_a_node_without_our_program_is_told(tmp_path):
     async def chunks() -> AsyncIterator[bytes]:
         yield b"bash: python: command not found\n"
 
@@ -171,24 +171,24 @@ def test_importing_the_relay_is_light():
 
 async def test_a_leash_ends_a_job_whose_launcher_says_nothing():
     """Also when nobody takes its output, so that it can't see that the launcher is gone."""
-    async with Machine.start(DEADLINE_S, "--leash", "3") as machine:
-        run = asyncio.create_task(machine.slot.run(job("while True: print('x' * 10_000)"), Heard()))
+    async with Node.start(DEADLINE_S, "--watchdog", "3") as node:
+        run = asyncio.create_task(node.slot.run(job("while True: print('x' * 10_000)"), Heard()))
         async with asyncio.timeout(DEADLINE_S):
-            while len(tree := descendants(machine.process.pid)) < 2:  # the guard and the job
+            while len(tree := descendants(node.process.pid)) < 2:  # the guard and the job
                 await asyncio.sleep(0.02)
         run.cancel()  # from now on nobody reads
-        assert await asyncio.to_thread(wait_gone, [machine.process.pid, *tree], DEADLINE_S) == set()
+        assert await asyncio.to_thread(wait_gone, [node.process.pid, *tree], DEADLINE_S) == set()
 
 
 async def test_a_line_that_was_cut_off_ends_the_job():
-    async with Machine.start() as machine:
+    async with Node.start() as node:
         heard = Heard()
-        run = asyncio.create_task(machine.slot.run(job(STUBBORN), heard))
+        run = asyncio.create_task(node.slot.run(job(STUBBORN), heard))
         await heard.wait_for("up")
-        tree = descendants(machine.process.pid)
-        assert machine.process.stdin is not None
-        machine.process.stdin.write(b'{"do": "ter')
-        machine.process.stdin.close()
+        tree = descendants(node.process.pid)
+        assert node.process.stdin is not None
+        node.process.stdin.write(b'{"do": "ter')
+        node.process.stdin.close()
         await asyncio.wait([run], timeout=DEADLINE_S)
         assert await asyncio.to_thread(wait_gone, tree, DEADLINE_S) == set()
         await asyncio.gather(run, return_exceptions=True)

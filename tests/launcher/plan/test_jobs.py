@@ -273,7 +273,7 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
         (
             ["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"],
-            "needs 9, and 8 GPUs on this machine",
+            "needs 9, and 8 GPUs on this node",
         ),
     ],
 )

@@ -40,12 +40,12 @@ def test_servers_stay_whole_and_trainers_follow():
     assert where(plan_of("sglang.d3t3+d4", 3, 8)) == [
         ("server-0", 0, (0, 1, 2)),
         ("server-1", 0, (3, 4, 5)),
-        ("server-2", 1, (0, 1, 2)),  # two GPUs of machine 0 stay idle
+        ("server-2", 1, (0, 1, 2)),  # two GPUs of node 0 stay idle
         *((f"trainer-{rank}", 1, (3 + rank,)) for rank in range(4)),
     ]
 
 
-def test_ranks_fill_the_machines_in_order():
+def test_ranks_fill_the_nodes_in_order():
     assert where(plan_of("vllm.d1t2+d6", 2, 4)) == [
         ("server-0", 0, (0, 1)),
         *((f"trainer-{rank}", 0, (2 + rank,)) for rank in range(2)),
@@ -86,9 +86,9 @@ def test_servers_of_others_take_no_place():
     "mode, nodes, gpus, told",
     [
         ("sglang.d64p1t1+d32p2m1", 16, 8, "only data parallelism is supported yet"),
-        ("sglang.d1t16+d8", 4, 8, "a server must fit into one machine: got d1p1t16"),
+        ("sglang.d1t16+d8", 4, 8, "a server must fit into one node: got d1p1t16"),
         ("sglang.d3t3+d3", 2, 6, None),
-        ("sglang.d4t3+d2", 4, 4, "needs 5 machines with 4 GPUs as no server is spread over two"),
+        ("sglang.d4t3+d2", 4, 4, "needs 5 nodes with 4 GPUs as no server is spread over two"),
         ("sglang.d2t2p2+d1", 4, 4, "servers of sglang must have p1"),
         ("lite.d2t2+d1", 1, 8, "servers of lite must have p1t1"),
         ("d4", 1, 4, "must name servers for reinforcement learning"),
@@ -125,13 +125,13 @@ def test_no_device_is_given_twice(servers, size, ranks, nodes, gpus):
     assert [one for node in plan.trainer_nodes for one in plan.ranks_on(node)] == list(plan.trainers)
 
 
-def test_dry_run_of_this_machine(capsys, tmp_path):
+def test_dry_run_of_this_node(capsys, tmp_path):
     entry = tmp_path / "entry.py"
     entry.write_text("")
     argv = [str(entry), "--config", str(GRPO), "--dry-run", "allocation_mode=lite.d2+d2", "cluster.n_gpus_per_node=0"]
     assert local_main([*argv, f"cluster.fileroot={tmp_path}"]) == 0
     told = capsys.readouterr().out
-    assert "machine 0\n  server-0       log server-0.log\n" in told
+    assert "node 0\n  server-0       log server-0.log\n" in told
     assert "  trainer-{0-1}  log trainer-{0-1}.log\n" in told
     assert list(tmp_path.iterdir()) == [entry], "nothing may be written"
 
