@@ -130,7 +130,7 @@ def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path
     samples[7]["reward"] += 1.0
     path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     out = run("-m", "arealite.cli.main", "replay", str(folder), "--step", "3", status=1)
-    assert "going on after step 1" in out
+    assert "resuming after step 1" in out
     expected = read_weights(folder)[4]
     differs = rf"step 3 replayed: weights of version 4 DIFFER: .* {expected}, these [0-9a-f]{{16}}\n"
     assert re.search(differs, out), out

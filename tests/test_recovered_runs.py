@@ -124,11 +124,11 @@ def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run
     launcher.send_signal(signal.SIGKILL)
     launcher.wait(120)
     cut.finish(cut.start())
-    assert "going on after step 1, from " in cut.output and "restart" not in cut.output
+    assert "resuming after step 1 from " in cut.output and "restart" not in cut.output
     assert_same_run(cut, whole)
 
     cut.finish(cut.start("allocation_mode=lite.d1p1t1+d2p1t1", f"total_train_steps={STEPS + 2}"))
-    assert f"going on after step {STEPS - 1}, from " in cut.output
+    assert f"resuming after step {STEPS - 1} from " in cut.output
     assert [row["step"] for row in cut.rows] == list(range(STEPS + 3))
     prompts = [prompt for step in range(STEPS + 2) for prompt in cut.prompts(step)]
     assert len(prompts) == GROUP * len(set(prompts)) == GROUP * BATCH * (STEPS + 2), "none lost, none repeated"

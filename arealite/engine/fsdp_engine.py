@@ -1,10 +1,10 @@
 """Trains a Hugging Face causal language model with FSDP2 on packed micro-batches, on CPUs (gloo) and GPUs (NCCL).
 
-Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs. Every rank
-runs equally many micro-batches, empty ones included, so that collectives match whatever rows a rank got.
 Invariant: the gradient is `sum(mean * weight) / sum(weight)` over all micro-batches of all ranks, so it depends on
 neither packing nor the number of micro-batches or ranks.
 """
+
+# B sequences, S padded tokens, N packed tokens, V vocabulary
 
 from __future__ import annotations
 
@@ -49,11 +49,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("arealite.engine")
 
 COLLECTIVE_TIMEOUT_S = 7200.0
-"""Ranks may wait this long for one another: rank 0 collects rollouts meanwhile."""
+"""Timeout of a collective; other ranks wait in one while rank 0 collects rollouts."""
 
 
 class FSDPEngine(TrainEngine):
-    """A sharded model with its optimizer. Without `config.optimizer` it only evaluates (a reference)."""
+    """A sharded model with its optimizer; without `config.optimizer` it only evaluates (a reference).
+
+    Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs.
+    """
 
     def __init__(self, config: TrainEngineConfig) -> None:
         if config.optimizer is not None and config.dtype == "float16":
@@ -70,7 +73,6 @@ class FSDPEngine(TrainEngine):
     # Life
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
-        """Join the process group, load and shard the model, build optimizer and schedule."""
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
         setup_logging()  # every script of a rank initializes an engine before anything that logs
@@ -118,7 +120,7 @@ class FSDPEngine(TrainEngine):
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def _copy_whole_model(self, model: PreTrainedModel, path: str, init_from_scratch: bool = False) -> None:
-        """Read a model on rank 0 and hand it out (collective)."""
+        """Read a model on rank 0 and distribute it (collective)."""
         whole, error = None, None
         if self.data_parallel_rank == 0:
             try:
@@ -129,7 +131,6 @@ class FSDPEngine(TrainEngine):
         hf_model.copy_from_rank0(model, whole, self.device)
 
     def destroy(self) -> None:
-        """Free the model and the groups this engine owns."""
         if self._transfer is not None:
             close_group(self._transfer)
         del self.model
@@ -147,7 +148,6 @@ class FSDPEngine(TrainEngine):
 
     @property
     def parallelism_group(self) -> dist.ProcessGroup:
-        """The group of all ranks of this engine, for reducing statistics."""
         assert self._group is not None, "initialize comes first"
         return self._group
 
@@ -164,11 +164,9 @@ class FSDPEngine(TrainEngine):
         self.model.train(mode)
 
     def set_version(self, version: int) -> None:
-        """Set the version of the weights."""
         self._version = version
 
     def get_version(self) -> int:
-        """Return the version of the weights."""
         return self._version
 
     # Steps
@@ -208,7 +206,6 @@ class FSDPEngine(TrainEngine):
     @heartbeat.waiting("all ranks in a loss", on="ranks")
     @torch.no_grad()
     def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
-        """Return the loss of `train_batch` without a gradient, equal on all ranks."""
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
         losses = [self._weighted_loss(mb, weight, loss_fn).item() for mb, weight in zip(micro_batches, weights)]
         self._fsdp_root.reshard()
@@ -219,7 +216,6 @@ class FSDPEngine(TrainEngine):
     def forward(
         self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
     ) -> torch.Tensor:
-        """Apply `post_hook(logits, micro_batch) -> [N]` without gradient; return it padded as `[B, S]`."""
         micro_batches = self._split(input_)
         values = []
         for micro_batch in micro_batches:
@@ -230,11 +226,7 @@ class FSDPEngine(TrainEngine):
         return unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
 
     def step_lr_scheduler(self) -> None:
-        """Advance the learning-rate schedule by one step if something was trained since the last one.
-
-        So a script may call it after `ppo_update` or `train_lm`, which do it themselves.
-        """
-        if self._has_trained:
+        if self._has_trained:  # a script may call this although `ppo_update` and `train_lm` did
             self.lr_schedule.set_step(self.lr_schedule.num_steps + 1)
         self._has_trained = False
 
@@ -244,7 +236,7 @@ class FSDPEngine(TrainEngine):
         return self.model
 
     def _split(self, input_: TensorDict) -> list[MicroBatch]:
-        """Pack this rank's rows into as many micro-batches as the rank that needs most."""
+        """Pack this rank's rows into micro-batches, as many as on every rank so that collectives match."""
         lengths, spec = row_lengths(input_), self.config.mb_spec
         count = count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
         (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
@@ -258,14 +250,14 @@ class FSDPEngine(TrainEngine):
         return micro_batches, weights, total
 
     def _weighted_loss(self, micro_batch: MicroBatch, weight: float, loss_fn: LossFn) -> torch.Tensor:
-        """Return mean loss times weight; 0 with a zero gradient for a micro-batch that does not count."""
+        """Return mean loss times weight; 0 with a zero gradient for a micro-batch without weight."""
         logits_NV, packed = self._logits(micro_batch)
         if weight == 0:
             return logits_NV.sum() * 0.0
         return loss_fn(logits_NV, packed) * weight
 
     def _logits(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
-        """Run the model on a micro-batch; an empty one runs on a single token whose logits are cut off."""
+        """Return logits `[N, V]` of a micro-batch; an empty one runs on a single token whose logits are dropped."""
         packed = micro_batch.packed.to(self.device)
         num_tokens = micro_batch.num_tokens
         input_ids, position_ids = packed["input_ids"], packed["position_ids"]
@@ -283,7 +275,7 @@ class FSDPEngine(TrainEngine):
         return output.logits[0, :num_tokens], packed
 
     def _attention_arguments(self, lengths: list[int]) -> dict[str, Any]:
-        """Tell the attention where sequences begin and end. Others of transformers read it off `position_ids`."""
+        """Return where sequences begin and end; other attentions of transformers infer it from `position_ids`."""
         if self._attention == PACKED_SDPA:
             return {"segment_lengths": lengths}
         if self._attention.startswith("flash_attention"):
@@ -310,38 +302,37 @@ class FSDPEngine(TrainEngine):
 
     @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def load(self, meta: SaveLoadMeta) -> None:
-        """Read a Hugging Face checkpoint (collective), and what `save` wrote `with_optim` on any number of ranks."""
+        """Read a Hugging Face checkpoint (collective); with the optimizer, one saved on any number of ranks."""
         self._copy_whole_model(self.model, meta.path)
         if meta.with_optim:
             self.lr_schedule.set_step(fsdp_weights.load_optimizer(self.model, self.optimizer, meta.path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training goes on from, as shards and numbers for `torch.distributed.checkpoint`.
+        """Return the state of training, as shards and numbers for `torch.distributed.checkpoint`.
 
-        The weights in it are those in use, so reading a checkpoint into it changes them in place.
+        Its weights are those in use, so reading a checkpoint into it changes them in place.
         """
         assert self.config.optimizer is not None, "only a model that is trained has a state"
         state = fsdp_weights.training_state(self.model, self.optimizer)
         return state | {"num_steps": self.lr_schedule.num_steps, "version": self._version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` into which a checkpoint of any number of ranks was read."""
+        """Continue from a `state_dict` into which a checkpoint of any number of ranks was read."""
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.lr_schedule.set_step(int(state["num_steps"]))
         self.set_version(int(state["version"]))
 
     def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
-        """Name, full shape and `dtype` of every tensor in send order, in buckets of at most that many MiB."""
         return fsdp_weights.param_buckets(self.model, self.config.dtype, weight_chunked_mem_mb * 2**20)
 
     def fingerprint(self) -> str:
-        """Return a number that tells whether two models have the same float32 parameters, bit for bit (collective)."""
+        """Return a checksum of the float32 parameters, equal only if all bits are (collective)."""
         return fsdp_weights.fingerprint_shards(self.model)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights in `dtype`: to the folder `meta.path`, or to the group that the receiver named in `meta`.
+        """Send the weights in `dtype` to the folder `meta.path` or to the group named in `meta` (collective, blocking).
 
-        Collective and blocking; resolves `meta.uploaded` on rank 0 and raises on every rank if it failed.
+        Resolves `meta.uploaded` on rank 0; a failure raises on every rank.
         """
         try:
             if meta.type == "disk":
@@ -358,7 +349,7 @@ class FSDPEngine(TrainEngine):
 
 
 def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[torch.nn.Module]:
-    """Return the modules to shard by themselves: of the configured classes, else of those the model declares."""
+    """Return the modules to shard one by one: those of the configured classes, else of those the model declares."""
     policy = config.fsdp.wrap_policy
     names = set(model._no_split_modules or ())
     if policy is not None and policy.transformer_layer_cls_to_wrap is not None:
@@ -373,7 +364,7 @@ def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[t
 
 
 def _recomputed(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer so that training keeps only its input and computes its activations again in the backward pass."""
+    """Run a layer; in training keep only its input and recompute its activations in the backward pass."""
     if layer.training and torch.is_grad_enabled():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return forward(*args, **kwargs)

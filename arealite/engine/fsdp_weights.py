@@ -1,7 +1,7 @@
-"""A sharded model's weights and optimizer state on their way out and in: checkpoints, and buckets for servers.
+"""Reads and writes a sharded model's weights and optimizer state: checkpoints, and buckets for servers.
 
-Gathering is collective while only rank 0 writes or sends, and rank 0 may fail. Invariant: rank 0 then keeps gathering
-to the end, so no rank waits for one that left, and every rank raises.
+Invariant: when writing or sending fails on rank 0, it keeps gathering to the end, so that no rank waits for one that
+left, and every rank raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIMIZER_FOLDER = "optimizer"
 
 
 def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Write a Hugging Face checkpoint (collective); rank 0 gets what the files hold."""
+    """Write a Hugging Face checkpoint (collective); returns the written tensors on rank 0."""
     state: dict[str, torch.Tensor] = {}
     for name, tensor in iter_full_params(model, dtype):
         if dist.get_rank() == 0:
@@ -43,7 +43,7 @@ def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> 
 
 
 def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
-    """Write a checkpoint that appears at `meta.path` complete or not at all, in the place of one that lies there."""
+    """Write a checkpoint that appears whole at `meta.path`, in place of an existing one (collective)."""
     partial = f"{meta.path}.partial"
     _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True))
     written = write_whole_model(model, partial, dtype)
@@ -57,7 +57,6 @@ def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: t
 
 
 def _show(partial: str, meta: WeightUpdateMeta) -> None:
-    """Put a whole checkpoint where the receivers look."""
     assert meta.path is not None, "an update through the disk needs a path"
     publish_folder(Path(partial), Path(meta.path))
 
@@ -65,10 +64,10 @@ def _show(partial: str, meta: WeightUpdateMeta) -> None:
 def send_whole_model(
     model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype, group: BroadcastGroup | None
 ) -> BroadcastGroup | None:
-    """Send all buckets (collective); rank 0 sends over `group`, or joins the one in `meta` if that has a new name.
+    """Send all buckets (collective) over `group`, or over the one in `meta` if that has a new name.
 
-    Receivers that are in no group get a checkpoint. Returns rank 0's group for the next time. A failure closes it,
-    which makes the receivers fail at once.
+    Receivers outside of the group get a checkpoint. Returns rank 0's group for the next time. A failure closes it, so
+    that the receivers fail at once.
     """
     error: Exception | None = None
     state: dict[str, torch.Tensor] = {}
@@ -101,7 +100,7 @@ def send_whole_model(
 
 
 def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGroup:
-    """Return the group named in `meta`, leaving another one."""
+    """Return the group named in `meta`; close a previous one."""
     if group is not None and group.name == meta.nccl_group_name:
         return group
     if group is not None:
@@ -118,10 +117,9 @@ def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGr
 
 
 def fingerprint_shards(model: PreTrainedModel) -> str:
-    """Return one fingerprint of all parameters as they are trained (collective): no rank gathers anything.
+    """Return one fingerprint of all float32 parameters without gathering them (collective).
 
-    Parameters are sharded along their first dimension, so a shard is a run of elements, and fingerprints of runs add up
-    to that of the whole, whatever the number of ranks.
+    A shard is a run of rows, hence of elements, and fingerprints of runs add up to that of the whole.
     """
     values: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -135,7 +133,7 @@ def fingerprint_shards(model: PreTrainedModel) -> str:
 
 
 def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
-    """Describe all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
+    """Return the specs of all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
     specs = [ParamSpec(name, tuple(parameter.shape), dtype) for name, parameter in model.named_parameters()]
     all_names = {spec.name for spec in specs}
     if checkpoint_names(model, all_names) != all_names:
@@ -167,7 +165,7 @@ def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: str) -> int:
-    """Read what `save_optimizer` wrote (collective) and return the number of steps of the schedule."""
+    """Read the state that `save_optimizer` wrote (collective); return the number of steps of the schedule."""
     state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer), "num_steps": 0}
     state_dict_loader.load(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -175,7 +173,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, pat
 
 
 def _on_rank0(action: Callable[[], T]) -> T | None:
-    """Run something on rank 0, which gets its result; every rank waits for it and raises if it fails."""
+    """Run `action` on rank 0 and return its result there; every rank waits, and raises if it fails."""
     error, result = None, None
     if dist.get_rank() == 0:
         try:

@@ -1,8 +1,7 @@
-"""Hugging Face models as they are trained: built without memory, filled from rank 0, written as checkpoints.
+"""Hugging Face models in training: built on the meta device, filled from rank 0, written as checkpoints.
 
-Every rank builds the architecture on the meta device and shards it; only rank 0 ever holds a whole model, and its
-parameters and buffers are then handed out. Invariant: after `copy_from_rank0` every element of every rank, buffers
-that no checkpoint contains included, is that of rank 0's model.
+Only rank 0 ever holds a whole model. Invariant: after `copy_from_rank0` all ranks have the parameters and buffers of
+rank 0's model, also buffers that no checkpoint contains.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from arealite.utils.files import writing
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
-    """Return what the user asked for, else FlashAttention 2 where it runs, else packed SDPA."""
+    """Return the configured attention, else FlashAttention 2 where it runs, else packed SDPA."""
     if attn_impl is not None:
         return attn_impl
     if device.type == "cuda" and dtype != torch.float32 and is_flash_attn_2_available():
@@ -36,7 +35,7 @@ def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dty
 
 
 def build_meta_model(path: str, attention: str) -> PreTrainedModel:
-    """Build the architecture of a folder or hub id without memory for its float32 parameters."""
+    """Build the float32 architecture of a folder or hub id on the meta device."""
     if not os.path.isdir(path) and (not path or path[0] in "./~"):
         raise ValueError(f"path of a model must be an existing folder or a hub id: got {path!r}. Correct actor.path.")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -50,7 +49,7 @@ def build_meta_model(path: str, attention: str) -> PreTrainedModel:
 
 
 def load_whole_model(path: str, *, init_from_scratch: bool = False, seed: int = 1) -> PreTrainedModel:
-    """Load a whole model in float32 on the CPU, or draw random weights that depend on `seed` only."""
+    """Load a whole model in float32 on the CPU, or with random weights that depend on `seed` only."""
     transformers_logging.disable_progress_bar()
     if not init_from_scratch:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
@@ -79,7 +78,7 @@ def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, devic
 
 @torch.no_grad()
 def iter_full_params(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole, on every rank and in the model's order (collective). Tied embeddings come once."""
+    """Yield every parameter whole on every rank, in the model's order (collective). Tied embeddings come once."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} must be sharded"
         shard: Any = parameter.to(device=parameter.device_mesh.device_type, dtype=dtype)
@@ -95,10 +94,7 @@ def checkpoint_names(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
 def write_checkpoint(
     model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Write safetensors and configs that any Hugging Face tool loads; `state` holds whole tensors in `dtype`.
-
-    Returns them under the names that they have in the files.
-    """
+    """Write `state`, whole tensors in `dtype`, as a Hugging Face checkpoint; return it under the names in the files."""
     os.makedirs(path, exist_ok=True)
     written: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
     with writing(path, SafetensorError):

@@ -1,7 +1,4 @@
-"""AdamW and its learning-rate schedule.
-
-The schedule is a pure function of the number of steps taken, so its whole state is that number.
-"""
+"""AdamW and its learning-rate schedule, a pure function of the number of steps taken."""
 
 from __future__ import annotations
 
@@ -26,10 +23,9 @@ def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig
 
 
 def lr_factor(step: int, *, shape: str, total_steps: int, warmup_steps: int, min_ratio: float) -> float:
-    """Return the share of the peak learning rate after `step` steps.
+    """Return the fraction of the peak learning rate after `step` steps.
 
-    Warmup rises linearly so that already the first step has a learning rate above 0; `linear` and `cosine` then fall
-    to `min_ratio` at `total_steps` and stay there.
+    Warmup rises linearly from above 0; `linear` and `cosine` then fall to `min_ratio` at `total_steps` and stay there.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -53,7 +49,7 @@ class LRSchedule:
         self.set_step(0)
 
     def set_step(self, num_steps: int) -> None:
-        """Set the learning rate that follows `num_steps` steps."""
+        """Set the learning rate after `num_steps` steps."""
         self.num_steps = num_steps
         factor = lr_factor(
             num_steps,

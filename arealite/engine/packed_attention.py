@@ -1,9 +1,7 @@
 """Exact causal attention over packed sequences with torch's SDPA, as an attention implementation of transformers.
 
-A packed micro-batch is one row `[1, H, N, D]` made of sequences of `segment_lengths`, a keyword argument of the
-model's forward. Each attends only to itself, so the result is that of running the sequences apart. Models whose layers
-mix tokens in another way (chunked or linear attention, attention sinks, soft-capped scores) are refused rather than
-computed wrongly.
+Each sequence of a packed row (`segment_lengths`, an argument of the model's forward) attends only to itself. Models
+whose layers mix tokens in another way (chunked or linear attention, sinks, soft-capped scores) are refused.
 """
 
 # H heads, K key/value heads, N packed tokens, L tokens of one sequence, D head size

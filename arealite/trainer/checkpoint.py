@@ -1,8 +1,7 @@
 """Folders of recovery checkpoints as files: sealed by a manifest, published whole, verified, pruned.
 
-A folder `step_<N>` appears by one rename, after everything in it lies on the disk. Its `manifest.json` names size and
-SHA-256 of every other file and of its own contents, so a file that is missing, cut off or changed anywhere is
-noticed. What the files mean is left to `recover`.
+A folder `step_<N>` appears by one rename, after all of it is on the disk. Its `manifest.json` has the size and SHA-256
+of every other file and of its own contents, so it detects files that are missing, truncated or changed.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ MANIFEST = "manifest.json"
 
 
 class Entry(TypedDict):
-    """What the manifest knows of a file."""
+    """A file in the manifest."""
 
     bytes: int
     sha256: str
 
 
 def entries_of(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Bring files to the disk and return their entries of the manifest."""
+    """Sync files to the disk and return their entries of the manifest."""
     paths = [folder / name for name in names]
     for path in paths:
         _sync(path)
@@ -44,13 +43,13 @@ def seal(folder: Path, files: Mapping[str, Entry]) -> None:
 
 
 def publish(unfinished: Path, path: Path) -> None:
-    """Give a sealed folder its final name, in place of one that has it."""
+    """Rename a sealed folder to its final name, in place of an existing one."""
     publish_folder(unfinished, path)
     _sync(path.parent)
 
 
 def find_damage(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if it is whole."""
+    """Return what is wrong with a checkpoint; None if it is whole."""
     try:
         raw = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -86,7 +85,7 @@ def prune(folder: Path, *, keep_last: int, scores: Mapping[int, float]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder so that it never looks whole while only a part of it is left, or go on with that."""
+    """Remove a folder, or finish an interrupted removal; a partly removed folder never has its final name."""
     unfinished = path.with_name(f".{path.name}.removed")
     shutil.rmtree(unfinished, ignore_errors=True)
     if path.exists():
@@ -120,6 +119,6 @@ def _file_damage(path: Path, expected: Entry) -> str | None:
 
 
 def _render(files: Mapping[str, Entry]) -> bytes:
-    """Return the one way to write a manifest, so that no byte of it can differ unnoticed."""
+    """Return the canonical bytes of a manifest, so that a change of any byte is detected."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, sort_keys=True, indent=1).encode()

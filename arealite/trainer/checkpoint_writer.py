@@ -1,8 +1,7 @@
-"""Writing a checkpoint off the critical path: a copy in memory, and a thread on every rank that brings it to the disk.
+"""Writes a checkpoint off the critical path, in a thread of every rank.
 
-Shards are written by `torch.distributed.checkpoint`, so that any number of ranks can read them. The threads talk over a
-group of their own and agree after each phase. Invariant: a checkpoint is published only if every rank has written its
-part, and a failure anywhere is a failure on every rank.
+Invariant: a checkpoint is published only if every rank has written its part; a failure anywhere fails every rank. DCP's
+own `async_save` covers the shards alone: hashing, fsync and publication would then block the loop.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Snapshot:
 
 
 class Write:
-    """A checkpoint on its way to the disk, in a thread of every rank, over a group that nothing else uses."""
+    """A checkpoint that is being written; the threads agree after each phase, over a group that nothing else uses."""
 
     def __init__(
         self, folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGroup, keep_last: int
@@ -60,7 +59,7 @@ class Write:
         return not self._thread.is_alive()
 
     def end(self, timeout_s: float) -> CheckpointError | None:
-        """Wait for the thread and return what went wrong."""
+        """Wait for the thread and return its error."""
         with waiting(f"{self._path.name} to be written to {self._path.parent}", on="disk"):
             self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -120,7 +119,7 @@ def on_cpu(state: Any) -> Any:
 
 
 def cause_of(failed: CheckpointException) -> Exception:
-    """Return what went wrong on the first rank that failed."""
+    """Return the error of the first rank that failed."""
     cause = failed.failures[min(failed.failures)][0]
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
 
@@ -131,9 +130,9 @@ def rng_name(rank: int) -> str:
 
 
 def _scores(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[int, float]:
-    """Return how good the model after each step was found: accuracy, or minus the loss, of the last evaluation.
+    """Return the score of the model after each step: accuracy, or minus the loss, of the last evaluation.
 
-    An evaluation at the top of step N + 1 is one of the weights after step N.
+    An evaluation at the top of step N + 1 measures the weights after step N.
     """
     scores = {}
     for step in steps:

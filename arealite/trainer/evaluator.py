@@ -1,4 +1,4 @@
-"""Measures the policy on held-out prompts now and then, through the servers that sample for training."""
+"""Evaluates the policy on held-out prompts at intervals, through the servers that sample for training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = {"reward": "accuracy", "tokens": "completion_tokens", "no_eos": "truncat
 class Evaluator:
     """Decides when to evaluate, and evaluates. Every rank calls it once per step.
 
-    The first call is due if any trigger is set, so that a run tells what it started from.
+    With any trigger set the first call is due, so that a run records where it started.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Evaluator:
         return self._frequency.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a state."""
+        """Continue from a state."""
         self._frequency.load_state_dict(state)
 
     def evaluate(self, rollout: InferenceEngine, step: int, *, force: bool = False) -> dict[str, float] | None:
-        """Evaluate the weights that `step` updates made if it is time or forced (collective).
+        """Evaluate the weights after `step` updates if due or forced (collective).
 
-        Returns `eval/<name>` metrics, `eval/accuracy` being the mean reward. Call it at the top of the loop, and
-        forced after it: so row N holds the accuracy of the weights that step N started from.
+        Returns `eval/<name>` metrics; `eval/accuracy` is the mean reward. Call it at the top of the loop, so that row N
+        has the accuracy of the weights that step N started from, and forced after the loop.
         """
         if self._valid_dataset is None or not self._frequency.check(force=force):
             return None

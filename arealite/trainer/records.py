@@ -1,7 +1,4 @@
-"""What a run says of its steps: their configs, metrics and summary.
-
-A run that resumes from step N first drops what was written about steps from N on: see `undo_from`.
-"""
+"""Records of a run's steps: configs, metrics and summary. A run that resumes drops those of steps it redoes."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def config_of_step(run: RunFolder, step: int) -> Path:
 
 
 def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
-    """Write the config of the steps from `start_step` on, and keep that of those before if it is another one."""
+    """Write the config of the steps from `start_step` on, and keep a different one of the steps before."""
     earlier = config_of_step(run, start_step - 1)
     before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
     for end in _ends_of_configs(run):
@@ -54,7 +51,7 @@ def undo_from(run: RunFolder, step: int) -> None:
 
 
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
-    """Return a run in a few numbers; what its rows do not tell is left out."""
+    """Summarize a run in a few numbers, as far as its rows have them."""
     summary: dict[str, Any] = {
         "steps": sum("optim/grad_norm" in row for row in rows),
         "wall_s": sum(_values(rows, "time/step_s")),

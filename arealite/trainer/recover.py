@@ -1,9 +1,7 @@
-"""Checkpoints from which an interrupted run goes on as if nothing had happened, `<run>/recover/step_<N>`.
+"""Checkpoints from which an interrupted run resumes as if nothing had happened, `<run>/recover/step_<N>`.
 
-A checkpoint holds whatever the steps after N depend on: weights, optimizer and schedule in shards that any number of
-ranks can read, the random generators of every rank, the data cursor, what became of the prompts (`rollout.state_dict`),
-and clocks. `save` only copies that to memory; a thread writes it while training goes on. Invariants: a published
-checkpoint is whole (see `checkpoint`); a failed write stops the run; nobody else writes into the folder of a run.
+A checkpoint holds all that the steps after N depend on; `save` copies it to memory, and a thread writes it during the
+next steps. Invariants: a published checkpoint is whole (see `checkpoint`), and a failed write stops the run.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
 logger = logging.getLogger("arealite.recover")
 
 _FORMAT = 1
-"""Of checkpoints; another one when what they hold changes."""
+"""Format of checkpoints; it changes when their contents do."""
 
 LOCK_TIMEOUT_S = 120.0
-"""So long may the end of a killed predecessor take; a file server keeps the lock of a machine that is gone for 90 s."""
+"""Timeout for a killed predecessor to end; a file server keeps the lock of a dead node for 90 s."""
 WRITE_TIMEOUT_S = 1800.0
-"""So long may writing one checkpoint take."""
-_LAST_WORDS_S = 60.0
-"""So long may it keep a rank that has failed from ending."""
+"""Timeout of one checkpoint."""
+_FAILED_RANK_WRITE_TIMEOUT_S = 60.0
+"""Timeout of the write under way when this rank has failed and should end."""
 
 
 class Stateful(Protocol):
-    """Has a state that is plain data: a data loader, a saver, the rollout engine."""
+    """An object whose state is plain data: a data loader, a saver, the rollout engine."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -60,7 +58,7 @@ class Stateful(Protocol):
 
 
 class TrainedEngine(Stateful, Protocol):
-    """Has a state of shards (see `FSDPEngine.state_dict`) and a seed for ranks that have no state of their own."""
+    """An engine whose state is shards (see `FSDPEngine.state_dict`); its config has the seed for new ranks."""
 
     @property
     def config(self) -> Any: ...
@@ -69,16 +67,16 @@ class TrainedEngine(Stateful, Protocol):
 
 
 class RolloutState(Stateful, Protocol):
-    """Remembers what became of prompts; `state_dict` is empty on ranks other than 0."""
+    """Remembers the outcome of each prompt; `state_dict` is empty on ranks other than 0."""
 
     def note_checkpoint(self, step: int, position: int) -> None: ...
 
 
 class Recover:
-    """Finds the checkpoint that a run goes on from, and saves new ones. Every rank calls every method.
+    """Finds the checkpoint to resume from, and saves new ones. Every rank calls every method.
 
-    Create it before anything writes into the run folder, which belongs to this run from then on: what an earlier run
-    left there is replaced unless this one goes on from it.
+    Create it before anything writes into the run folder: it locks the folder, and removes an earlier run's state
+    unless this run resumes from it.
     """
 
     def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec) -> None:
@@ -104,7 +102,7 @@ class Recover:
         rollout: RolloutState | None = None,
         clocks: Mapping[str, Stateful] | None = None,
     ) -> int:
-        """Bring everything to where the checkpoint was taken; return the first step to do, 0 without one.
+        """Restore all objects from the checkpoint and return the first step to do, 0 without one.
 
         Call it before the first episode starts. `save` writes the state of the same objects.
         """
@@ -119,13 +117,13 @@ class Recover:
         if _rank() == 0:
             for folder in (self._folder, self._run.checkpoints):
                 _remove_undone(folder, step)
-            print(f"going on after step {step}, from {found[0]}", flush=True)
+            print(f"resuming after step {step} from {found[0]}", flush=True)
         return step + 1
 
     def save(self, step: int) -> None:
-        """Begin to write a checkpoint after step `step` if it is time; raise if the last one could not be written.
+        """Start to write a checkpoint after step `step` if one is due; raise if the last one could not be written.
 
-        With a rollout engine it must come after the publication: what it trained on is told by version.
+        With a rollout engine, call it after publish_weights: the ledger knows what was trained on by version.
         """
         if not self._is_enabled:
             return
@@ -146,9 +144,8 @@ class Recover:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait until the write under way has ended, and give the folder free; raise what went wrong, unless the run
-        itself did."""
-        failure = self._finish(WRITE_TIMEOUT_S if error is None else _LAST_WORDS_S)
+        """Wait for the write under way, release the folder, and raise a failed write unless the run itself failed."""
+        failure = self._finish(WRITE_TIMEOUT_S if error is None else _FAILED_RANK_WRITE_TIMEOUT_S)
         self._lock.close()
         if failure is not None and error is None:
             raise failure
@@ -156,7 +153,7 @@ class Recover:
             logger.error("%s", failure)
 
     def _settle(self, *, wait: bool) -> None:
-        """Take note of a write that has ended on every rank, or wait for it (collective)."""
+        """Finish a write that has ended on every rank, or wait for it (collective)."""
         if self._write is None:
             return
         (has_ended,) = all_reduce_numbers([float(wait or self._write.has_ended)], dist.ReduceOp.MIN)
@@ -164,7 +161,7 @@ class Recover:
             raise_on_every_rank(self._finish(WRITE_TIMEOUT_S))
 
     def _finish(self, timeout_s: float) -> CheckpointError | None:
-        """Wait for the write under way, tell the rollout engine what is final now, or return what went wrong."""
+        """Wait for the write under way; report it to the rollout engine, or return the error."""
         write, self._write = self._write, None
         if write is None:
             return None
@@ -174,12 +171,12 @@ class Recover:
         return error
 
     def _note(self, facts: Mapping[str, Any]) -> None:
-        """Tell the rollout engine of a published checkpoint."""
+        """Report a published checkpoint to the rollout engine."""
         if self._rollout is not None and _rank() == 0:
             self._rollout.note_checkpoint(facts["step"], facts["rollout"]["ledger_position"])
 
     def _snapshot(self, step: int) -> Snapshot:
-        """Copy everything to memory that the next step changes."""
+        """Copy to memory everything that the next step changes."""
         facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
         facts |= {name: part.state_dict() for name, part in self._parts.items()}
         if self._rollout is not None:
@@ -191,26 +188,26 @@ class Recover:
         facts = json.loads((path / FACTS).read_bytes())
         if facts.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{path} must have format {_FORMAT}: got {facts.get('format')}. Go on with the AReaLite that wrote it."
+                f"{path} must have format {_FORMAT}: got {facts.get('format')}. Use the AReaLite that wrote it."
             )
         shards = self._engine.state_dict()
         try:
             state_dict_loader.load(shards, checkpoint_id=path, process_group=self._group)
         except CheckpointException as failed:
             raise CheckpointError(
-                f"{path} must fit the model: got {cause_of(failed)}. Go on with the configuration of the run."
+                f"{path} must fit the model: got {cause_of(failed)}. Use the configuration of the run."
             ) from failed
         self._engine.load_state_dict(shards)
         for name, part in self._parts.items():
             part.load_state_dict(facts[name])
         if self._rollout is not None:
             self._rollout.load_state_dict(facts["rollout"] if _rank() == 0 else {})
-        self._note(facts)  # who published it may have died before
+        self._note(facts)  # the process that published it may have died before it did this
         self._restore_rng(path, facts)
         return int(facts["step"])
 
     def _restore_rng(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Go on with the generators of this rank; a rank that is new gets its own, by seed, rank and step."""
+        """Restore the generators of this rank; a new rank is seeded by seed, rank and step."""
         rank = dist.get_rank()
         if rank < facts["world_size"]:
             set_rng_state(json.loads((path / rng_name(rank)).read_bytes()))
@@ -219,7 +216,7 @@ class Recover:
 
 
 def _choose(folder: Path, mode: str) -> Path | None:
-    """Return the newest checkpoint that is whole if this run is one that goes on."""
+    """Return the newest whole checkpoint if this run is to resume."""
     if mode == "disabled" or (mode == "fault" and os.environ.get(RESTART_VARIABLE) != "1" and not is_restarted()):
         return None
     found = checkpoint.checkpoints(folder)
@@ -240,7 +237,7 @@ def _choose(folder: Path, mode: str) -> Path | None:
 
 
 def _replace(run: RunFolder) -> None:
-    """Remove what an earlier run did with its prompts and could go on from; `StatsLogger` removes what it told."""
+    """Remove an earlier run's checkpoints, ledger and rollouts; `StatsLogger` removes its metrics."""
     rows, ledger = read_jsonl(run.metrics), list(run.path.glob(f"{run.ledger.name}*"))
     if rows or ledger or run.recover.exists():
         num_steps = summarize(rows, max_head_offpolicyness=None)["steps"]
@@ -252,7 +249,7 @@ def _replace(run: RunFolder) -> None:
 
 
 def _remove_undone(folder: Path, step: int) -> None:
-    """Remove what was saved after `step`, which a run that goes on from there makes anew, and unfinished folders."""
+    """Remove unfinished folders and those of steps after `step`, which will be redone."""
     for later, path in checkpoint.checkpoints(folder):
         if later > step:
             checkpoint.remove(path)

@@ -1,7 +1,4 @@
-"""Saves the model now and then as a Hugging Face folder, `<run>/checkpoints/step_<N>`.
-
-A folder of that name is complete: it is written under another name and renamed when every rank is done.
-"""
+"""Saves the model at intervals as a Hugging Face folder, `<run>/checkpoints/step_<N>`, which appears whole."""
 
 from __future__ import annotations
 
@@ -35,11 +32,11 @@ class Saver:
         return self._frequency.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a state."""
+        """Continue from a state."""
         self._frequency.load_state_dict(state)
 
     def save(self, engine: TrainEngine, step: int, *, tokenizer: Any = None, force: bool = False) -> Path | None:
-        """Save after step `step` if it is time or forced, but no step twice; return the folder (collective)."""
+        """Save after step `step` if due or forced, but no step twice; return the folder (collective)."""
         if not self._frequency.check(force=force):
             return None
         path = self._folder / f"step_{step}"

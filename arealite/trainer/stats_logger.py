@@ -1,8 +1,7 @@
-"""The run's numbers: collected on every rank, written by rank 0 as one line per step and one row of `metrics.jsonl`.
+"""Metrics of the run: collected on every rank, written by rank 0 as one line and one row of `metrics.jsonl` per step.
 
-A row says what happened in step N: it holds the metrics of the update that turned version N into N + 1 and was trained
-on `rollouts/step_<N>.jsonl`. An evaluation names the weights it measured by its own key, `eval/version`.
-Rows on disk are whole: each is flushed when its step ends, and a number that is not finite is stored as null.
+Row N holds the metrics of the update from version N to N + 1, trained on `rollouts/step_<N>.jsonl`; an evaluation names
+its weights by `eval/version`. A number that is not finite is stored as null.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class StatsLogger:
         experiment: BaseExperimentConfig | None = None,
         start_step: int = 0,
     ) -> None:
-        """`experiment`, the whole config, is stored with the run and tells the staleness bound.
-
-        Metrics of steps before `start_step` stay; later ones, of what is now done again, are removed.
-        """
+        """The `experiment` config is stored with the run. Metrics of steps from `start_step` on are removed."""
         self._tracker = StatsTracker()
         self._evaluated_version: float | None = None
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
@@ -57,7 +53,7 @@ class StatsLogger:
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Measure a phase as `time/<name>_s` and show it as what the loop is doing."""
+        """Measure a phase of the loop as `time/<name>_s` and show it as the current one."""
         with ExitStack() as stack:
             stack.enter_context(self._tracker.timer(name))
             stack.callback(heartbeat.tick)
@@ -148,7 +144,7 @@ class _Writer:
         print(f"done: {report}", flush=True)
 
     def _warn_of_nulls(self, step: int, keys: set[str]) -> None:
-        """Warn once per metric, or a diverged run would drown its own log."""
+        """Warn once per metric, so that a diverged run does not flood its log."""
         new = keys - self._null_keys
         self._null_keys |= new
         if new:

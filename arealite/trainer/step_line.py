@@ -1,4 +1,4 @@
-"""The one line per step: a fixed order, columns that stay where they are, numbers as in `metrics.jsonl`."""
+"""The console's line per step: columns in a fixed order, numbers as in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 TRAINING_PHASES = ("time/logprobs_s", "time/update_s", "time/train_s")
-"""What the line calls `train`."""
+"""Timers that add up to the column `train`."""
 
 _UNITS = ((1e3, "k"), (1e6, "M"), (1e9, "G"))
 

@@ -1,10 +1,8 @@
 """The chat-template certificate: does a longer conversation begin with exactly the tokens of the shorter one?
 
-A multi-turn episode trains on the tokens that the model saw and sampled. If a template rewrites earlier turns (strips
-their <think> blocks, trims them, moves the system prompt), a conversation that is rendered again holds tokens that
-nobody sampled, and their logprobs mean nothing. Invariant: the judgement is about token ids, of the tokenizer's own
-encoding of each answer. A model may also sample another encoding of the same text, which no template can give back:
-that is why a workflow keeps the sampled ids even if its template is certified.
+A template that rewrites earlier turns (strips <think> blocks, trims, moves the system prompt) puts tokens into a
+multi-turn episode that nobody sampled. The certificate compares token ids of the tokenizer's own encoding; a model may
+sample another encoding of the same text, so workflows keep the sampled ids even if the template is certified.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ _HARD_TEXTS = ("Well , it is n't 4 .", "  for x in y:\n\t\tpass\n", "½ · 🙂 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a template does to conversations of all kinds."""
+    """How a template treats each kind of conversation."""
 
     breaks: Mapping[str, str]
-    """Kinds of conversations that it rewrites, and the first place; empty is append-only."""
+    """Kinds of conversations that it rewrites, with the first place; empty if it is append-only."""
     refused: Mapping[str, str]
-    """Kinds of conversations that the template can't write, and why."""
+    """Kinds of conversations that it can't render, with the reason."""
     after_answer: str
-    """What the template writes after an answer."""
+    """Text after an answer."""
     end_id: int | None
-    """The token in it that ends generation; None if there is none."""
+    """First token of that text that ends generation, if any."""
     garbled: Mapping[str, str]
-    """Texts that come back changed from encoding and decoding, and what comes back."""
+    """Texts that encoding and decoding changes, with the result."""
 
 
 def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:

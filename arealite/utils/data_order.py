@@ -1,7 +1,7 @@
-"""Which prompt of a data set comes when: a pure function of a few numbers.
+"""The order of prompts, a pure function of a few numbers.
 
-A *cursor* is the mapping `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_last}`: it holds all that
-is needed to name every prompt before it, also long after the run and without the data set.
+A *cursor* is `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_last}`: it names every prompt before it
+without the data set.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def order_of_epoch(dataset_size: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """Return the indices of a data set in the order in which an epoch meets them."""
+    """Return the indices of a data set in the order of an epoch."""
     order = list(range(dataset_size))
     if shuffle:
         random.Random(f"prompts-{seed}-{epoch}").shuffle(order)

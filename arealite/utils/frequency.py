@@ -1,8 +1,4 @@
-"""When something is due again: every so many epochs, steps or seconds, whichever comes first.
-
-Each trigger counts from the last time it was done. The answer is the same on every rank: steps are counted alike
-everywhere, and where a clock is involved rank 0 decides for all.
-"""
+"""Decides when something is due: every so many epochs, steps or seconds since the last time, whichever comes first."""
 
 from __future__ import annotations
 
@@ -22,14 +18,14 @@ class Triggers(Protocol):
 
 
 class HasEpochs(Protocol):
-    """Knows how long an epoch is."""
+    """A training plan, as far as it matters here."""
 
     @property
     def steps_per_epoch(self) -> int: ...
 
 
 class Frequency:
-    """Counts the calls of `check`, one per training step."""
+    """Counts the calls of `check`, one per training step. Its answers are equal on all ranks."""
 
     def __init__(self, *, limit_steps: int | None, limit_s: float | None, is_first_due: bool = False) -> None:
         """Nothing is ever due without a limit."""
@@ -46,12 +42,12 @@ class Frequency:
         return cls(limit_steps=min(limits, default=None), limit_s=config.freq_secs, is_first_due=is_first_due)
 
     def check(self, *, force: bool = False) -> bool:
-        """Count one step; tell whether it is due or forced, and if so count from here (collective)."""
+        """Count one step; return whether it is due or forced, and if so restart the count (collective)."""
         self._num_steps += 1
         is_due = force or self._is_first_due
         is_due = is_due or (self._limit_steps is not None and self._num_steps >= self._limit_steps)
         if self._limit_s is not None:
-            is_due = _ask_rank_0(is_due or time.monotonic() - self._began >= self._limit_s)
+            is_due = _on_rank0(is_due or time.monotonic() - self._began >= self._limit_s)
         if is_due:
             self._restart()
             self._is_first_due = False
@@ -63,7 +59,7 @@ class Frequency:
         return {"num_steps": self._num_steps, "elapsed_s": elapsed_s, "is_first_due": self._is_first_due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a state; the limits stay those of the configuration."""
+        """Continue from a state; the limits stay those of the configuration."""
         self._num_steps, self._is_first_due = state["num_steps"], state["is_first_due"]
         self._began = time.monotonic() - state["elapsed_s"]
 
@@ -72,7 +68,7 @@ class Frequency:
         self._began = time.monotonic()
 
 
-def _ask_rank_0(answer: bool) -> bool:
+def _on_rank0(answer: bool) -> bool:
     if not dist.is_initialized():
         return answer
     answers = [answer]

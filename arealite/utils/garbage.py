@@ -1,9 +1,8 @@
 """Garbage collection at quiet moments.
 
-Thousands of episodes in flight are millions of live objects. Python's collector walks over all of them whenever their
-number has grown by a quarter, and meanwhile no thread runs: it took most of the time of a process with 4,096 episodes,
-in pauses of more than a second. Here it looks by itself only at what is young; `collect` looks at everything, called
-when nothing waits. Nearly all memory is freed by reference counts anyway.
+Thousands of episodes in flight are millions of live objects; full collections, which stop every thread, took most of
+the time of a process with 4,096 episodes. Only young objects are collected automatically; `collect` is called when
+idle.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import gc
 import time
 
 _YOUNG = 50_000
-"""Allocations between two looks at what is young; a few milliseconds each."""
+"""Allocations between two collections of young objects, which take a few milliseconds each."""
 _PERIOD_S = 60.0
 
 
 class QuietCollector:
-    """Takes the collection of old objects into its own hands, in the whole process."""
+    """Replaces automatic collections of old objects in this process."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -26,7 +25,7 @@ class QuietCollector:
         self._collected_at = time.monotonic()
 
     def collect(self) -> None:
-        """Look at everything, unless that was done a minute ago."""
+        """Collect everything, at most once a minute."""
         if time.monotonic() - self._collected_at > _PERIOD_S:
             gc.collect()
             self._collected_at = time.monotonic()

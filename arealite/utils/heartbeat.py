@@ -1,11 +1,8 @@
-"""What this process is doing, told to whoever watches it: a counter that moves with progress, and its waits.
+"""The heartbeat of a process: a counter of progress and its current waits, published twice a second.
 
-A launcher names a folder in AREALITE_PROGRESS_DIR; a thread then publishes counter, waits and reports there twice a
-second, and SIGUSR2 makes the process append the Python stacks of all its threads to a file beside it, also while it is
-stuck inside C code. Without the variable nothing is started and nothing is written.
-
-Invariant: telling never disturbs the work. `tick` costs less than 2 us; the file has its final size from the start and
-is rewritten in place, so that a full disk does not silence it. When a run counts as stalled is the launcher's business.
+A launcher names the folder in AREALITE_PROGRESS_DIR, without which nothing is started or written. SIGUSR2 appends the
+stacks of all threads to a file beside it, also from inside C code. Invariant: publishing never disturbs the work;
+`tick` costs less than 2 us.
 """
 
 from __future__ import annotations
@@ -52,9 +49,9 @@ def tick() -> None:
 
 
 class waiting:
-    """Tells what a thread waits for, as a context; the innermost one counts. A wait is no progress by itself.
+    """Context or decorator that names what this thread waits for; the innermost one counts.
 
-    `pid` is the process that is waited for, if it is one.
+    `pid` is the process it waits for, if any. A wait is no progress by itself.
     """
 
     def __init__(self, what: str, on: On | None = None, *, pid: int | None = None) -> None:
@@ -73,8 +70,6 @@ class waiting:
         _waits[threading.get_ident()].remove(self)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function all of which is this wait."""
-
         @functools.wraps(function)
         def wait_and_call(*args: Any, **kwargs: Any) -> Any:
             with waiting(self.what, self.on, pid=self.pid):
@@ -84,7 +79,7 @@ class waiting:
 
 
 def report(name: str, make: Callable[[], Any]) -> None:
-    """Publish what `make` returns (as JSON), e.g. queue depths; it is called in a thread, while nothing moves."""
+    """Publish the result of `make` as JSON, e.g. queue depths; a thread calls it while there is no progress."""
     _reports[name] = make
 
 
@@ -94,12 +89,12 @@ def show(**status: Any) -> None:
 
 
 def withdraw(name: str) -> None:
-    """Publish it no more."""
+    """Stop publishing a report."""
     _reports.pop(name, None)
 
 
 def start() -> None:
-    """Start publishing, if a launcher wants it; the first tick or wait does it as well."""
+    """Start publishing if a launcher asked for it; the first tick or wait also does this."""
     global _is_started
     with _lock:
         if _is_started:
@@ -114,7 +109,7 @@ def start() -> None:
         answer_stack_requests(name)
         file = _reserve(Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json")
     except OSError as error:
-        logger.warning("progress can't be published in %s: %s. A stall will be told with less detail.", folder, error)
+        logger.warning("progress can't be published in %s: %s. Stall reports will have less detail.", folder, error)
         return
     threading.Thread(target=_publish_forever, args=(file, name), name="arealite-heartbeat", daemon=True).start()
 
@@ -137,7 +132,7 @@ def answer_stack_requests(name: str) -> None:
 
 def _reserve(path: Path) -> IO[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w+b", buffering=0)
+    file = path.open("w+b", buffering=0)  # rewritten in place at its final size, so that a full disk can't stop it
     os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
     return file
 

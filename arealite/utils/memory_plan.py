@@ -1,9 +1,8 @@
-"""How much memory training and serving a transformer take, from the shape of the model. Pure arithmetic, in bytes.
+"""Estimates the memory of training and serving a transformer, in bytes, from the shape of the model.
 
-Parameters, gradients, moments and cache are counts times bytes and hold for any model. Activations are what autograd
-keeps of a layer with grouped attention and a gated MLP (Llama, Qwen, Mistral and their like) and a memory-efficient
-attention; logits are those of the losses in `engine/logprobs.py`. What the plan leaves out is the caller's margin: the
-device's context, communication buffers, fragmentation, and temporaries of a backward pass.
+Parameters, gradients, moments and cache are exact. Activations assume grouped attention, a gated MLP (Llama, Qwen,
+Mistral) and a memory-efficient kernel; logits are those of `algorithms/logprobs.py`. The caller adds a margin for the
+device's context, communication buffers, fragmentation, and temporaries of the backward pass.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Padded rows to packed micro-batches and back.
 
-A micro-batch holds some rows of a batch without their padding, one after the other: every `[B, S, ...]` tensor becomes
-`[N, ...]`, a `[B]` tensor keeps one entry per row, and three tensors are added: `cu_seqlens` (int32, where rows begin
-and end), `position_ids` (restarting at each row) and `segment_ids` (row of each token, to spread `[B]` tensors).
-
-Invariant: every row is in exactly one micro-batch. A row longer than `max_tokens` gets a micro-batch of its own, since
-losing it would change the gradient silently and splitting it would change its attention.
+Packing concatenates rows without padding: `[B, S, ...]` tensors become `[N, ...]`, `[B]` tensors keep one entry per
+row. It adds `cu_seqlens` (int32 `[B + 1]`), `position_ids [N]` (restarting at each row) and `segment_ids [N]` (row of a
+token). Invariant: every row is in exactly one micro-batch; one longer than `max_tokens` gets a micro-batch of its own.
 """
 
 # B rows, S padded tokens, N packed tokens
@@ -32,10 +29,10 @@ class MicroBatch:
 
 
 def split_balanced(lengths: Sequence[int], num_groups: int, max_tokens: int | None = None) -> list[list[int]]:
-    """Deal indices, longest first, each to the group with the fewest tokens; indices ascend within a group.
+    """Assign indices, longest first, each to the group with the fewest tokens; indices ascend within a group.
 
-    More groups never make the largest one larger, so ranks may agree on a number that fits them all. Lengths count
-    as at most `max_tokens`, so that a longer one fills a group by itself.
+    More groups never make the largest one larger, so ranks may agree on a number that fits all. Lengths count as at
+    most `max_tokens`.
     """
     sizes = [length if max_tokens is None else min(length, max_tokens) for length in lengths]
     loads = [0] * num_groups
@@ -81,7 +78,7 @@ def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
 
 
 def is_per_token(tensor: torch.Tensor, padded_length: int) -> bool:
-    """Tell `[B, S, ...]` from tensors with one entry per row."""
+    """Return whether a tensor is `[B, S, ...]`; others have one entry per row."""
     return tensor.dim() >= 2 and tensor.shape[1] == padded_length
 
 

@@ -1,8 +1,8 @@
-"""Ports and addresses of this machine.
+"""Ports and addresses of this node.
 
-A port that is only *found* can be taken by another process before its user binds it. `hold_port` therefore keeps a
-bound socket that does not listen: the kernel gives its port to nobody who asks for any port, while a server that names
-the port and sets SO_REUSEADDR (asyncio, uvicorn and torch's TCPStore do) can still bind and listen.
+A free port can be taken before its user binds it. `hold_port` keeps a bound socket that does not listen: the kernel
+then never assigns the port, while a server that names it and sets SO_REUSEADDR (asyncio, uvicorn, TCPStore) can still
+bind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Reserve a port, 0 any free one, until the returned socket is closed; `port_of` tells which. Raises OSError."""
+    """Reserve a port (0: any free one) until the returned socket is closed. Raises OSError."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, port))
@@ -35,7 +35,7 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def host_ip(toward: str = "192.0.2.1") -> str:
-    """Return the address by which `toward`, or other machines, reach this one; loopback without a network."""
+    """Return the address by which `toward`, or other nodes, reach this one; loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((toward, 9))  # UDP connect only picks a route, nothing is sent; the default is no one's
@@ -46,13 +46,13 @@ def host_ip(toward: str = "192.0.2.1") -> str:
 
 
 def address_toward(peer: str) -> str:
-    """Return the address by which `peer` reaches this machine, also where the name of `peer` is our own loopback."""
+    """Return the address by which `peer` reaches this node, also if the name of `peer` resolves to loopback."""
     own = {address for addresses in _addresses().values() for address in addresses}
     return next((one for one in (host_ip(peer), host_ip(), *sorted(own)) if not one.startswith("127.")), LOOPBACK)
 
 
 def interface_of(address: str) -> str | None:
-    """Name the interface of this machine that has this address."""
+    """Return the interface of this node that has this address."""
     return next((name for name, addresses in _addresses().items() if address in addresses), None)
 
 

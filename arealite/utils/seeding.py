@@ -33,7 +33,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Make all generators go on from what `rng_state` returned."""
+    """Restore all generators from an `rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     words = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)

@@ -1,8 +1,7 @@
-"""Numbers of one step: added anywhere on any rank, reduced once at its end.
+"""Metrics of one step: added on any rank, reduced over values and ranks alike at its end, equal on every rank.
 
-A metric has one kind of reduction (mean, sum, min or max), used for several values of one step and for the values of
-several ranks alike; a mean weighs every value that was added once. Timers are rank 0's own: ranks wait for each other,
-so a mean would hide what the run waited for. `collect` returns the same numbers on every rank.
+A mean counts every added value once. Timers are rank 0's own: a mean over ranks, which wait for each other, would hide
+what the run waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Reduction = Literal["mean", "sum", "min", "max"]
 
 
 def reduction_of(key: str) -> Reduction:
-    """Return how a metric is reduced unless told: `group/max` and `group/min` say it, the rest are means."""
+    """Return the default reduction of a metric: max or min if its name ends so, else mean."""
     last = key.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
     return "max" if last == "max" else "min" if last == "min" else "mean"
 

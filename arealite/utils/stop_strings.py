@@ -1,9 +1,8 @@
 """Finds stop strings at the end of a growing output, also when they span tokens or an interruption.
 
-The match is on decoded text with special tokens spelled out. There every token adds at least one byte, so a stop
-string that ends with the newest token lies within as many tokens as it has bytes, and only those are decoded.
-Whoever continues an interrupted output drops the tokens that may have begun a stop string, because a server looks at
-the new output only, and then finds every stop string whole.
+Matching is on decoded text with special tokens, where every token has at least one byte: a stop string of n bytes that
+ends now lies within the last n tokens. A client that continues an interrupted output drops the tokens that may begin a
+stop string, because a server looks at new output only.
 """
 
 from __future__ import annotations

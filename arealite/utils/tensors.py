@@ -1,7 +1,6 @@
-"""Padded batches: TensorDicts of `[B, S]` tensors, padded on the right, where `attention_mask` says what is real.
+"""Batches: TensorDicts of `[B, S]` tensors, padded on the right.
 
-Invariant: padding never changes a real element, and padded elements read as absent: `attention_mask` False,
-`versions` -1, everything else the caller's `pad_value`.
+Padding is False in `attention_mask`, -1 in `versions`, and the caller's `pad_value` elsewhere.
 """
 
 # B sequences, S padded tokens

@@ -1,13 +1,10 @@
-"""How weights travel from the trainer to servers: a broadcast group of their own, and tensors in an agreed order.
+"""Broadcasts weights from the trainer (rank 0, which hosts the store) to servers (ranks 1..), in an agreed order.
 
-Rank 0 of the group is the trainer and hosts its store; ranks 1.. are servers. The group lives outside the default
-process group of torch.distributed, so it does not matter whether either side has one. The store's prefixes match those
-of torch.distributed's own groups, so an SGLang or vLLM server can be a receiver.
-
-Invariant: nothing here waits past its deadline. A failed transfer closes the group, which fails the other side's
-transfer at once, as does a peer that dies; only what gloo is in the middle of writing to a dead or silent peer takes
-the whole deadline to fail. The next group needs a new name or a new port. NCCL is written to
-the same rules but was not run: it connects at the first transfer, and a peer that dies then may block for longer.
+The group lives outside the default process group; its store's prefixes match those of torch.distributed's own groups,
+so SGLang and vLLM servers can be receivers. Invariant: nothing waits past its deadline. A failed transfer or a dead
+peer closes the group, which fails the other side at once, except for a gloo write in progress, which takes the whole
+deadline. The next group needs a new name or port. NCCL is written to the same rules but was not run: it connects at the
+first transfer, and a peer that dies then may block for longer.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _FORMED = "formed"
 
 
 class TensorSpec(Protocol):
-    """What a receiver must know before a tensor arrives (`api.io_struct.ParamSpec` is one)."""
+    """What a receiver must know before a tensor arrives, e.g. an `api.io_struct.ParamSpec`."""
 
     @property
     def name(self) -> str: ...
@@ -72,10 +69,9 @@ def join_group(
     backend: Literal["gloo", "nccl"] = "gloo",
     timeout_s: float = 120.0,
 ) -> BroadcastGroup:
-    """Meet the other ranks of group `name` at `address:port`, which rank 0 listens on. Every rank calls this.
+    """Join group `name` at `address:port`, where rank 0 listens. Every rank calls this.
 
-    Rank 0 waits until the store has counted every rank, which those of plain torch.distributed take part in, and ours
-    wait until rank 0 says so: a backend may connect later than it is made.
+    Rank 0 returns once the store has counted every rank, others once rank 0 has said so: a backend may connect late.
     """
     if not 0 <= rank < world_size or world_size < 2:
         raise ValueError(

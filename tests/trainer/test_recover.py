@@ -180,7 +180,7 @@ def test_who_goes_on(
     is_fresh = expected == 0
     said = capsys.readouterr().out
     assert (f"replacing the run of 3 steps in {folder}/e/t\n" in said) == is_fresh
-    assert (f"going on after step 3, from {folder}/e/t/recover/step_3\n" in said) != is_fresh
+    assert (f"resuming after step 3 from {folder}/e/t/recover/step_3\n" in said) != is_fresh
     for name in ("ledger.sqlite", "ledger.sqlite-wal", "rollouts"):
         assert (folder / "e/t" / name).exists() != is_fresh
     assert (folder / "e/t/recover").exists() == (mode != "disabled")

@@ -1,7 +1,6 @@
-"""Which curves the report shows: plain Plotly traces, made of the rows of `metrics.jsonl`.
+"""The charts of the report: plain Plotly traces of the rows of `metrics.jsonl`; a chart without data is left out.
 
-Colours are names of CSS variables (`--blue`), which the page resolves for its light and its dark scheme. A chart
-without data is left out.
+Colours are names of CSS variables (`--blue`), which the page resolves for its light and dark scheme.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which stored samples the report shows: a spread of training steps, and the same held-out prompts before and after."""
+"""Selects the stored samples of the report: spread over training steps, and held-out prompts before and after."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trajectories(folder: Path) -> list[dict[str, Any]]:
 
 
 def before_after(folder: Path) -> dict[str, Any] | None:
-    """Return the answers of the first and the last evaluation to the same prompts, in the data set's order."""
+    """Return the completions of the first and the last evaluation for the same prompts, in the data set's order."""
     steps = stored_steps(folder, "eval_step_")
     if len(steps) < 2:
         return None
@@ -58,7 +58,7 @@ def before_after(folder: Path) -> dict[str, Any] | None:
 
 
 CHANGES = ("learned", "kept", "lost", "never")
-"""Wrong to correct, correct twice, correct to wrong, wrong twice; an answer is correct if its reward is above 0."""
+"""Wrong to correct, correct twice, correct to wrong, wrong twice; correct is a reward above 0."""
 
 
 def _change(was_correct: bool, is_correct: bool) -> str:
