@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from arealite.utils.tiny_model import make_tiny_model
 from servers.programs import Name, program
+from testing_quickstart import make_tiny_model
 
 from arealite.launcher.serve.auth import Message, RequireSecret
 from arealite.utils.environment import SECRET_VARIABLE
