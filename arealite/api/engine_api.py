@@ -53,7 +53,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights: the sending half of a publication (collective, blocking). Failure raises on every rank."""
+        """Send the weights: the sending half of a weight update (collective). A failure raises on every rank."""
 
     @abc.abstractmethod
     def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
@@ -116,7 +116,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Start the receiving half of a publication (rank 0 only) and return when `meta` is complete for the sender."""
+        """Start the receiving half of a weight update (rank 0 only); `meta` is then complete for the sender."""
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
@@ -150,7 +150,7 @@ class InferenceEngine(abc.ABC):
         workflow: RolloutWorkflow,
         should_accept: Callable[[TensorDict], bool] | None = None,
     ) -> TensorDict:
-        """Keep episodes in flight and return this rank's share of the next batch of bounded staleness (collective)."""
+        """Keep episodes in flight; return this rank's share of the next batch of bounded staleness (collective)."""
 
     @abc.abstractmethod
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
@@ -170,7 +170,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, before the first episode."""
+        """Resume from a checkpoint, before the first episode."""
 
     @abc.abstractmethod
     def note_checkpoint(self, step: int, position: int) -> None:

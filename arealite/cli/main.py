@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser(
         "check",
-        help="look for what a run would trip over, before it runs",
+        help="preflight: find what would make a run fail, before it starts",
         usage="arealite check ENTRY.py --config FILE.yaml [key=value ...]",
         description="Check config, server program and flags, model files, tokenizer, chat template, data and memory of "
         "the run that the launcher would start with the same arguments. Most findings name their fix.",
@@ -58,18 +58,18 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser(
         "serve",
-        help="add an inference server to a run that is under way",
+        help="add an inference server to a running experiment",
         usage="arealite serve --join EXPERIMENT/TRIAL [--fileroot runs] [--host ADDRESS] [key=value ...]",
-        description="Start an inference server on this machine, as the run's config wants it. It gets the run's "
-        "current weights before it gets requests; Ctrl-C or SIGTERM hands back what it is doing. Without --join, the "
-        "model of --config FILE is served for no run.",
+        description="Start an inference server on this node with the run's own config. It receives the run's current "
+        "weights before requests; Ctrl-C or SIGTERM hands unfinished requests back. Without --join, serve the model of "
+        "--config FILE on its own.",
         epilog="exit status: 0 after a signal, 2 refused, 3 not ready in time, else that of the server",
     )
     serve.add_argument("--join", metavar="EXPERIMENT/TRIAL", help="the run")
-    serve.add_argument("--fileroot", default="runs", help="cluster.fileroot of the run, as this machine sees it")
-    serve.add_argument("--config", metavar="FILE.yaml", help="instead of the run folder's, where that can't be seen")
-    serve.add_argument("--host", help="address by which trainers reach this machine; found out unless given")
-    serve.add_argument("--port", type=int, default=0, help="any free one unless given")
+    serve.add_argument("--fileroot", default="runs", help="cluster.fileroot of the run, as this node sees it")
+    serve.add_argument("--config", metavar="FILE.yaml", help="config to use where the run folder is not visible")
+    serve.add_argument("--host", help="address by which trainers reach this node; detected unless given")
+    serve.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     serve.add_argument("--dry-run", action="store_true", help="print the command of the server")
     serve.add_argument(
         "overrides", metavar="key=value", nargs="*", help="keys of the config to change, e.g. lite.slots=8"
@@ -89,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
 
     replay = commands.add_parser(
         "replay",
-        help="execute a training step of a run again, and tell whether it gives the same weights",
-        description="Execute a training step of a run again, also of an asynchronous one, from the newest checkpoint "
-        "before it and the stored rollouts, without servers. On a CPU the weights must be bit-identical.",
-        epilog="exit status: 0 the weights are bit-identical, 1 they differ, 2 the folder does not hold what it takes",
+        help="repeat a training step of a run and compare the weights",
+        description="Repeat a training step, also of an asynchronous run, from the newest checkpoint before it and the "
+        "stored rollouts, without servers. On a CPU the weights must be bit-identical.",
+        epilog="exit status: 0 the weights are bit-identical, 1 they differ, 2 the folder lacks what a replay needs",
     )
     replay.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
     replay.add_argument("--step", type=int, required=True, help="the step, counted from 0")

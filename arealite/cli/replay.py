@@ -1,4 +1,4 @@
-"""`arealite replay`: execute one training step of a run again and tell whether it gives the same weights.
+"""`arealite replay`: repeat one training step of a run and compare the weights.
 
 It starts the run's own script through the local launcher, without servers, in a scratch folder, from the newest
 checkpoint before the step (or from the initial model); what the run sampled comes from its `rollouts/`.
@@ -66,7 +66,7 @@ def _newest_before(run: RunFolder, step: int) -> tuple[int, Path] | None:
 
 
 def _check(run: RunFolder, *, first: int, last: int) -> None:
-    """Refuse what the run folder can't tell."""
+    """Refuse steps for which the run folder lacks data."""
     if config_of_step(run, first) != config_of_step(run, last):
         raise ConfigError(
             f"step {last} must have a checkpoint of its own configuration to start from: got none since "

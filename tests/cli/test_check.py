@@ -194,7 +194,7 @@ def test_data_that_does_not_fit(check, tiny, tmp_path) -> None:
     status, shown = check(tiny, data, *batch, "lite.context=256")
     tokens = 210 + len(["<|user|>", "<|end|>", "<|assistant|>"])
     assert f"the first 2 prompts have 8 to {tokens} tokens" in shown
-    assert status == 0 and "answers to it are cut before gconfig.max_new_tokens" in shown, "213 + 64 > 256"
+    assert status == 0 and "completions are cut before gconfig.max_new_tokens" in shown, "213 + 64 > 256"
     status, shown = check(tiny, data, *batch, "lite.context=100")
     assert status == 1 and f"PROBLEM data the longest prompt seen has {tokens} tokens, the context 100" in shown
     status, shown = check(tiny, f"train_dataset.path={tmp_path / 'none.jsonl'}")

@@ -26,12 +26,12 @@ class DatasetConfig(ConfigBase):
     max_length: PositiveInt | None = None
     """Rows with more tokens are left out; None keeps all."""
     max_rows: PositiveInt | None = None
-    """Only the first so many rows are used; None is all."""
+    """Use only this many rows from the start; None is all."""
 
 
 @dataclass
 class _Frequency(ConfigBase):
-    """When something happens again: each trigger counts from the last time, and any of them suffices."""
+    """How often something happens: each trigger counts from the last time, and any one is enough."""
 
     experiment_name: Name = ""
     """Filled in from the top level."""
@@ -40,11 +40,11 @@ class _Frequency(ConfigBase):
     fileroot: Folder = ""
     """Filled in from `cluster.fileroot`."""
     freq_epochs: PositiveInt | None = None
-    """Every so many epochs; None is never."""
+    """Number of epochs between two; None is never."""
     freq_steps: PositiveInt | None = None
-    """Every so many steps; None is never."""
+    """Number of steps between two; None is never."""
     freq_secs: Positive | None = None
-    """Every so many seconds; None is never."""
+    """Number of seconds between two; None is never."""
 
 
 @dataclass
@@ -59,12 +59,12 @@ class EvaluatorConfig(_Frequency):
 
 @dataclass
 class RecoverConfig(_Frequency):
-    """Checkpoints from which an interrupted run goes on; the triggers say when they are written."""
+    """Checkpoints to resume an interrupted run from; the triggers say when they are written."""
 
     mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
-    """`auto` goes on from the last checkpoint if there is one, `resume` requires one, `fault` only does so when the
-    launcher restarts a run that failed, `disabled` never, and writes none."""
+    """`auto` resumes from the last checkpoint if there is one, `resume` requires one, `fault` resumes only when the
+    launcher restarts a failed run, `disabled` never resumes and writes none."""
     retries: NonNegativeInt = 3
-    """How often the launcher restarts a run that failed (`auto` and `fault`), unless it refused to run as it is."""
+    """How often the launcher restarts a failed run (`auto` and `fault`); errors of the config are not retried."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints to keep, besides that of the best evaluation."""
+    """Number of newest checkpoints to keep, besides the one of the best evaluation."""

@@ -49,15 +49,15 @@ class BaseExperimentConfig(ConfigBase):
     trial_name: Name = MISSING
     """Name of this run of it."""
     seed: NonNegativeInt = 1
-    """Of everything random."""
+    """Seed of every random number generator of the run."""
     allocation_mode: str = ""
     """Servers and trainers, e.g. `sglang.d4p1t1+d4p1t1`; empty if no launcher is used."""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
-    """Machines."""
+    """Nodes and folders."""
     total_train_epochs: PositiveInt = 1
     """Passes over the training data."""
     total_train_steps: PositiveInt | None = None
-    """Stop after so many steps; None trains all epochs."""
+    """Stop after this many steps; None trains all epochs."""
     tokenizer_path: str = ""
     """Hugging Face folder or hub id; filled in from the model's path."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)

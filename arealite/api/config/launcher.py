@@ -10,19 +10,19 @@ from arealite.api.config.types import ConfigBase, EnvVars, Folder, NonNegativeIn
 
 @dataclass
 class ClusterSpecConfig(ConfigBase):
-    """The machines of a run."""
+    """The nodes of a run."""
 
     n_nodes: PositiveInt = 1
-    """Machines."""
+    """Number of nodes."""
     n_gpus_per_node: NonNegativeInt = 8
-    """GPUs of each machine; 0 is a CPU cluster."""
+    """GPUs per node; 0 is a CPU cluster."""
     fileroot: Folder = "runs"
-    """Folder of all runs, seen by every machine; a run's files are in `<fileroot>/<experiment_name>/<trial_name>/`."""
+    """Folder of all runs, visible to every node; a run's files are in `<fileroot>/<experiment_name>/<trial_name>/`."""
 
 
 @dataclass
 class SlurmLauncherConfig(ConfigBase):
-    """What only Slurm is told."""
+    """Options of the Slurm launcher."""
 
     srun_additional_args: str = ""
     """More arguments of srun."""
@@ -51,9 +51,9 @@ class LauncherConfig(ConfigBase):
     trainer_mem_per_gpu: NonNegativeInt = 0
     """MiB of memory that Ray and Slurm reserve for each rank of the trainer; 0 reserves none."""
     server_restarts: NonNegativeInt = 3
-    """How often each server that ended after it was ready is started again while the run goes on; then the run ends."""
+    """How often a server that exits after it was ready is restarted while the run continues; then the run ends."""
     node_timeout: Positive = 30.0
-    """Seconds without a word from a machine after which it is lost."""
+    """Seconds without a heartbeat after which a node counts as lost."""
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
     """Slurm."""
     inference_server_env_vars: EnvVars = ""

@@ -129,7 +129,7 @@ def _read_overrides(overrides: list[str]) -> Tree:
 def _check_keys(
     source: _Source, values: Tree, prefix: str, keys: dict[str, ConfigKey], *, ignore_unknown: bool
 ) -> None:
-    """Refuse unknown keys, and plain values in the place of blocks or blocks of plain values; drop empty blocks."""
+    """Refuse unknown keys, and plain values in place of blocks and vice versa; drop empty blocks."""
     is_open = ignore_unknown and (not prefix or getattr(keys[prefix[:-1]].block, "IS_EXTENDED", False))
     siblings = [key.name for key in keys.values() if key.parent == prefix[:-1]]
     for name, value in list(values.items()):
@@ -208,7 +208,7 @@ def _lookup(tree: Tree, name: str) -> Any:
 
 
 def _has(tree: Tree, name: str) -> bool:
-    """Tell whether a dotted key was given, itself or by a reference in the place of its block."""
+    """Return whether a dotted key was given, by itself or by a reference in place of its block."""
     node: Any = tree
     for part in name.split("."):
         if not isinstance(node, dict):
@@ -253,7 +253,7 @@ def _validate(config_cls: type[ConfigT], values: Tree, keys: dict[str, ConfigKey
 
 
 def _key_of(problem: Tree, keys: dict[str, ConfigKey]) -> str:
-    """Return the key that a finding of pydantic is about: the longest known one on its path."""
+    """Map a pydantic error to the deepest config key on its path."""
     parts = [str(part) for part in problem["loc"]]
     prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next((prefix for prefix in prefixes if prefix in keys), prefixes[0])
@@ -282,7 +282,7 @@ _RULES = {
 def _explain(
     problems: dict[str, Tree], defaults_from: dict[str, str], keys: dict[str, ConfigKey], sources: list[_Source]
 ) -> Iterator[str]:
-    """Say what pydantic found in our words, each fault once: not again for the keys that follow a faulty one."""
+    """Explain what pydantic found, once: not again for keys that follow a wrong one."""
     for name, problem in problems.items():
         place = next((source.place for source in reversed(sources) if _has(source.values, name)), None)
         if place is None and defaults_from.get(name) in problems:

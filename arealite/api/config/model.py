@@ -82,9 +82,9 @@ class TrainEngineConfig(ConfigBase):
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Sharding."""
     seed: NonNegativeInt = 1
-    """Of random weights and dropout; filled in from the top level."""
+    """Seed of random weights and dropout; filled in from the top level."""
     node_timeout: Positive = 30.0
-    """Seconds without a word from another machine after which a rank ends; filled in from `launcher.node_timeout`."""
+    """Seconds without a heartbeat of another node after which a rank exits; follows `launcher.node_timeout`."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class PPOActorConfig(TrainEngineConfig):
     c_clip: AboveOne | None = None
     """Dual clipping: bound of the loss for negative advantages, as a multiple of them; None is off."""
     temperature: Positive = 1.0
-    """Of the logprobs; must equal `gconfig.temperature`, from which it is filled in."""
+    """Temperature of the logprobs; must equal `gconfig.temperature`, from which it is filled in."""
     reward_scaling: Finite = 1.0
     """Rewards become (reward + reward_bias) * reward_scaling."""
     reward_bias: Finite = 0.0
@@ -110,7 +110,7 @@ class PPOActorConfig(TrainEngineConfig):
     group_reward_norm: Bool = False
     """Normalise rewards to mean 0 and deviation 1 within each group."""
     mask_no_eos_with_zero: Bool = False
-    """Give reward 0 to answers cut off at the token limit."""
+    """Give reward 0 to completions truncated at the token limit."""
     discount: Fraction = 1.0
     """Gamma of the advantage estimate."""
     gae_lambda: Fraction = 1.0

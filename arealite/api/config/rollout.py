@@ -55,21 +55,21 @@ class GenerationHyperparameters(ConfigBase):
 
 @dataclass
 class WeightCheckConfig(ConfigBase):
-    """How every publication of weights is verified."""
+    """How every weight update is verified."""
 
     fingerprint: Bool = True
     """Compare a fingerprint of every tensor, on servers that can (`lite`)."""
     canary_tokens: NonNegativeInt = 16
-    """Tokens that every server samples after a publication, whose logprobs the trainer must agree with; 0 is off."""
+    """Tokens that every server samples after an update, and whose logprobs the trainer must reproduce; 0 is off."""
     canary_bound: Positive | None = None
     """Largest mean absolute difference of those logprobs; None is 0.001 in float32 and 0.1 in shorter dtypes."""
     on_mismatch: Literal["stop", "warn"] = "stop"
-    """What a difference does to the run."""
+    """What the run does after a mismatch."""
 
 
 @dataclass
 class InferenceEngineConfig(ConfigBase):
-    """How episodes are scheduled and how servers are talked to."""
+    """How episodes are scheduled and how requests are sent to servers."""
 
     experiment_name: Name = ""
     """Filled in from the top level."""
@@ -78,64 +78,64 @@ class InferenceEngineConfig(ConfigBase):
     fileroot: Folder = ""
     """Filled in from `cluster.fileroot`."""
     seed: NonNegativeInt = 1
-    """Of the sampling seeds; filled in from the top level."""
+    """Seed from which sampling seeds derive; filled in from the top level."""
     backend: BackendName = "sglang"
     """Protocol of the servers; filled in from `allocation_mode`."""
     server_addrs: Addresses = field(default_factory=list)
-    """host:port of servers that someone else started and stops; empty is those that register for this run."""
+    """host:port of servers that others start and stop; empty uses the servers that register for this run."""
     num_servers: NonNegativeInt = 0
     """Registered servers to wait for before the first episode; filled in from `allocation_mode`. More may join."""
     consumer_batch_size: PositiveInt = 1
     """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
     max_concurrent_rollouts: PositiveInt | None = None
-    """Most episodes running at once over all ranks, fewer while servers are missing; None is `consumer_batch_size`,
-    times live servers by `num_servers` if more have joined."""
+    """Maximum number of episodes running at once over all ranks; lower while servers are missing. None is
+    `consumer_batch_size`, scaled up when more than `num_servers` servers have joined."""
     max_head_offpolicyness: NonNegativeInt = 0
     """Largest staleness, in weight versions, of a trajectory we train on. 0 is synchronous training."""
     queue_size: PositiveInt | None = None
-    """Most episodes submitted and not yet started; None is 16 times the concurrency."""
+    """Maximum number of episodes submitted and not yet started; None is 16 times the concurrency."""
     weight_update: Literal["broadcast", "disk"] = "broadcast"
     """How new weights reach the servers."""
     pause_mode: PauseMode = "abort"
-    """What new weights do to completions in flight. `abort`: they come back and are continued later, by any server.
-    `retract`: they stay and their keys and values are computed again. `in_place`: they stay and go on with those of the
-    old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the weights wait for them,
-    so `weight_update_timeout` must be longer than a completion takes."""
+    """What a weight update does to completions in flight. `abort`: they return and any server continues them later.
+    `retract`: they stay and the server recomputes their keys and values. `in_place`: they continue on the keys and
+    values of the old weights; such tokens are counted as `rollout/stale_kv_tokens`. `wait` (only vllm): the update
+    waits for them, so `weight_update_timeout` must be longer than a completion takes."""
     tokenizer_path: str = ""
     """Filled in from the top level; finds stop strings that an interruption has cut in two."""
     weight_update_timeout: Positive = 120.0
-    """Seconds after which an update of the weights has failed."""
+    """Timeout of a weight update, in seconds."""
     setup_timeout: Positive = 600.0
-    """Seconds in which every server must become ready."""
+    """Seconds until every server must be ready."""
     request_timeout: Positive = 3600.0
-    """Seconds after which one request to a server has failed."""
+    """Timeout of one request to a server, in seconds."""
     request_retries: NonNegativeInt = 3
-    """How often a failed request is sent again."""
+    """Retries of a failed request."""
     reward_timeout: Positive = 15.0
-    """Seconds after which a reward function has failed."""
+    """Timeout of a reward function, in seconds."""
     reward_workers: PositiveInt = 2
     """Processes that run a plain reward function."""
     episode_timeout: Positive = 3600.0
-    """Seconds after which an episode has failed."""
+    """Timeout of an episode, in seconds."""
     episode_retries: NonNegativeInt = 1
-    """Fresh attempts after an episode has failed; then its whole group is dropped and counted."""
+    """New attempts after an episode has failed; then its whole group is dropped and counted."""
     failure_window: PositiveInt = 100
-    """Episodes that `max_failed_share` looks back on."""
+    """Number of most recent episodes that `max_failed_share` covers."""
     max_failed_share: Fraction = 0.1
-    """Share of the last `failure_window` episodes that may be dropped as failed; more of them stop the run."""
+    """Share of the last `failure_window` episodes that may fail; above it the run stops."""
     max_rejected_in_a_row: PositiveInt | None = None
-    """Episodes rejected with none accepted in between, after which the run stops; None is 20 batches."""
+    """Consecutive rejected episodes after which the run stops; None is 20 batches."""
     overdue: Literal["wait", "drop", "train"] = "wait"
-    """What happens to a running episode that the bound leaves no time for: wait for it before others are trained on,
+    """What happens to a running episode that would exceed the staleness bound: wait for it before training on others,
     drop and count it, or train on it late, which gives up the bound."""
     blocking_call_s: Positive = 1.0
-    """Seconds that a workflow may block the event loop before its line is reported."""
+    """Seconds that a workflow may block the event loop before the blocking line is reported."""
     weight_check: WeightCheckConfig = field(default_factory=WeightCheckConfig)
-    """Proof that the servers hold the trainer's weights."""
+    """Verification that the servers hold the trainer's weights."""
     replay_from: str = ""
-    """Run folder whose stored batches are played again instead of sampling; `arealite replay` sets it."""
+    """Run folder whose stored batches replace sampling; set by `arealite replay`."""
     replay_step: NonNegativeInt = 0
-    """The step after which a replay ends."""
+    """Last step of a replay."""
 
 
 @dataclass
@@ -149,6 +149,6 @@ class LiteConfig(ConfigBase):
     context: PositiveInt = 2048
     """Longest sequence, prompt and completion, in tokens."""
     dtype: Dtype = "float32"
-    """Of weights and cache."""
+    """Dtype of weights and cache."""
     deterministic: Bool = False
     """Decode so that a sequence's bits do not depend on its neighbours (slower)."""

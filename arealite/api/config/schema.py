@@ -96,7 +96,7 @@ def _options(hint: Any) -> list[Any]:
 
 
 def _in_words(hint: Any) -> str:
-    """Spell a type for people."""
+    """Render a type annotation in plain words."""
     words = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
     if hint in words:
         return words[hint]

@@ -1,6 +1,6 @@
-"""`arealite check`: what a run would trip over, found before it runs.
+"""`arealite check`: preflight: find what would make a run fail, before it starts.
 
-Every check looks at the real thing: the config as the launcher reads it, the installed server's own parser, the
+Every check looks at the real thing: the config as the launcher reads it, the installed server's parser, the
 headers of the model's files, the tokenizer's own ids. Nothing is started except servers' parsers, and nothing is
 downloaded except what describes a model (its configs and tokenizer) and data sets.
 
@@ -91,7 +91,7 @@ def _check_processes(found: Findings, config: Config) -> Plan:
     num_gpus = sum(len(one.devices) for one in plan.placements)
     where = f"on {num_gpus} GPUs" if num_gpus else "on the CPU"
     if plan.num_nodes > 1:
-        where += f" of {plan.num_nodes} machines, which were not looked at"
+        where += f" of {plan.num_nodes} nodes, which were not checked"
     servers = f"{counted(len(plan.servers), 'server')} and " if plan.servers else ""
     found.add("ok", f"{config.allocation_mode}: {servers}{counted(len(plan.trainers), 'trainer rank')} {where}")
     return plan

@@ -1,4 +1,4 @@
-"""The memory plan: what trainer ranks and servers need, held against the GPUs of this machine or, for a run on the
+"""The memory plan: what trainer ranks and servers need, compared with the GPUs of this node or, for a run on the
 CPU, against its memory."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Parts = dict[str, int]
 
 
 def check_memory(found: Findings, config: Config, model: PreTrainedModel, longest_prompt: int) -> None:
-    """Plan a run that trains for the devices of this machine, and print the plan."""
+    """Plan a run that trains for the devices of this node, and print the plan."""
     if config.allocation_mode and AllocationMode.from_str(config.allocation_mode).train_world_size > 0:
         gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         memory = psutil.virtual_memory().total
@@ -70,7 +70,7 @@ def plan_memory(
         if offloads:
             _fit(found, "the host", {name: size * ranks for name, size in state.items()}, host, key)
         if server:
-            _fit_answers(found, config, server, kv_token, longest, min(gpus))
+            _fit_completions(found, config, server, kv_token, longest, min(gpus))
     return _plan(state | step, ranks, server, mode.gen_world_size)
 
 
@@ -125,14 +125,16 @@ def _fit(found: Findings, who: str, parts: Parts, device: int, key: str) -> None
     found.add("problem" if needed > device else "warning", told, _KNOBS.get(largest, _MORE_RANKS).format(key=key))
 
 
-def _fit_answers(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
-    """Compare the cache that a server has room for with the answers it is asked for at once."""
+def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
+    """Compare the cache that a server has room for with the completions it must hold at once."""
     kind = kind_of(config)
     share = float(kind.block(config).get(kind.memory_flag) or _SERVER_SHARE)
     room = (int(gpu * share) - sum(server.values()) + server["cache"]) // kv_token
     asked = server["cache"] // kv_token
     level: Level = "problem" if room < longest else "warning" if room < asked else "ok"
-    told = f"a server's cache holds {max(room, 0):,} of the {asked:,} tokens asked for at once, {longest:,} an answer"
+    told = (
+        f"a server's cache holds {max(room, 0):,} of the {asked:,} tokens asked for at once, {longest:,} a completion"
+    )
     knobs = "Raise t of the servers in allocation_mode, or lower gconfig.max_new_tokens or max_concurrent_rollouts."
     found.add(level, told, "" if level == "ok" else knobs)
 

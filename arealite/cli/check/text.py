@@ -65,11 +65,11 @@ def check_template(found: Findings, config: Config, model: PreTrainedModel, toke
 
 
 def _check_end(found: Findings, config: Config, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
-    """The token after an answer must end generation, and be the one that fine-tuning teaches."""
+    """The token after a completion must end generation, and be the one that fine-tuning teaches."""
     tail, end = certificate.after_answer, certificate.end_id
     if end is None:
         ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids))
-        told = f"it writes {tail!r} after an answer, where the model ends with {ends}: answers may run on"
+        told = f"it writes {tail!r} after an answer, where the model ends with {ends}: completions may run on"
         fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
         found.add("warning", told, fix)
     elif config.rollout is None and end != tokenizer.eos_token_id:
@@ -110,7 +110,7 @@ def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenize
         found.add(
             "problem" if is_hopeless else "warning",
             f"the longest prompt seen has {longest:,} tokens, the context {context:,}: "
-            f"{'it does not fit' if is_hopeless else 'answers to it are cut before gconfig.max_new_tokens'}",
+            f"{'it does not fit' if is_hopeless else 'completions are cut before gconfig.max_new_tokens'}",
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
     return longest
