@@ -251,12 +251,13 @@ def serve() -> None:
             await asyncio.sleep(draw.uniform(2 / 3, 4 / 3) * delay_s)
         return web.Response(body=answer, content_type="application/json")
 
-    async def health(_: web.Request) -> web.Response:
+    async def agree(_: web.Request) -> web.Response:
         return web.json_response({})
 
     async def run() -> None:
         app = web.Application()
-        app.add_routes([web.post("/generate", generate), web.get("/health", health)])
+        app.add_routes([web.post("/generate", generate), web.post("/continue_generation", agree)])
+        app.add_routes([web.get(path, agree) for path in ("/health", "/get_model_info", "/get_server_info")])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()

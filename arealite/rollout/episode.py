@@ -94,38 +94,35 @@ def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int, attempt: i
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")
 
 
+@dataclass(frozen=True)
 class EpisodeRunner:
     """Runs attempts in the event loop, and records them."""
 
-    def __init__(
-        self, config: InferenceEngineConfig, engine: InferenceEngine, *, ledger: Ledger, budgets: Budgets
-    ) -> None:
-        self.ledger = ledger
-        self.budgets = budgets
-        self._config = config
-        self._engine = engine
+    config: InferenceEngineConfig
+    engine: InferenceEngine
+    ledger: Ledger
+    budgets: Budgets
 
     def start(self, prompt: Prompt, head_version: int) -> Episode:
         """Record the start of an attempt."""
         if prompt.first_started_s is None:
             prompt.first_started_s = asyncio.get_running_loop().time()
         self.ledger.start(prompt, head_version)
-        return Episode(prompt, prompt.attempt, head_version, self._config.seed)
+        return Episode(prompt, prompt.attempt, head_version, self.config.seed)
 
     async def run(self, episode: Episode) -> Outcome:
         """Run one attempt."""
         try:
-            return await run_attempt(self._engine, episode, timeout_s=self._config.episode_timeout)
+            return await run_attempt(self.engine, episode, timeout_s=self.config.episode_timeout)
         except Exception as error:
             return error
 
     def retry(self, episode: Episode, error: Exception) -> bool:
         """Make the prompt of a failed attempt ready for another one; False if none may help."""
         prompt, kind = episode.prompt, kind_of(error)
-        may_retry = prompt.attempt < self._config.episode_retries and not isinstance(error, ContextOverflowError)
-        what_follows = "trying again" if may_retry else "dropped"
-        message = "episode %s failed in attempt %d (%s), %s: %s"
-        logger.warning(message, prompt.prompt_id, prompt.attempt, kind, what_follows, describe(error))
+        may_retry = prompt.attempt < self.config.episode_retries and not isinstance(error, ContextOverflowError)
+        what = f"episode {prompt.prompt_id} failed in attempt {prompt.attempt} ({kind})"
+        logger.warning("%s, %s: %s", what, "trying again" if may_retry else "dropped", describe(error))
         if may_retry:
             self.ledger.retry(prompt, kind)
             prompt.attempt += 1

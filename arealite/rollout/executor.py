@@ -63,9 +63,9 @@ class RolloutExecutor:
         run = RunFolder(config) if config.fileroot else None
         self._store = RolloutStore(None if run is None else run.rollouts)
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
-        self._runner = EpisodeRunner(config, engine, ledger=self._ledger, budgets=budgets)
+        self._runner = EpisodeRunner(config, engine, self._ledger, budgets)
         # Evaluations count for the budgets, but nothing of them is kept.
-        self._evaluation_runner = EpisodeRunner(config, engine, ledger=Ledger(None, self._account), budgets=budgets)
+        self._evaluation_runner = EpisodeRunner(config, engine, Ledger(None, self._account), budgets)
         self._unthrottled = UnthrottledBatches(max_concurrent=self._max_concurrent)
 
         self._queue: deque[Prompt] = deque()

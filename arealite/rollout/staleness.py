@@ -17,29 +17,25 @@ is never older than its episode's head is checked on arrival (`trajectory.py`). 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal
 
 
+@dataclass(kw_only=True)
 class StalenessAccount:
     """The episodes of a run by head version: running, ready (finished, not yet consumed) and consumed."""
 
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        max_head_offpolicyness: int,
-        max_concurrent: int,
-        version: int = 0,
-        overdue: Literal["wait", "drop", "train"] = "wait",
-    ) -> None:
-        self.overdue = overdue
-        self.batch_size = batch_size
-        self.max_head_offpolicyness = max_head_offpolicyness
-        self.max_concurrent = max_concurrent
-        self.version = version
-        self.running: Counter[int] = Counter()
-        self.ready: Counter[int] = Counter()
-        self.consumed = version * batch_size  # episodes consumed by the run, counting those before a recovery
+    batch_size: int
+    max_head_offpolicyness: int
+    max_concurrent: int
+    version: int = 0
+    overdue: Literal["wait", "drop", "train"] = "wait"
+    running: Counter[int] = field(default_factory=Counter)
+    ready: Counter[int] = field(default_factory=Counter)
+    consumed: int = 0  # episodes consumed by the run, counting those before a recovery
+
+    def __post_init__(self) -> None:
+        self.set_version(self.version)
 
     def set_version(self, version: int) -> None:
         """Set the trainer's version. Each earlier one counts as a consumed batch, whoever consumed it."""
@@ -56,11 +52,11 @@ class StalenessAccount:
         return min(self.max_concurrent - self.running.total(), self.room())
 
     def is_overdue(self, head_version: int) -> bool:
-        """Tell whether consuming an episode of this head now would break the bound."""
+        """Return whether consuming an episode of this head now would break the bound."""
         return self.overdue != "train" and head_version < self.version - self.max_head_offpolicyness
 
     def can_take(self, count: int) -> bool:
-        """Tell whether the `count` oldest ready episodes may be consumed now, if each version consumes `count`."""
+        """Return whether the `count` oldest ready episodes may be consumed now, if each version consumes `count`."""
         if self.overdue != "wait":
             return self.ready.total() >= count
         unconsumed = finished = 0

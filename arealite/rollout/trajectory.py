@@ -44,45 +44,33 @@ def check_trajectory(trajectory: object, head_version: int) -> TensorDict:
 def _check_shapes(trajectory: TensorDict) -> None:
     shape = tuple(trajectory["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
-        raise TrajectoryError(
-            f"trajectory['input_ids'] must be [B, S] with at least one row and token: got {list(shape)}. "
-            "Return None to reject an episode."
-        )
+        rule = "be [B, S] with at least one row and token"
+        raise _broken("input_ids", rule, list(shape), "Return None to reject an episode.")
     expected = dict.fromkeys(_PER_TOKEN, shape) | dict.fromkeys(("rewards", "no_eos"), shape[:1])
-    present = set(trajectory.keys())
-    for key, rule in expected.items():
-        if key in present and tuple(trajectory[key].shape) != rule:
-            raise TrajectoryError(
-                f"trajectory[{key!r}] must have the shape {list(rule)}: got {list(trajectory[key].shape)}. "
-                "Give every sample one row."
-            )
+    for key, wanted in expected.items():
+        if key in trajectory and (got := tuple(trajectory[key].shape)) != wanted:
+            raise _broken(key, f"have the shape {list(wanted)}", list(got), "Give every sample one row.")
 
 
 def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
     for key in ("rewards", "logprobs"):
         values = _array(trajectory, key)
         if not np.isfinite(values).all():
-            raise TrajectoryError(
-                f"trajectory[{key!r}] must be finite: got {values[~np.isfinite(values)][0]}. "
-                "Reject the episode or fix what computes it."
-            )
+            bad = values[~np.isfinite(values)][0]
+            raise _broken(key, "be finite", bad, "Reject the episode or fix what computes it.")
     is_sampled = _array(trajectory, "loss_mask") != 0
     if (is_sampled & (_array(trajectory, "attention_mask") == 0)).any():
-        raise TrajectoryError(
-            "trajectory['loss_mask'] must be 0 where attention_mask is 0: got a sampled token in the padding. "
-            "Set attention_mask on every real token."
-        )
+        got, advice = "a sampled token in the padding", "Set attention_mask on every real token."
+        raise _broken("loss_mask", "be 0 where attention_mask is 0", got, advice)
     oldest = np.where(is_sampled, _array(trajectory, "versions"), head_version).min()
     if oldest < head_version:
-        raise TrajectoryError(
-            f"trajectory['versions'] must be at least {head_version} on sampled tokens, the version that the episode "
-            f"began with: got {oldest}. "
-            + (
-                "Copy ModelResponse.output_versions."
-                if oldest < 0
-                else "Update every server before calling set_version on the inference engine."
-            )
-        )
+        rule = f"be at least {head_version} on sampled tokens, the version that the episode began with"
+        advice = "Update every server before calling set_version on the inference engine."
+        raise _broken("versions", rule, oldest, "Copy ModelResponse.output_versions." if oldest < 0 else advice)
+
+
+def _broken(key: str, rule: str, got: object, advice: str) -> TrajectoryError:
+    return TrajectoryError(f"trajectory[{key!r}] must {rule}: got {got}. {advice}")
 
 
 def _array(trajectory: TensorDict, key: str) -> np.ndarray[Any, Any]:
@@ -90,10 +78,8 @@ def _array(trajectory: TensorDict, key: str) -> np.ndarray[Any, Any]:
     try:
         return trajectory[key].numpy()
     except (TypeError, RuntimeError) as error:
-        raise TrajectoryError(
-            f"trajectory[{key!r}] must be a CPU tensor without gradient, of a type that numpy has: got {error}. "
-            "Convert it in arun_episode."
-        ) from error
+        rule = "be a CPU tensor without gradient, of a type that numpy has"
+        raise _broken(key, rule, error, "Convert it in arun_episode.") from error
 
 
 def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:

@@ -188,7 +188,7 @@ def test_pause_stops_new_episodes_only(start: Callable[..., IdleEngine]) -> None
     with pytest.raises(TimeoutError):
         engine.executor.wait(2, timeout=0.2)
     assert len(workflow.started) == 1
-    assert prompts_of(engine.executor.run_all(rows(1), workflow)) == [0]  # the other lane goes on
+    assert prompts_of(engine.executor.run_all(rows(1), workflow)) == [0]  # unthrottled batches still run
     engine.executor.resume()
     assert len(engine.executor.wait(2)) == 2
 
@@ -529,7 +529,7 @@ def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEng
         engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: engine.executor.wait(1)))
 
 
-# The other lane
+# Unthrottled batches
 
 
 def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., IdleEngine]) -> None:
