@@ -144,8 +144,8 @@ class WeightUpdateMeta:
     timeout_s: float = 120.0
     holds_requests: bool = False
     """Whether interrupted requests wait for `resume`, and not only until the servers have the weights."""
-    only_stale: bool = False
-    """Whether this catches up with servers that lack the newest published version, while the others go on."""
+    only_joining: bool = False
+    """Whether this is for servers that lack the newest version, while the others continue."""
     also_disk: bool = False
     """Whether a broadcast has receivers that read a checkpoint at `path`; the receiving engine fills it in."""
     wants_fingerprints: bool = False

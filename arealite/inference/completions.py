@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ContextOverflowError, ServerError, UnreachableError
+from arealite.api.errors import ContextOverflowError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment, ServerConnection
 from arealite.inference.health import Liveness
@@ -58,7 +58,7 @@ class Generator:
         self.may_generate = asyncio.Event()
         """Cleared while a publication of weights pauses the servers."""
         self.may_generate.set()
-        self.publication_s = config.weight_update_timeout
+        self.update_timeout_s = config.weight_update_timeout
         """Deadline of the last publication."""
         self.num_tokens = 0
         """Sampled so far."""
@@ -103,19 +103,19 @@ class Generator:
             f"from {address}. Look at its log, or raise rollout.setup_timeout."
         )
 
-    async def wait_for_reachable(self) -> bool:
-        """Wait until a server answers, whatever its weights, and tell whether one does by `rollout.setup_timeout`."""
+    async def wait_for_updatable(self) -> bool:
+        """Wait until a server may take part in a weight update; return whether one does by `rollout.setup_timeout`."""
         deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                while not any(server.is_reachable for server in self._servers.servers):
+                while not self._servers.updatable:
                     await self._changed.wait()
                 return True
         return False
 
     def note_change(self) -> None:
         """Let requests that wait for a server look again, after the servers have changed."""
-        if self._servers.live:
+        if self._servers.healthy:
             self._deserted_at = None
         elif self._deserted_at is None:
             self._deserted_at = asyncio.get_running_loop().time()
@@ -167,10 +167,10 @@ class Generator:
             latency_s=latency_s,
         )
 
-    async def sample_canaries(self, req: ModelRequest, servers: list[Server]) -> list[Canary | ServerError | None]:
-        """Let every server complete `req`, whatever pauses episodes; return its error if it failed, None if it is
-        gone."""
-        return await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
+    async def sample_canaries(self, req: ModelRequest, servers: list[Server]) -> dict[Server, Canary | ServerError]:
+        """Let every server complete `req`, whatever pauses episodes; return its error if it failed."""
+        outcomes = await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
+        return dict(zip(servers, outcomes, strict=True))
 
     async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
         """Get the next segment after `tokens` from some server, whatever happens to others."""
@@ -201,7 +201,7 @@ class Generator:
                     continue  # which weights sampled which token can't be known: ask again
                 segment = replace(segment, versions=[version] * len(segment.tokens))
             elif segment.versions is None or min(segment.versions, default=version) < version:
-                self._servers.note_loss(server, version)
+                self._servers.mark_weights_lost(server, version)
                 logger.warning(
                     "server %s has lost weights %d and idles until the next: it sampled from %s. It must have started "
                     "anew.",
@@ -248,7 +248,7 @@ class Generator:
         """Wait while a publication of weights pauses the servers."""
         if self.may_generate.is_set():
             return
-        limit_s = 3 * self.publication_s + _RESUME_GRACE_S
+        limit_s = 3 * self.update_timeout_s + _RESUME_GRACE_S
         try:
             async with asyncio.timeout(limit_s):
                 await self.may_generate.wait()
@@ -291,8 +291,8 @@ class Generator:
         self._num_loose_requests += 1
         return 0, sampling_seed(self._config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 
-    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | ServerError | None:
-        """Return what the server sampled, or what went wrong; None if it is gone, which is no fault of its weights."""
+    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | ServerError:
+        """Return what the server sampled, or what went wrong in the last of as many tries as any request has."""
         loop, num_failures = asyncio.get_running_loop(), 0
         deadline = loop.time() + self._config.weight_update_timeout
         while True:
@@ -302,14 +302,10 @@ class Generator:
                 num_failures += 1
                 backoff_s = _backoff_s(num_failures)
                 is_left = num_failures <= self._config.request_retries and loop.time() + backoff_s < deadline
-                if is_left and _may_retry(error):
-                    await asyncio.sleep(backoff_s)
-                    continue
-                if isinstance(error, UnreachableError):
-                    self.liveness.suspect(server)
-                elif not await self.liveness.dead_among([server]):
+                if not (is_left and _may_retry(error)):
+                    await self.liveness.dead_among([server])
                     return error
-                return None
+                await asyncio.sleep(backoff_s)
 
     async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
         connection = ServerConnection(

@@ -219,7 +219,7 @@ class Membership:
         self._failures.pop(address, None)
         if self._servers.remove(address):
             self.num_left += 1
-            left = len(self._servers.live)
+            left = len(self._servers.healthy)
             logger.warning("server %s %s: %d with the current weights are left", address, why, left)
 
     def _move(self) -> None:

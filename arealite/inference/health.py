@@ -75,8 +75,8 @@ class Liveness:
         """Prefer other servers until this one answers /health."""
         if server.is_reachable:
             self._num_errors[server] += 1
-            self._servers.note_reachable(server, False)
-            what = "others take over" if self._servers.live else "and no other can take over"
+            self._servers.mark_reachable(server, False)
+            what = "others take over" if self._servers.healthy else "and no other can take over"
             logger.warning("server %s does not answer, %s", server.address, what)
             self._start(("readmit", server), self._readmit(server))
 
@@ -118,7 +118,7 @@ class Liveness:
         if self._heard_at[server] >= asked_at or not self.may_generate.is_set():
             return
         self.suspect(server)
-        if self._servers.live or server not in self._servers.servers:
+        if self._servers.healthy or server not in self._servers.servers:
             for leash in self._leashes[server]:
                 leash.reschedule(asked_at)
 
@@ -130,7 +130,7 @@ class Liveness:
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0 ** (self._num_errors[server] - 1), _MAX_SICK_PAUSE_S))
         await _becomes_true_by(float("inf"), is_back_or_gone)
         if server in self._servers.servers:
-            self._servers.note_reachable(server, True)
+            self._servers.mark_reachable(server, True)
             logger.warning("server %s answers again", server.address)
 
     async def _answers(self, address: str, timeout_s: float) -> bool:

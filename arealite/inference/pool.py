@@ -1,12 +1,13 @@
 """Which inference servers there are and which one serves a request.
 
-Servers come and go at any time. Invariant: a request goes only to a reachable member that holds the newest published
-weights. A member with other weights, because it joined later, could not be reached or has started anew, is *stale*: it
-idles until it takes part in a publication.
+Servers come and go at any time. Invariant: a request goes only to a *healthy* server, which is reachable and holds the
+newest weights. Any other reachable server is *joining*: it gets no requests before a weight update has reached it. A
+server that fails in an update *backs off*, ever longer: updates leave it out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict
@@ -21,6 +22,8 @@ _NEWEST_SHARE = 0.2
 """How much the newest completion counts in the moving average."""
 _HALF_LIFE_S = 60.0
 """In which an old measurement loses half of its weight."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0
+"""Between two weight updates that a server fails in, at least; doubled each time."""
 NO_VERSION = -1
 """Of a server whose weights are unknown."""
 
@@ -53,12 +56,11 @@ class Server:
     """What one request gets of it, as a moving average; None before the first completion."""
     measured_at: float = 0.0
     """When that was last measured."""
-    is_veteran: bool = False
-    """Whether it has ever taken weights and proved them."""
-    num_benched: int = 0
-    """How often it has failed to catch up since then."""
-    is_benched: bool = False
-    """Whether it is left alone for a while, because it could not catch up."""
+    num_failures: int = 0
+    """Weight updates that it has failed in since the last one that reached it."""
+    is_backing_off: bool = False
+    refused: bool = False
+    """Whether it refused the update that it failed in, which it would do again."""
     tells_versions: bool = False
     """Whether a reply has ever said which weights sampled it."""
 
@@ -83,40 +85,48 @@ class ServerSet:
         with self._lock:
             if address not in self._servers:
                 self._servers[address] = Server(address, version, facts)
-        self._tell()
+        self._notify()
 
     def remove(self, address: str) -> bool:
         """Send nothing more to a server; requests in flight end as they may. Return whether it was a member."""
         with self._lock:
             was_member = self._servers.pop(address, None) is not None
-        self._tell()
+        self._notify()
         return was_member
 
-    def note_publication(self, receivers: Iterable[Server], version: int) -> None:
-        """Take `version` for the newest, which these servers hold; others get no requests from now on."""
+    def advance(self, receivers: Iterable[Server], version: int) -> None:
+        """Make `version` the newest one, which these servers hold; others get no requests from now on."""
         with self._lock:
             self.version = version
             for server in receivers:
-                server.version, server.is_veteran, server.num_benched, server.is_benched = version, True, 0, False
-        self._tell()
+                server.version, server.num_failures, server.is_backing_off = version, 0, False
+        self._notify()
 
-    def note_loss(self, server: Server, version: int) -> None:
-        """Take it that a server no longer holds weights that it once took, unless newer ones have come meanwhile."""
+    def mark_weights_lost(self, server: Server, version: int) -> None:
+        """Record that a server no longer holds weights that it once had, unless newer ones have come meanwhile."""
         with self._lock:
             if server.version == version:
                 server.version = NO_VERSION
-        self._tell()
+        self._notify()
 
-    def note_reachable(self, server: Server, is_reachable: bool) -> None:
-        """Note whether a server answers."""
+    def mark_reachable(self, server: Server, is_reachable: bool) -> None:
+        """Record whether a server answers."""
         server.is_reachable = is_reachable
-        self._tell()
+        self._notify()
 
-    def note_benched(self, server: Server, is_benched: bool) -> None:
-        """Note whether a server that could not catch up is left alone."""
-        server.is_benched = is_benched
-        server.num_benched += is_benched
-        self._tell()
+    def back_off(self, server: Server, *, refused: bool = False) -> float:
+        """Leave a server out of weight updates for a while; return for how many seconds (in the event loop)."""
+        pause_s = min(_FIRST_PAUSE_S * 2.0**server.num_failures, _MAX_PAUSE_S)
+        server.num_failures += 1
+        server.is_backing_off, server.refused = True, refused
+        asyncio.get_running_loop().call_later(pause_s, self._end_pause, server, server.num_failures)
+        self._notify()
+        return pause_s
+
+    def _end_pause(self, server: Server, num_failures: int) -> None:
+        if server.num_failures == num_failures:
+            server.is_backing_off = False
+            self._notify()
 
     @property
     def servers(self) -> list[Server]:
@@ -125,15 +135,19 @@ class ServerSet:
             return list(self._servers.values())
 
     @property
-    def live(self) -> list[Server]:
-        """The reachable members that hold the newest weights."""
+    def healthy(self) -> list[Server]:
+        """The reachable servers that hold the newest weights."""
         return [server for server in self.servers if server.is_reachable and server.version == self.version]
 
     @property
-    def stale(self) -> list[Server]:
-        """The reachable members that hold other weights and may catch up now."""
-        reachable = [server for server in self.servers if server.is_reachable and not server.is_benched]
-        return [server for server in reachable if server.version != self.version]
+    def joining(self) -> list[Server]:
+        """The reachable servers that hold other weights and may get the newest ones now."""
+        return [server for server in self.updatable if server.version != self.version]
+
+    @property
+    def updatable(self) -> list[Server]:
+        """The reachable servers that do not back off."""
+        return [server for server in self.servers if server.is_reachable and not server.is_backing_off]
 
     def describe(self) -> str:
         """Return what the members are fit for, for messages."""
@@ -143,22 +157,22 @@ class ServerSet:
         """Choose the server that is expected to finish a request first, if possible not one to `avoid`, and count the
         tokens until `release`. Requests with the same `rid` stay on one server, which has cached their prefix.
 
-        None if no live one is there.
+        None if no healthy one is there.
         """
         with self._lock:
-            live = [one for one in self._servers.values() if one.is_reachable and one.version == self.version]
-            if not live:
+            healthy = [one for one in self._servers.values() if one.is_reachable and one.version == self.version]
+            if not healthy:
                 return None
             server = self._servers.get(self._sticky.get(rid, ""))
-            if server is None or server not in live or server in avoid:
-                fastest = max((one.tokens_per_s for one in live if one.tokens_per_s is not None), default=1.0)
+            if server is None or server not in healthy or server in avoid:
+                fastest = max((one.tokens_per_s for one in healthy if one.tokens_per_s is not None), default=1.0)
                 now = self._clock()
 
                 def order(one: Server) -> tuple[bool, float, int]:
                     work = one.outstanding_tokens + num_tokens
                     return one in avoid, work / self._expected_tokens_per_s(one, fastest, now), one.num_requests
 
-                server = min(live, key=order)
+                server = min(healthy, key=order)
             self._sticky[rid] = server.address
             self._sticky.move_to_end(rid)
             if len(self._sticky) > _MAX_STICKY:
@@ -187,7 +201,7 @@ class ServerSet:
         with self._lock:
             server.outstanding_tokens -= num_tokens
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.on_change is not None:
             self.on_change()
 

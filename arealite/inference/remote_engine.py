@@ -11,11 +11,12 @@ off for as long as all ranks publish them to it. At any other time the next publ
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -40,8 +41,7 @@ from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.secret import ensure_secret, secret_of_environment
 
-NextStep = Literal["again", "enough", "no"]
-"""After a publication that failed: try it once more, go on without it, or raise."""
+logger = logging.getLogger("arealite.client")
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -68,8 +68,8 @@ class RemoteInferenceEngine(InferenceEngine):
         """There as long as the executor is."""
         self._membership: Membership | None = None
         """None if the servers are someone else's, who never come and go."""
-        self.on_stale: Callable[[], None] | None = None
-        """Publishes the current weights to servers that lack them (collective); who publishes first leaves it here."""
+        self.catch_up: Callable[[], None] | None = None
+        """Brings the current weights to joining servers (collective); `publish_weights` sets it on every rank."""
         self._rate_from = (time.monotonic(), 0)
         """When `metrics` was last called, and how many tokens had been sampled."""
         self._replay: Replay | None = None
@@ -98,7 +98,7 @@ class RemoteInferenceEngine(InferenceEngine):
             )
         self._collector = QuietCollector()
         self._executor = RolloutExecutor(self.config, self)
-        self._executor.catch_up = self._catch_up
+        self._executor.catch_up = self._let_catch_up
         try:
             self._executor.loop.run(self._connect(addresses))
         except BaseException:
@@ -138,7 +138,7 @@ class RemoteInferenceEngine(InferenceEngine):
             await self._membership.wait_for(self.config.num_servers)
         await generator.load_vocabulary()
         heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])
-        self.servers.note_publication(self.servers.servers, self._version)
+        self.servers.advance(self.servers.servers, self._version)
 
     def _note_change(self) -> None:
         """Let everything follow that depends on the servers (in the loop)."""
@@ -146,14 +146,14 @@ class RemoteInferenceEngine(InferenceEngine):
             return
         self._generator.note_change()
         if self._membership is not None:
-            self._executor.set_capacity(len(self.servers.live) / self.config.num_servers)
-        if self.servers.stale:
+            self._executor.set_capacity(len(self.servers.healthy) / self.config.num_servers)
+        if self.servers.joining:
             self._executor.wants_catch_up.set()
 
-    def _catch_up(self) -> None:
-        """Bring stale servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""
-        if self.on_stale is not None and self.servers.stale:
-            self._exchange.run_on_every_rank(self.on_stale)
+    def _let_catch_up(self) -> None:
+        """Bring joining servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""
+        if self.catch_up is not None and self.servers.joining:
+            self._exchange.run_on_every_rank(self.catch_up)
 
     # Generation
 
@@ -179,91 +179,73 @@ class RemoteInferenceEngine(InferenceEngine):
     # Weights and versions
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Start the receiving half of a publication; `meta` is complete for the sender on return.
+        """Start the receiving half of a weight update; `meta` is complete for the sender on return.
 
-        The same `meta` may be used every time. Raises WeightUpdateError if the servers can't even be told.
+        The same `meta` may be used every time. Raises WeightUpdateError if the servers can't be paused.
         """
         loop = self._require_executor().loop
-        if not meta.only_stale:
-            self.on_stale = None  # it would bring older weights
+        if not meta.only_joining:
+            self.catch_up = None  # it would bring older weights
         if meta.version in (None, meta.last_version):
             meta.version = self.get_version() + 1
         meta.last_version = meta.version
         meta.uploaded = Future()
-        self._generator.publication_s = meta.timeout_s
-        return loop.submit(loop.run(self._meet_sender(meta)))
-
-    async def _meet_sender(self, meta: WeightUpdateMeta) -> Coroutine[Any, Any, None]:
-        """Fill in what the sender must know, and return the coroutine that brings the weights to every live server."""
-        return self._receiver.receive(await self._receiver.begin(self._generator.liveness, meta))
-
-    def after_failed_update(self, *, only_stale: bool, may_repeat: bool) -> NextStep:
-        """Tell every rank whether a publication that failed may be tried again, perhaps when a server is there
-        (collective). When only stale servers were to catch up it is `enough` if none is left, or others are live."""
-        if self._exchange.is_receiver:
-            return cast("NextStep", self._exchange.receive(None))
-        decide = self._after_failed_catch_up if only_stale else self._after_failed_publication
-        with self._exchange.collecting():
-            next_step = self._require_executor().loop.run(decide(may_repeat))
-        return self._exchange.send([next_step] * self._exchange.num_ranks)
-
-    async def _after_failed_publication(self, may_repeat: bool) -> NextStep:
-        self._receiver.give_up()
-        if not (may_repeat and (self._receiver.may_try_again or self._receiver.has_lost_one)):
-            return "no"
-        self._generator.may_generate.set()  # requests wait for a server, which has a deadline of its own
-        return "again" if await self._generator.wait_for_reachable() else "no"
-
-    async def _after_failed_catch_up(self, may_repeat: bool) -> NextStep:
-        self._receiver.give_up()
-        may_help = self._receiver.may_try_again or self._receiver.has_lost_one
-        if may_repeat and may_help and self.servers.stale:
-            return "again"
-        if self.servers.live:
-            self._receiver.bench("it could not catch up")
-            return "enough"
-        return "enough" if may_help and not self.servers.stale else "no"
+        self._generator.update_timeout_s = meta.timeout_s
+        return loop.submit(self._receiver.receive(loop.run(self._receiver.begin(self._generator.liveness, meta))))
 
     def sample_canaries(self, req: ModelRequest) -> list[Canary]:
-        """Let every server that the last publication reached complete `req`, whatever pauses episodes (rank 0).
+        """Let every server that the last weight update reached complete `req`, whatever pauses episodes (rank 0).
 
-        Those that are gone are left out.
+        Servers that are gone or fail are dropped from the update.
         """
         return self._require_executor().loop.run(self._sample_canaries(req))
 
     async def _sample_canaries(self, req: ModelRequest) -> list[Canary]:
-        members = self._receiver.members
-        outcomes = dict(zip(members, await self._generator.sample_canaries(req, members), strict=True))
-        failures = {server: str(one) for server, one in outcomes.items() if isinstance(one, ServerError)}
-        self._receiver.leave_out([server for server, one in outcomes.items() if one is None])
+        outcomes = await self._generator.sample_canaries(req, self._receiver.members)
+        self._receiver.drop({server: str(one) for server, one in outcomes.items() if isinstance(one, ServerError)})
         canaries = [one for one in outcomes.values() if isinstance(one, Canary)]
-        rest = self._receiver.turn_away(failures) if failures else {}
-        if rest or not canaries:
-            why = "; ".join((rest or failures).values())
-            raise WeightUpdateError(
-                "servers must sample from their new weights: got "
-                f"{why or f'no answer from {[server.address for server in members]}'}. Look at their logs."
-            )
+        if not canaries:
+            why = "; ".join(f"{server.address}: {one}" for server, one in outcomes.items())
+            raise WeightUpdateError(f"servers must sample from their new weights: got {why}. Look at their logs.")
         return canaries
 
-    def turn_away(self, failures: dict[str, str]) -> dict[str, str]:
-        """Do without those of the servers at these addresses that others can do without; return the rest (rank 0)."""
+    def drop_joining(self, failures: dict[str, str]) -> dict[str, str]:
+        """Drop the servers at these addresses whose weights are wrong from the last update, if they were only joining;
+        return the rest (rank 0)."""
+        return self._require_executor().loop.run(self._drop_joining(failures))
 
-        async def turn_away() -> dict[str, str]:
-            by_server = {
-                server: failures[server.address] for server in self._receiver.members if server.address in failures
-            }
-            return {server.address: why for server, why in self._receiver.turn_away(by_server).items()}
-
-        return self._require_executor().loop.run(turn_away())
+    async def _drop_joining(self, failures: dict[str, str]) -> dict[str, str]:
+        by_server = {one: failures[one.address] for one in self._receiver.members if one.address in failures}
+        return {one.address: why for one, why in self._receiver.drop_joining(by_server).items()}
 
     def admit(self) -> None:
-        """Let the servers that the last publication reached get requests; `resume` does it too."""
-        if self._executor is not None:
-            self._executor.loop.run(self._admit())
+        """Route requests to the servers that the last weight update reached (rank 0)."""
+        self._require_executor().loop.run(self._admit())
 
     async def _admit(self) -> None:
         self._receiver.admit()
+
+    def require_servers(self, error: Exception) -> None:
+        """After a weight update that failed with `error`: wait until there are servers to try it with (rank 0).
+
+        Raises the error if no server is to blame for it, if every server has refused, or if none is there for
+        `rollout.setup_timeout` seconds.
+        """
+        if not self._require_executor().loop.run(self._may_try_again(error)):
+            raise error
+
+    async def _may_try_again(self, error: Exception) -> bool:
+        """Return at once when only joining servers failed: those that serve need not wait."""
+        if not self._receiver.may_do_without(error):
+            return False
+        if self._receiver.is_catch_up:
+            return True
+        self._generator.may_generate.set()  # requests wait for a server, which has a deadline of its own
+        servers = self.servers.servers
+        if servers and all(server.is_backing_off and server.refused for server in servers):
+            return False
+        logger.warning("a weight update is repeated, without the servers that failed: %s", error)
+        return await self._generator.wait_for_updatable()
 
     def set_version(self, version: int) -> None:
         """Set the version that capacity and staleness are computed from."""
@@ -291,7 +273,7 @@ class RemoteInferenceEngine(InferenceEngine):
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
         """Run one episode per item of rank 0's `data` now and return this rank's share of what was accepted."""
         if self._exchange.is_receiver:
-            return self._exchange.receive(self.on_stale)
+            return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
             batch = self._rollouts().run_all(data, workflow)
         return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
@@ -304,7 +286,7 @@ class RemoteInferenceEngine(InferenceEngine):
     ) -> TensorDict:
         """Keep episodes in flight and return this rank's share of the next batch of bounded staleness."""
         if self._exchange.is_receiver:
-            return self._exchange.receive(self.on_stale)
+            return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
             batch = self._rollouts().prepare_batch(dataloader, workflow, should_accept)
         return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
@@ -315,7 +297,7 @@ class RemoteInferenceEngine(InferenceEngine):
         `num_failed` counts the items that are in no mean, because their episode failed or was rejected.
         """
         if self._exchange.is_receiver:
-            return self._exchange.receive(self.on_stale)
+            return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
             batch = self._rollouts().run_all(data, workflow, is_evaluation=True)
             means = _means(batch) | {"num_failed": float(len(data) - batch["group_index"].unique().numel())}
@@ -384,7 +366,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._rate_from = now
         membership = self._membership
         return {
-            "servers/live": float(len(self.servers.live)),
+            "servers/live": float(len(self.servers.healthy)),
             "servers/joined": float(membership.num_joined if membership else 0),
             "servers/left": float(membership.num_left if membership else 0),
             "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),

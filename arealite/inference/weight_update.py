@@ -1,13 +1,8 @@
-"""The receiving half of a publication of weights.
+"""The receiving half of a weight update.
 
-A publication pauses every server, brings the weights in, from a checkpoint folder or through a broadcast group, and
-lets the servers go on. Requests in flight come back as aborted and the client core continues them later, unless
-`rollout.pause_mode` lets them stay. Servers of a broadcast that can't take one read a checkpoint in the same
-publication. One that catches up leaves the servers alone that have the newest weights. Servers that can are told the
-sender's fingerprints and verify what they got. Invariants: it ends within its deadline; a failure names the server;
-after it servers go on, except one that may hold half of the new weights: it has no version until a publication has
-reached it whole. A server that died in it, or a newcomer that failed, is out of the next one, which may be tried; who
-failed to catch up is left alone for a while, ever longer, if others are there.
+Servers pause, receive the weights through a broadcast group or from a checkpoint folder, verify them, and resume.
+Invariants: an update ends within its deadline; after it a server serves the new weights, or its old ones if it keeps
+them, or it has no version and gets no requests. One rule for failures: a server that fails in an update backs off.
 """
 
 from __future__ import annotations
@@ -15,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import socket
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,210 +23,225 @@ from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, ServerConnection
 from arealite.inference.health import Liveness
+from arealite.inference.http import StatusError
 from arealite.inference.pool import NO_VERSION, Server, ServerSet
-from arealite.utils.network import LOOPBACK, free_port, host_ip
+from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 
 logger = logging.getLogger("arealite.client")
 
-_CONTINUE_S = 30.0
-"""Most that servers may take to go on after a publication, whatever became of it."""
+_RESUME_S = 30.0
+"""Most that servers may take to resume after an update, whatever became of it."""
 _LISTEN_PAUSE_S = 0.01
 _LAST_WORD_S = 1.0
 """In which servers may say what went wrong when the sender has noticed already."""
-_FIRST_BENCH_S, _MAX_BENCH_S = 10.0, 600.0
-"""How long a server that could not catch up is left alone; twice as long each time."""
 _LEAVE_S = 5.0
 """Deadline for servers to leave a group that is no longer used."""
 
 
 class WeightReceiver:
-    """Brings published weights to the members of a server set."""
+    """Brings weight updates to the servers of a set, and keeps their broadcast group from one update to the next."""
 
     def __init__(self, backend: Backend, servers: ServerSet, check: WeightCheckConfig) -> None:
         self.num_mismatched = 0
-        """Tensors that a server took although their fingerprints differed."""
-        self.members: list[Server] = []
-        """Those that the last publication reached."""
-        self.may_try_again = False
-        """Whether the last one failed because of servers that the next one would be without."""
+        """Tensors that a server kept although their checksums differed."""
         self._backend = backend
         self._servers = servers
         self._check = check
         self._plan: BroadcastPlan | None = None
-        self._joined: BroadcastPlan | None = None
-        self._held: Publication | None = None
-        """One whose servers get no requests before `admit`."""
-        self._last: Publication | None = None
-
-    async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> Publication:
-        """Start a publication; servers of a broadcast are paused now, as the sender must know how many there are."""
-        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._backend.verifies(meta), {}
-        self._held, self.members, self.may_try_again = None, [], False
-        accepts_mismatch = self._check.on_mismatch == "warn"
-        publication = Publication(self._backend, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch)
-        self._last = publication
-        if meta.type == "nccl":
-            async with self._undone_on_failure(publication):
-                await publication.pause()
-                self._agree(publication.members, meta)
-        return publication
-
-    async def receive(self, publication: Publication) -> None:
-        """Bring the weights in."""
-        meta = publication.meta
-        async with self._undone_on_failure(publication):
-            if meta.type == "disk":
-                await publication.wait_for_sender()
-                await publication.pause()
-                await publication.load_from_disk(publication.members)
-            else:
-                assert self._plan is not None, "begin has made a plan"
-                await publication.unless_sender_fails(self._broadcast(publication, self._plan))
-                if meta.also_disk:
-                    await publication.wait_for_sender()
-                    readers = [server for server in publication.members if server not in self._plan.servers]
-                    await publication.load_from_disk(readers)
-        self.num_mismatched += publication.num_mismatched
-        self.members, self._held = publication.members, publication
-        if not meta.holds_requests:
-            self.admit()
-        await self._go_on(publication, None)
-
-    def admit(self) -> None:
-        """Let the servers of a publication get requests, as they are proved or nobody wants to prove them."""
-        if self._held is not None:
-            self._servers.note_publication(self._held.members, self._held.version)
-        self._held = None
+        self._has_joined = False
+        """Whether the servers of the plan are in its group."""
+        self._port_holder: socket.socket | None = None
+        """Keeps the plan's port for the sender, which listens there at its first transfer."""
+        self._update: WeightUpdate | None = None
+        """The last one."""
+        self._is_unverified = False
+        """Whether its servers hold weights that nobody has verified yet."""
 
     @property
-    def has_lost_one(self) -> bool:
-        """Tell whether one of those that the last publication was for does not answer any more."""
-        return self._last is not None and any(not server.is_reachable for server in self._last.asked)
+    def members(self) -> list[Server]:
+        """The servers that the last update reached."""
+        return self._update.members if self._update else []
 
-    def give_up(self) -> None:
-        """Take it that the last publication has failed after all: nobody has proved the weights that it brought."""
-        for server in self._held.members if self._held else []:
-            self._servers.note_loss(server, server.version)
-        self._held = None
+    @property
+    def is_catch_up(self) -> bool:
+        """Whether the last update was for joining servers only."""
+        return self._update is not None and self._update.meta.only_joining
 
-    def bench(self, why: str) -> None:
-        """Leave the servers alone for a while that could not catch up, for no reason of any one of them."""
-        for server in self._last.asked if self._last else []:
-            if server in self._servers.stale:
-                self._bench(server, why)
+    # An update: begin, receive, admit
 
-    def turn_away(self, failures: Mapping[Server, str]) -> dict[Server, str]:
-        """Do without servers that failed, if others are there and they are newcomers or were to catch up, and return
-        the rest."""
-        assert self._last is not None, "servers fail in publications"
-        is_catch_up = self._last.meta.only_stale
-        reachable = self._servers.live if is_catch_up else [one for one in self._servers.servers if one.is_reachable]
-        if not set(reachable) - set(failures):
-            return dict(failures)
-        rest = {}
-        for server, why in failures.items():
-            if is_catch_up:
-                self._bench(server, why)
-            elif server.is_veteran and not server.is_benched:
-                rest[server] = why
-            elif self._servers.remove(server.address):
-                logger.warning("server %s is turned away: %s", server.address, why)
-        self.leave_out(failures.keys() - rest.keys())
-        return rest
+    async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> WeightUpdate:
+        """Start an update; servers of a broadcast pause now, as the sender must know how many there are."""
+        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._backend.verifies(meta), {}
+        accepts_mismatch = self._check.on_mismatch == "warn"
+        self._is_unverified = False
+        update = self._update = WeightUpdate(
+            self._backend, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch
+        )
+        if meta.type == "nccl":
+            async with self._undone_on_failure(update):
+                await update.pause()
+                await self._agree(update)
+        return update
 
-    def leave_out(self, servers: Collection[Server]) -> None:
-        """Take it that the last publication has not reached these servers."""
-        self.members = [server for server in self.members if server not in servers]
-        if self._held is not None:
-            self._held.members = self.members
+    async def receive(self, update: WeightUpdate) -> None:
+        """Bring the weights in and resume the servers; requests wait for `admit` if the update holds them."""
+        meta = update.meta
+        async with self._undone_on_failure(update):
+            if meta.type == "disk":
+                await update.wait_for_sender()
+                await update.pause()
+                await update.load_from_disk(update.members)
+            else:
+                assert self._plan is not None, "begin has made a plan"
+                await update.unless_sender_fails(self._broadcast(update, self._plan))
+                if meta.also_disk:
+                    await update.wait_for_sender()
+                    await update.load_from_disk([one for one in update.members if one not in self._plan.servers])
+        self.num_mismatched += update.num_mismatched
+        self._is_unverified = True
+        try:
+            failures = await update.resume(update.members)
+            self.drop({server: str(error) for server, error in failures.items()})
+            if not update.members:
+                raise WeightUpdateError(f"servers must resume after a weight update: got {list(failures.values())}")
+        finally:
+            if not meta.holds_requests:
+                self.admit()
+                update.liveness.may_generate.set()
 
-    def _bench(self, server: Server, why: str) -> None:
-        pause_s = min(_FIRST_BENCH_S * 2.0**server.num_benched, _MAX_BENCH_S)
-        self._servers.note_benched(server, True)
-        asyncio.get_running_loop().call_later(pause_s, self._servers.note_benched, server, False)
-        logger.warning("server %s gets no weights for %g s, or until the next: %s", server.address, pause_s, why)
+    def admit(self) -> None:
+        """Route requests to the updated servers, once verified or when verification is off."""
+        if self._update is not None and self._is_unverified:
+            self._servers.advance(self._update.members, self._update.version)
+        self._is_unverified = False
 
-    def _agree(self, members: list[Server], meta: WeightUpdateMeta) -> None:
-        """Write the broadcast group of these servers into `meta`; that of the last time if they are all still in it."""
-        servers = tuple(server for server in members if server.facts.takes_broadcasts)
-        meta.also_disk = len(servers) < len(members)
+    async def _agree(self, update: WeightUpdate) -> None:
+        """Write the broadcast group of the update's servers into its `meta`: the last one, if all are still in it."""
+        meta, servers = update.meta, tuple(one for one in update.members if one.facts.takes_broadcasts)
+        meta.also_disk = len(servers) < len(update.members)
         if meta.also_disk and meta.path is None:
-            unable = ", ".join(server.address for server in members if server not in servers)
+            unable = ", ".join(one.address for one in update.members if one not in servers)
             raise ServerError(
                 f"every server must take weights by broadcast: got {unable}, which can't. Set "
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
             )
-        has_left = any(server.version == NO_VERSION for server in servers)  # who has started anew is in no group
+        has_left = any(one.version == NO_VERSION for one in servers)  # a server that started anew is in no group
         if self._plan is None or self._plan.servers != servers or has_left:
-            remote = [server.address.rpartition(":")[0] for server in servers if not _is_local(server.address)]
+            await self._drop_plan(update)
+            remote = [one.address.rpartition(":")[0] for one in servers if not _is_local(one.address)]
             address = host_ip(remote[0]) if remote else LOOPBACK
-            name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
-            backend: Literal["nccl", "gloo"] = (
-                "nccl" if torch.cuda.is_available() and not self._backend.is_on_cpu else "gloo"
+            self._port_holder = hold_port(address)
+            self._plan = BroadcastPlan(
+                name=f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}",
+                address=address,
+                port=port_of(self._port_holder),
+                backend="nccl" if torch.cuda.is_available() and not self._backend.is_on_cpu else "gloo",
+                servers=servers,
             )
-            self._plan = BroadcastPlan(name, address, free_port(address), backend, servers)
         self._plan.write_to(meta)
 
+    async def _broadcast(self, update: WeightUpdate, plan: BroadcastPlan) -> None:
+        if plan.servers and not self._has_joined:
+            await update.join(plan)
+        self._has_joined = True
+        await update.receive_buckets(plan)
+
+    async def _drop_plan(self, update: WeightUpdate) -> None:
+        """Leave the group; a sender that waits for its peers fails as they leave."""
+        plan, self._plan, self._has_joined = self._plan, None, False
+        if self._port_holder is not None:
+            self._port_holder.close()
+        if plan is not None:
+            await update.leave(plan)
+
+    # Failures
+
     @asynccontextmanager
-    async def _undone_on_failure(self, publication: Publication) -> AsyncIterator[None]:
-        """Turn what goes wrong into a WeightUpdateError, after the servers went on and left the group."""
+    async def _undone_on_failure(self, update: WeightUpdate) -> AsyncIterator[None]:
+        """Turn what goes wrong into a WeightUpdateError, after the servers have left the group and resumed."""
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            plans = {self._plan, self._joined} - {None}
-            self._plan = self._joined = None
-            if publication.is_torn and not self._backend.keeps_old_weights:
-                for server in publication.members:
-                    self._servers.note_loss(server, server.version)
-                publication.members = []
+            has_mixed = update.is_torn and not self._backend.keeps_old_weights
+            if has_mixed:
+                for server in update.members:
+                    self._servers.mark_weights_lost(server, server.version)
+            if not isinstance(error, asyncio.CancelledError):
+                await asyncio.gather(self._blame(update), self._drop_plan(update))
+            # Servers that may hold a mix of old and new layers stay paused.
+            paused = [] if has_mixed else [server for server in update.asked if server.is_reachable]
+            for another in (await update.resume(paused)).values():
+                logger.warning("a server did not resume after a failed weight update: %s", another)
+            update.liveness.may_generate.set()
             if isinstance(error, asyncio.CancelledError):
-                await self._go_on(publication, error)
                 raise
-            # A sender that waits for these peers fails as they leave.
-            await asyncio.gather(self._judge(publication), *(publication.leave(plan) for plan in plans if plan))
-            await self._go_on(publication, error)
             raise WeightUpdateError(
-                f"weights of version {publication.version} must reach every live server within "
-                f"{publication.meta.timeout_s:g} s: got {type(error).__name__}: {error}"
+                f"weights of version {update.version} must reach every healthy server within "
+                f"{update.meta.timeout_s:g} s: got {type(error).__name__}: {error}"
             ) from error
 
-    async def _judge(self, publication: Publication) -> None:
-        """Find out which servers a publication failed by, and keep those out of the next one."""
-        asked, failures = publication.asked, publication.failures
-        dead = await publication.liveness.dead_among(asked)
-        publication.members = [server for server in publication.members if server not in dead]
-        others = {server: str(error) for server, error in failures.items() if server not in dead}
-        was_cut = any(isinstance(error, UnreachableError) for error in failures.values())
-        has_left = any(server not in self._servers.servers for server in asked)
-        self.may_try_again = publication.found_nobody or bool(dead) or was_cut or has_left
-        if not self.may_try_again and others:
-            self.may_try_again = len(self.turn_away(others)) < len(others)
+    async def _blame(self, update: WeightUpdate) -> None:
+        """Find out which servers an update failed by; they back off."""
+        if update.found_nobody:
+            return
+        dead = await update.liveness.dead_among(update.asked)
+        unreachable = {one: str(error) for one, error in update.failures.items() if isinstance(error, UnreachableError)}
+        unreachable |= dict.fromkeys(dead, "it does not answer")
+        if unreachable:  # what the others answered may be the consequence
+            self._drop(update, unreachable)
+        elif any(_is_mismatch(error) and one in update.serving for one, error in update.failures.items()):
+            update.is_wrong = True
+        else:
+            self._drop(update, {one: str(error) for one, error in update.failures.items()})
 
-    async def _broadcast(self, publication: Publication, plan: BroadcastPlan) -> None:
-        if self._joined is not plan:
-            if self._joined is not None:
-                await publication.leave(self._joined)
-            self._joined = None
-            if plan.servers:
-                await publication.join(plan)
-            self._joined = plan
-        await publication.receive_buckets(plan)
+    def drop(self, failures: Mapping[Server, str]) -> None:
+        """Remove servers that failed from the last update; they back off."""
+        assert self._update is not None, "servers fail in updates"
+        self._drop(self._update, failures)
 
-    async def _go_on(self, publication: Publication, failure: BaseException | None) -> None:
-        """Let the servers generate again; after a failure, another one is only logged."""
-        try:
-            await publication.continue_all()
-        except ServerError as error:
-            if failure is None:
-                raise WeightUpdateError(f"every server must go on after an update of its weights: {error}") from error
-            logger.warning("a server did not go on after a failed update of its weights: %s", error)
-        finally:
-            if failure is not None or not publication.meta.holds_requests:
-                publication.liveness.may_generate.set()
+    def _drop(self, update: WeightUpdate, failures: Mapping[Server, str]) -> None:
+        for server, why in failures.items():
+            error = update.failures.get(server)
+            refused = isinstance(error, StatusError) and error.status < 500
+            if self._is_unverified:
+                self._servers.mark_weights_lost(server, server.version)
+            pause_s = self._servers.back_off(server, refused=refused)
+            logger.warning(
+                "server %s failed in a weight update and gets none for %g s: %s", server.address, pause_s, why
+            )
+        update.has_dropped |= bool(failures)
+        update.members = [one for one in update.members if one not in failures]
+
+    def drop_joining(self, failures: Mapping[Server, str]) -> dict[Server, str]:
+        """Remove the servers with wrong weights that were only joining, if others are left; return the rest."""
+        assert self._update is not None, "servers fail in updates"
+        joining = {one: why for one, why in failures.items() if one not in self._update.serving}
+        if not set(self._update.members) - set(joining) and not self._servers.healthy:
+            return dict(failures)
+        self.drop(joining)
+        return {one: why for one, why in failures.items() if one not in joining}
+
+    def may_do_without(self, error: Exception) -> bool:
+        """After an update that failed with this error: tell whether the servers that failed explain it.
+
+        Joining servers that could not be updated never matter to those that serve.
+        """
+        update = self._update
+        if update is None:
+            return False
+        if self._is_unverified:
+            for server in update.members:
+                self._servers.mark_weights_lost(server, server.version)
+        self._is_unverified = False
+        if update.meta.only_joining and self._servers.healthy:
+            self._drop(update, {one: str(error) for one in update.asked if one in self._servers.joining})
+            return True
+        has_left = any(one not in self._servers.servers for one in update.asked)
+        return not update.is_wrong and (update.has_dropped or update.found_nobody or has_left)
 
 
-class Publication:
-    """One publication: the calls to the servers, under one deadline."""
+class WeightUpdate:
+    """One update: the calls to the servers, under one deadline."""
 
     def __init__(
         self,
@@ -241,20 +252,26 @@ class Publication:
         *,
         accepts_mismatch: bool,
     ) -> None:
-        assert meta.version is not None, "the version must be settled before servers are told"
+        assert meta.version is not None, "the version must be known before servers are told"
         self.meta = meta
         self.version = meta.version
         self.liveness = liveness
-        self.members: list[Server] = []
-        """Those that take part, from `pause` on."""
+        self.serving = set(servers.healthy)
+        """Servers that served before it."""
         self.asked: list[Server] = []
-        """Those that were to take part."""
-        self.found_nobody = False
-        """Whether there was no server to pause."""
+        """Servers that were to take part."""
+        self.members: list[Server] = []
+        """Servers that take part, from `pause` on."""
         self.failures: dict[Server, ServerError] = {}
-        """What servers have answered, or why they have not."""
+        """Why servers failed."""
+        self.found_nobody = False
+        """Whether no server could be paused."""
         self.is_torn = False
         """Whether a server may hold some of the new weights."""
+        self.has_dropped = False
+        """Whether servers were dropped from it."""
+        self.is_wrong = False
+        """Whether wrong weights arrived at a server that served."""
         self.num_mismatched = 0
         self._backend = backend
         self._accepts_mismatch = accepts_mismatch
@@ -265,23 +282,25 @@ class Publication:
 
     async def pause(self) -> None:
         """Pause the servers, and leave those out that can't be reached."""
-        if self.meta.only_stale:
-            self.asked = self._servers.stale
+        if self.meta.only_joining:
+            self.asked = self._servers.joining
         else:
             self.liveness.may_generate.clear()
-            known = self._servers.servers
-            self.asked = [server for server in known if server.is_reachable] or known
-        self.members, self.found_nobody = self.asked, not self.asked
+            reachable = [one for one in self._servers.servers if one.is_reachable]
+            self.asked = self._servers.updatable or reachable or self._servers.servers
+        self.members = self.asked
         await self._on_all(self._backend.pause, self.asked, may_be_gone=True)
         self.members = [server for server in self.asked if server not in self.failures]
         for server in self.failures:
             self.liveness.suspect(server)
         if not self.members:
+            self.found_nobody = True
             errors = "; ".join(str(error) for error in self.failures.values()) or "no server"
             raise ServerError(f"at least one inference server must be reachable: got {errors}")
-        for server in [] if self.meta.only_stale else self._servers.servers:
+        for server in [] if self.meta.only_joining else self._servers.servers:
             if server not in self.members:
                 logger.warning("server %s misses weights %d and idles until the next", server.address, self.version)
+        self.failures.clear()
 
     async def load_from_disk(self, servers: Sequence[Server]) -> None:
         """Let servers read the checkpoint, then remove it."""
@@ -302,12 +321,12 @@ class Publication:
                     await asyncio.sleep(_LISTEN_PAUSE_S)
         except TimeoutError:
             raise TimeoutError("the sender did not listen") from None
-        await self._on_all(lambda connection: self._backend.join(connection, plan, self.meta.timeout_s), plan.servers)
+        await self._on_all(lambda one: self._backend.join(one, plan, self.meta.timeout_s), plan.servers)
 
     async def leave(self, plan: BroadcastPlan) -> None:
         """Let the members of a group leave it; one that is gone or refuses does not matter."""
         connections = [ServerConnection(one.address, self._http, lambda: _LEAVE_S) for one in plan.servers]
-        leaving = (self._backend.leave(connection, plan) for connection in connections)
+        leaving = (self._backend.leave(one, plan) for one in connections)
         for outcome in await asyncio.gather(*leaving, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.info("a server did not leave group %s: %s", plan.name, outcome)
@@ -316,41 +335,41 @@ class Publication:
         """Let all servers receive the buckets in send order; the last one carries the version."""
         must_end: dict[str, bool] = {}
 
-        async def begin(connection: ServerConnection) -> None:
-            must_end[connection.address] = await self._backend.begin(connection)
+        async def begin(one: ServerConnection) -> None:
+            must_end[one.address] = await self._backend.begin(one)
 
-        async def end(connection: ServerConnection) -> None:
-            if must_end[connection.address]:
-                await self._count_mismatches(connection, self._backend.end(connection, self.version, self._checksums()))
+        async def end(one: ServerConnection) -> None:
+            if must_end[one.address]:
+                await self._count_mismatches(one, self._backend.end(one, self.version, self._checksums()))
 
         await self._on_all(begin, plan.servers)
         buckets = self.meta.nccl_param_specs
-        self.is_torn = True
+        self.is_torn = True  # from the first bucket on a server may hold a mix of old and new layers
         for index, specs in enumerate(buckets):
             await self._receive_bucket(plan, specs, is_last=index == len(buckets) - 1)
         if self.meta.wants_fingerprints:
-            await self.wait_for_sender()  # who knows them when everything is sent
+            await self.wait_for_sender()  # checksums are known only when the last bucket has been sent
         await self._on_all(end, plan.servers)
 
     async def _receive_bucket(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> None:
         version = self.version if is_last else None
-        await self._on_all(lambda connection: self._backend.receive(connection, plan, specs, version), plan.servers)
+        await self._on_all(lambda one: self._backend.receive(one, plan, specs, version), plan.servers)
 
     def _checksums(self) -> Checksums | None:
         """Return what lets a server verify what it got."""
         return Checksums(self.meta.fingerprints, self._accepts_mismatch) if self.meta.fingerprints else None
 
-    async def _count_mismatches(self, connection: ServerConnection, verified: Coroutine[Any, Any, list[str]]) -> None:
-        """Count the tensors that the server took although they differ."""
+    async def _count_mismatches(self, one: ServerConnection, verified: Coroutine[Any, Any, list[str]]) -> None:
+        """Count the tensors that the server kept although they differ."""
         if differing := await verified:
             self.num_mismatched += len(differing)
             logger.warning(
                 "server %s took %d tensors of version %d with other fingerprints than were sent: %s",
-                *(connection.address, len(differing), self.version, ", ".join(differing[:5])),
+                *(one.address, len(differing), self.version, ", ".join(differing[:5])),
             )
 
     async def wait_for_sender(self) -> None:
-        """Wait until the checkpoint lies there."""
+        """Wait until the sender is done, e.g. the checkpoint is complete."""
         sender = asyncio.wrap_future(self._uploaded)
         await asyncio.wait([sender], timeout=self._remaining_s())
         if not sender.done():
@@ -372,16 +391,17 @@ class Publication:
         finally:
             task.cancel()
 
-    async def continue_all(self) -> None:
-        """Let all servers generate again, and raise the first failure when all have been told."""
-        timeout_s = min(_CONTINUE_S, self.meta.timeout_s)
-        connections = [ServerConnection(server.address, self._http, lambda: timeout_s) for server in self.members]
-        outcomes = await asyncio.gather(
-            *(self._backend.resume(connection) for connection in connections), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+    async def resume(self, servers: Sequence[Server]) -> dict[Server, BaseException]:
+        """Let servers generate again; return why some did not."""
+        timeout_s = min(_RESUME_S, self.meta.timeout_s)
+        connections = [ServerConnection(server.address, self._http, lambda: timeout_s) for server in servers]
+        resuming = (self._backend.resume(one) for one in connections)
+        outcomes = await asyncio.gather(*resuming, return_exceptions=True)
+        return {
+            server: outcome
+            for server, outcome in zip(servers, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        }
 
     async def _on_all(
         self,
@@ -426,6 +446,11 @@ def _raise_if_failed(sender: asyncio.Future[None]) -> None:
     error = sender.exception()
     if error is not None:
         raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
+
+
+def _is_mismatch(error: ServerError) -> bool:
+    """Tell whether a server refused weights whose checksums differ, as `arealite.server` and the vLLM backend do."""
+    return "with other fingerprints" in str(error)
 
 
 def _is_local(address: str) -> bool:

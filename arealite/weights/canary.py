@@ -106,7 +106,7 @@ def _judge(
     rollout.canary_gap = max(gaps, default=None)
     is_final = rollout.config.weight_check.on_mismatch == "stop"
     if is_final and complaints:
-        complaints = rollout.turn_away(complaints)
+        complaints = rollout.drop_joining(complaints)
     if not complaints:
         return
     text = (

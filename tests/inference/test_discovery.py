@@ -78,7 +78,7 @@ def addresses(engine: RemoteInferenceEngine) -> list[str]:
 
 def publish(engine: RemoteInferenceEngine, version: int) -> None:
     """Take it that all members got weights."""
-    engine.servers.note_publication(engine.servers.servers, version)
+    engine.servers.advance(engine.servers.servers, version)
 
 
 def test_a_run_begins_when_enough_servers_are_ready(
@@ -170,7 +170,7 @@ def test_a_newcomer_idles_until_it_has_weights(stack: contextlib.ExitStack, regi
     engine = connect(stack, 1)
     registry.put("server-1", second.address)
     until(lambda: len(engine.servers.servers) == 2)
-    assert [one.address for one in engine.servers.stale] == [second.address]
+    assert [one.address for one in engine.servers.joining] == [second.address]
     assert {generate(engine, rid=str(index)).server for index in range(6)} == {first.address}
     publish(engine, 1)
     second.version = first.version = 1
@@ -254,7 +254,7 @@ def test_a_registry_that_does_not_answer_changes_nothing(
     registry.put("server-2", (third := serving(stack)).address)
     until(lambda: len(addresses(engine)) == 3)
     assert set(addresses(engine)) == {first.address, second.address, third.address}
-    assert {one.address for one in engine.servers.live} == {first.address, second.address}
+    assert {one.address for one in engine.servers.healthy} == {first.address, second.address}
 
 
 @pytest.mark.parametrize("limit", [None, 10])
@@ -271,7 +271,7 @@ def test_capacity_follows_the_members_up_to_what_is_configured(
     until(lambda: len(engine.servers.servers) == 3)
     assert account.max_concurrent == 10, "who has no weights adds nothing"
     publish(engine, 1)
-    until(lambda: len(engine.servers.live) == 3 and account.max_concurrent == (limit or 15))
+    until(lambda: len(engine.servers.healthy) == 3 and account.max_concurrent == (limit or 15))
     for index, expected in ((2, 10), (1, 5), (0, 1)):
         registry.put(f"server-{index}", servers[index].address, state="leaving")
         until(functools.partial(lambda expected: account.max_concurrent == expected, expected))
@@ -315,7 +315,7 @@ def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, reg
     time.sleep(1.0)
     assert not responses
     registry.put("server-1", second.address)
-    until(lambda: len(engine.servers.stale) == 1)
+    until(lambda: len(engine.servers.joining) == 1)
     publish(engine, 0)
     thread.join(LIMIT_S)
     seed = first.requests[0]["sampling_params"]["sampling_seed"]

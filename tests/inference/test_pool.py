@@ -38,7 +38,7 @@ def test_only_servers_with_the_newest_weights_are_picked() -> None:
     servers = ServerSet(["a", "b"])
     a, b = servers.servers
     assert servers.pick("r", 1) is a
-    servers.note_publication([b], 3)
+    servers.advance([b], 3)
     assert [servers.pick(rid, 1) for rid in ("r", "r", "s", "t")] == [b] * 4, "also a rid that was with another"
     servers.add("old", version=0)
     servers.add("new", version=3)
@@ -46,8 +46,8 @@ def test_only_servers_with_the_newest_weights_are_picked() -> None:
     servers.remove("new")
     b.is_reachable = False
     assert servers.pick("v", 1) is None, "requests wait for it"
-    assert [one.address for one in servers.stale] == ["a", "old"]
-    servers.note_publication([a], 4)
+    assert [one.address for one in servers.joining] == ["a", "old"]
+    servers.advance([a], 4)
     assert servers.pick("x", 1) is a
 
 

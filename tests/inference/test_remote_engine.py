@@ -389,14 +389,14 @@ def test_another_server_takes_over_and_the_first_is_readmitted() -> None:
 def test_a_server_that_tells_no_version_is_believed_unless_weights_moved_meanwhile() -> None:
     server = ScriptedServer(tells="nothing")
     with connected(server) as engine:
-        engine.servers.note_publication(engine.servers.servers, 4)
+        engine.servers.advance(engine.servers.servers, 4)
         assert generate(engine, max_new_tokens=2).output_versions == [4, 4]
         server.holds_at = 8
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=10)))
         thread.start()
         server.wait_until_held()
-        engine.servers.note_publication(engine.servers.servers, 5)
+        engine.servers.advance(engine.servers.servers, 5)
         server.holds_at = None
         thread.join()
     assert pending[0].output_versions == [5] * 10
@@ -408,7 +408,7 @@ def test_a_server_that_forgets_versions_is_not_believed() -> None:
     server = ScriptedServer(version=3)
     with connected(server) as engine:
         engine.config.setup_timeout = 0.3
-        engine.servers.note_publication(engine.servers.servers, 3)
+        engine.servers.advance(engine.servers.servers, 3)
         assert generate(engine, max_new_tokens=2).output_versions == [3, 3]
         server.tells = "nothing"
         with pytest.raises(ServerError, match=f"weights of version 3 .* got {server.address} with unknown weights"):

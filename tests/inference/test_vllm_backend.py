@@ -77,7 +77,7 @@ def test_interrupted_completions_are_exact(has_generate: bool) -> None:
     server = ScriptedVLLM(holds_at=10, version=3, has_generate=has_generate)
     with connected(server) as engine:
         engine.set_version(3)
-        engine.servers.note_publication(engine.servers.servers, 3)
+        engine.servers.advance(engine.servers.servers, 3)
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=40, temperature=0.5)))
         thread.start()

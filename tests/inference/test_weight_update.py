@@ -330,7 +330,14 @@ def test_a_server_that_refuses_is_named_and_the_others_go_on(stack: contextlib.E
     bad.refusals.clear()
     meta.timeout_s = 10.0
     publish(engine, Sender(), meta, 1.0)
-    check_weights(bad, 1.0)
+    check_weights(good, 1.0)
+    assert bad.weights == {}, "it backs off"
+    (member,) = [one for one in engine.servers.servers if one.is_backing_off]
+    assert member.address == bad.address
+    member.is_backing_off = False
+    publish(engine, Sender(), meta, 2.0)
+    check_weights(good, 2.0)
+    check_weights(bad, 2.0)
 
 
 def test_servers_are_told_of_a_group_only_when_its_sender_listens(stack: contextlib.ExitStack) -> None:
