@@ -1,11 +1,8 @@
 """Completions from servers that may interrupt them, come and go, or get new weights at any moment.
 
-`generate` posts, and when a server aborts (new weights, or it leaves) or dies it posts again with the tokens so far and
-a smaller budget, so a completion is the concatenation of what servers really sampled. While no server has the newest
-weights requests wait, and the clocks of their episodes stand still. Invariant: token, logprob and version lists have
-equal lengths, tokens received are never lost or sampled twice, and the server's reply is the truth about versions.
-The only tokens given back are those at the end of an interrupted output that may have begun a stop string, because
-whoever continues it looks for stop strings in the new output only.
+When a server aborts or dies, `generate` posts again with the tokens so far and a smaller budget. Invariant: token,
+logprob and version lists have equal lengths, tokens received are never lost or sampled twice, and the server's reply is
+the truth about versions. While no server has the newest weights, requests wait and the clocks of their episodes stop.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from arealite.api.errors import ContextOverflowError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment, ServerConnection
 from arealite.inference.health import Liveness
-from arealite.inference.http import ServerHttp, StatusError
+from arealite.inference.http import ServerHttp, StatusError, time_left
 from arealite.inference.pool import Server, ServerFacts, ServerSet
 from arealite.rollout.episode import current_episode, sampling_seed
 from arealite.rollout.prompts import SampleRecord
@@ -35,16 +32,16 @@ logger = logging.getLogger("arealite.client")
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _RESUME_GRACE_S = 60.0
-"""Added to the deadline of a publication before a request stops to wait for its end."""
+"""How much longer than a weight update may take a request waits for its end."""
 
 
 @dataclass(frozen=True)
 class Canary:
-    """What one server sampled to prove its weights."""
+    """What one server sampled so that its weights can be verified."""
 
     address: str
     dtype: str | None
-    """In which it computes; None when it does not tell."""
+    """In which it computes; None if unknown."""
     tokens: list[int]
     logprobs: list[float]
     versions: list[int] | None
@@ -56,10 +53,10 @@ class Generator:
     def __init__(self, config: InferenceEngineConfig, backend: Backend, servers: ServerSet, secret: str | None) -> None:
         self.http = ServerHttp(secret)
         self.may_generate = asyncio.Event()
-        """Cleared while a publication of weights pauses the servers."""
+        """Cleared while a weight update pauses the servers."""
         self.may_generate.set()
         self.update_timeout_s = config.weight_update_timeout
-        """Deadline of the last publication."""
+        """Timeout of the last weight update."""
         self.num_tokens = 0
         """Sampled so far."""
         self.num_stale_kv_tokens = 0
@@ -77,22 +74,20 @@ class Generator:
         """Unknown without a tokenizer path."""
 
     async def connect(self, addresses: list[str]) -> None:
-        """Wait until all servers are ready, see that they can do what we need, and add them to the set."""
+        """Wait until all servers are ready, check what they support, and add them to the set."""
         deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
         facts = await asyncio.gather(*(self.meet(address, deadline) for address in addresses))
         for address, one in zip(addresses, facts, strict=True):
             self._servers.add(address, facts=one)
 
     async def load_vocabulary(self) -> None:
-        """Learn which token ids the model has, if the tokenizer is known."""
+        """Find out which token ids the model has, if the tokenizer is known."""
         if self._config.tokenizer_path:
             self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
 
     async def meet(self, address: str, deadline: float) -> ServerFacts:
-        """Learn about a server and wait until it is ready. The weights of one that a run before us left paused may be
-        anything; the first publication replaces them."""
-        loop = asyncio.get_running_loop()
-        connection = ServerConnection(address, self.http, lambda: max(0.001, deadline - loop.time()))
+        """Wait until a server is ready, and inspect it; its weights may be any until the first weight update."""
+        connection = ServerConnection(address, self.http, time_left(deadline))
         if await self.liveness.answers_by(address, deadline):
             facts = await self._backend.meet(connection)
             await self._backend.take_over(connection)
@@ -114,7 +109,7 @@ class Generator:
         return False
 
     def note_change(self) -> None:
-        """Let requests that wait for a server look again, after the servers have changed."""
+        """Wake requests that wait for a server (called when servers have changed)."""
         if self._servers.healthy:
             self._deserted_at = None
         elif self._deserted_at is None:
@@ -144,6 +139,7 @@ class Generator:
             num_interrupts += 1
             if req.gconfig.stop:
                 num_settled = await self._num_settled(tokens, req.gconfig.stop)
+                # The server that continues looks for stop strings in its own output only.
                 del tokens[num_settled:], logprobs[num_settled:], versions[num_settled:]
             num_fruitless = 0 if segment.tokens else num_fruitless + 1
             if num_fruitless > 1:
@@ -173,7 +169,7 @@ class Generator:
         return dict(zip(servers, outcomes, strict=True))
 
     async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
-        """Get the next segment after `tokens` from some server, whatever happens to others."""
+        """Return the next segment after `tokens`, from any server."""
         num_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
         failed: list[Server] = []
         while True:
@@ -203,8 +199,8 @@ class Generator:
             elif segment.versions is None or min(segment.versions, default=version) < version:
                 self._servers.mark_weights_lost(server, version)
                 logger.warning(
-                    "server %s has lost weights %d and idles until the next: it sampled from %s. It must have started "
-                    "anew.",
+                    "server %s has lost weights %d and idles until the next update: it sampled from %s. It must have "
+                    "restarted.",
                     *(server.address, version, "no version" if segment.versions is None else min(segment.versions)),
                 )
                 continue
@@ -216,8 +212,8 @@ class Generator:
             return server, segment
 
     async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
-        """Choose a server, and wait for one while there is none."""
-        await self._wait_for_publication()
+        """Choose a server; wait while there is none."""
+        await self._wait_for_update()
         server = self._servers.pick(rid, num_tokens, avoid=set(failed))
         if server is not None:
             return server
@@ -225,7 +221,7 @@ class Generator:
         with contextlib.nullcontext() if episode is None else episode.standstill():
             while True:
                 changed = self._changed
-                await self._wait_for_publication()
+                await self._wait_for_update()
                 server = self._servers.pick(rid, num_tokens, avoid=set(failed))
                 if server is not None:
                     return server
@@ -244,8 +240,8 @@ class Generator:
             "others, or raise rollout.setup_timeout."
         )
 
-    async def _wait_for_publication(self) -> None:
-        """Wait while a publication of weights pauses the servers."""
+    async def _wait_for_update(self) -> None:
+        """Wait while a weight update pauses the servers."""
         if self.may_generate.is_set():
             return
         limit_s = 3 * self.update_timeout_s + _RESUME_GRACE_S
@@ -254,19 +250,19 @@ class Generator:
                 await self.may_generate.wait()
         except TimeoutError:
             raise ServerError(
-                f"servers must go on within {limit_s:g} s after a publication of weights began: they did not. "
+                f"servers must resume within {limit_s:g} s after a weight update began: they did not. "
                 "Look for the failed update in the log of the trainer."
             ) from None
 
     async def _num_settled(self, tokens: list[int], stops: list[str]) -> int:
-        """Return how many tokens of an interrupted output can't be the beginning of a stop string."""
+        """Return how many tokens of an interrupted output can't be part of an unfinished stop string."""
         if self._tokenizer is None:
             path = self._config.tokenizer_path
             self._tokenizer = asyncio.create_task(asyncio.to_thread(load_hf_tokenizer, path))
         return StopStrings(await asyncio.shield(self._tokenizer), stops).num_settled(tokens)
 
     def _refuse_standstill(self, server: Server, progressed: float, num_aborts: int) -> None:
-        """Raise when a server does nothing but abort for longer than any answer may take."""
+        """Raise when a server has only aborted for longer than a request may take."""
         if time.monotonic() - progressed > self._config.request_timeout:
             raise ServerError(
                 f"http://{server.address} must sample a token within {self._config.request_timeout:g} s: got "
@@ -308,9 +304,7 @@ class Generator:
                 await asyncio.sleep(backoff_s)
 
     async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
-        connection = ServerConnection(
-            server.address, self.http, lambda: max(0.001, deadline - asyncio.get_running_loop().time())
-        )
+        connection = ServerConnection(server.address, self.http, time_left(deadline))
         seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
         segment = await self._backend.complete(connection, req, [], seed, ignore_eos=True)
         if not segment.tokens:

@@ -1,9 +1,8 @@
-"""Which servers answer: suspects get no requests while others can take them, and requests are not left with the dead.
+"""Which servers answer: an unreachable one gets no requests, and loses those it has to others.
 
-A server that has requests in flight and gives no sign of life for a while is asked for /health. One that doesn't answer
-that either becomes a suspect, and its requests are given up so that another server can take them; if there is none,
-they go on waiting for it, as long as it is a member. A suspect is readmitted when it answers /health. Invariant: while
-another server could take a request, it waits for a dead one no longer than about `quiet_s + 2 * health_s`.
+A server with requests in flight that has been silent for a while is asked for /health. If that fails it is unreachable
+until it answers again. Invariant: while another server could take a request, it waits for a dead one no longer than
+about `quiet_s + 2 * health_s`; if there is no other, it waits for the dead one to return.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ class Liveness:
         self.http = http
         self._servers = servers
         self.may_generate = may_generate
-        """Nobody is judged while it is cleared: a paused server may have nothing to say."""
+        """No server is examined while it is cleared: a paused one may be silent."""
         self._quiet_s = quiet_s
         self._health_s = health_s
-        self._leashes: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)
+        self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)
         """One per request in flight."""
         self._heard_at: defaultdict[Server, float] = defaultdict(float)
-        """When a server gave its last sign of life."""
+        """When a server last replied."""
         self._num_errors: defaultdict[Server, int] = defaultdict(int)
-        """How often a server became a suspect since its last good answer."""
+        """How often a server was suspected since its last good answer."""
         self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}
         self._start(("watch", None), self._watch())
 
     @contextlib.asynccontextmanager
     async def in_flight(self, server: Server) -> AsyncIterator[None]:
         """Watch the server of the block's request; UnreachableError if it is dead while another one is alive."""
-        leashes = self._leashes[server]
-        leash = asyncio.timeout(None)
+        timeouts = self._timeouts[server]
+        timeout = asyncio.timeout(None)
         try:
-            async with leash:
-                leashes.add(leash)
+            async with timeout:
+                timeouts.add(timeout)
                 yield
         except TimeoutError:
             raise UnreachableError(
@@ -68,11 +67,11 @@ class Liveness:
                 f"{self._health_s:g} s. Look at its log; the request goes to another server."
             ) from None
         finally:
-            leashes.discard(leash)
+            timeouts.discard(timeout)
         self._heard_at[server] = asyncio.get_running_loop().time()
 
     def suspect(self, server: Server) -> None:
-        """Prefer other servers until this one answers /health."""
+        """Treat a server as unreachable until it answers /health."""
         if server.is_reachable:
             self._num_errors[server] += 1
             self._servers.mark_reachable(server, False)
@@ -81,7 +80,7 @@ class Liveness:
             self._start(("readmit", server), self._readmit(server))
 
     async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
-        """Return the servers that don't answer /health, which are suspects from now on."""
+        """Return the servers that don't answer /health, and treat them as unreachable."""
         asked = list(servers)
         answers = await asyncio.gather(*(self._is_healthy(server.address, self._health_s) for server in asked))
         dead = [server for server, is_healthy in zip(asked, answers, strict=True) if not is_healthy]
@@ -90,28 +89,28 @@ class Liveness:
         return dead
 
     def trust(self, server: Server) -> None:
-        """Take it that a server that has answered well is no longer sick."""
+        """Record a good answer, which ends a series of errors."""
         self._num_errors.pop(server, None)
 
     async def answers_by(self, address: str, deadline: float) -> bool:
-        """Ask for anything with growing pauses until there is an answer or the deadline passes."""
+        """Poll with growing pauses until there is any answer or the deadline passes."""
         return await _becomes_true_by(deadline, lambda left_s: self._answers(address, min(left_s, self._health_s)))
 
     async def is_healthy_by(self, address: str, deadline: float) -> bool:
-        """Ask for /health with growing pauses until it answers or the deadline passes."""
+        """Poll /health with growing pauses until it answers or the deadline passes."""
         return await _becomes_true_by(deadline, lambda left_s: self._is_healthy(address, min(left_s, self._health_s)))
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._quiet_s / 4)
-            for server in list(self._leashes):
+            for server in list(self._timeouts):
                 is_quiet = loop.time() - self._heard_at[server] > self._quiet_s
-                if self._leashes[server] and is_quiet and self.may_generate.is_set():
+                if self._timeouts[server] and is_quiet and self.may_generate.is_set():
                     self._start(("examine", server), self._examine(server))
 
     async def _examine(self, server: Server) -> None:
-        """Ask a quiet server for /health, and give its requests up if it says nothing and another one is alive."""
+        """Ask a silent server for /health; if that fails, take its requests away when another server is healthy."""
         asked_at = asyncio.get_running_loop().time()
         if await self._is_healthy(server.address, self._health_s):
             self._heard_at[server] = asked_at
@@ -119,14 +118,14 @@ class Liveness:
             return
         self.suspect(server)
         if self._servers.healthy or server not in self._servers.servers:
-            for leash in self._leashes[server]:
-                leash.reschedule(asked_at)
+            for timeout in self._timeouts[server]:
+                timeout.reschedule(asked_at)
 
     async def _readmit(self, server: Server) -> None:
         async def is_back_or_gone(left_s: float) -> bool:
             return server not in self._servers.servers or await self._is_healthy(server.address, self._health_s)
 
-        # A sick server may answer /health: while its requests fail in a row it gets one ever more rarely.
+        # A server whose requests fail may answer /health: each failure in a row doubles the pause before the next.
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0 ** (self._num_errors[server] - 1), _MAX_SICK_PAUSE_S))
         await _becomes_true_by(float("inf"), is_back_or_gone)
         if server in self._servers.servers:
@@ -165,7 +164,7 @@ class Liveness:
 
 
 async def _becomes_true_by(deadline: float, ask: Callable[[float], Coroutine[Any, Any, bool]]) -> bool:
-    """Ask with growing pauses, telling how many seconds are left, until the answer is yes or the deadline passes."""
+    """Call `ask(seconds left)` with growing pauses until it returns True or the deadline passes."""
     loop = asyncio.get_running_loop()
     pause_s = _FIRST_PAUSE_S
     while (left_s := deadline - loop.time()) > 0:

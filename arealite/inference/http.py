@@ -1,13 +1,13 @@
 """JSON over HTTP to inference servers.
 
-Invariant: everything that goes wrong becomes a ServerError that names server, endpoint, status and body, by the
-deadline of the call. Its class tells what a caller may do about it: a `StatusError` below 500 is not worth another try,
-all others are. JSON goes through orjson: with the standard library a long reply would hold the event loop for 10 ms.
+Invariant: every failure becomes a ServerError that names server, endpoint, status and body, by the deadline of the
+call. A `StatusError` below 500 is not worth a retry, all others are.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -34,7 +34,7 @@ class StatusError(ServerError):
 
 
 class ServerHttp:
-    """One connection pool for all servers, which are shown the secret of the run; belongs to one event loop."""
+    """One connection pool for all servers, which sends the run's secret; belongs to one event loop."""
 
     def __init__(self, secret: str | None = None) -> None:
         self._session = aiohttp.ClientSession(
@@ -60,6 +60,7 @@ class ServerHttp:
 
     async def _request(self, method: str, address: str, endpoint: str, payload: Json | None, timeout_s: float) -> Json:
         where = f"{method} http://{address}{endpoint}"
+        # With the standard library's json a long reply would hold the event loop for 10 ms.
         body = None if payload is None else orjson.dumps(payload)
         try:
             async with (
@@ -85,11 +86,17 @@ class ServerHttp:
         return _parsed(answer, where) if reply.content_type == "application/json" else {}
 
     def _url(self, address: str, endpoint: str) -> URL:
-        """Return a URL, which takes long to parse, once and for all."""
+        """Return a URL, parsed once, because that takes long."""
         key = address, endpoint
         if key not in self._urls:
             self._urls[key] = URL(f"http://{address}{endpoint}")
         return self._urls[key]
+
+
+def time_left(deadline: float) -> Callable[[], float]:
+    """Return a function that tells the seconds until a time of the running loop, but never 0, which is no timeout."""
+    loop = asyncio.get_running_loop()
+    return lambda: max(0.001, deadline - loop.time())
 
 
 def bad_reply(address: str, endpoint: str, rule: str, reply: object) -> ServerError:

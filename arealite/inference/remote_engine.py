@@ -1,11 +1,7 @@
 """The client that every kind of server shares: servers, episodes, weights and versions as one `InferenceEngine`.
 
-It puts together `generator` (completions that survive interruptions), `membership` (servers that come and go),
-`weight_receiver` (publications) and the rollout runtime; only the backend is a server's own. On ranks other than 0 the
-engine is a receiver: batches come through collectives, everything else belongs to rank 0.
-
-A server that joins while the trainer waits for a batch gets the current weights then and there: rank 0 breaks the wait
-off for as long as all ranks publish them to it. At any other time the next publication brings them.
+On ranks other than 0 it is a receiver: batches come through collectives, everything else belongs to rank 0. A server
+that joins while the trainer waits for a batch gets the current weights then, otherwise at the next weight update.
 """
 
 from __future__ import annotations
@@ -65,9 +61,9 @@ class RemoteInferenceEngine(InferenceEngine):
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._generator: Generator
-        """There as long as the executor is."""
+        """Exists as long as the executor."""
         self._membership: Membership | None = None
-        """None if the servers are someone else's, who never come and go."""
+        """None for `server_addrs`, which never change."""
         self.catch_up: Callable[[], None] | None = None
         """Brings the current weights to joining servers (collective); `publish_weights` sets it on every rank."""
         self._rate_from = (time.monotonic(), 0)
@@ -75,7 +71,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._replay: Replay | None = None
         self._exchange = RankZeroExchange()
         self.canary_gap: float | None = None
-        """Largest difference per token between a server's logprobs and the trainer's at the last publication."""
+        """Largest difference per token between a server's logprobs and the trainer's at the last weight update."""
 
     # Life cycle
 
@@ -116,7 +112,7 @@ class RemoteInferenceEngine(InferenceEngine):
             self._executor = None
 
     def _secret(self) -> str | None:
-        """Return the secret of the run, which is ours to make if no launcher did."""
+        """Return the secret of the run; create it if no launcher did."""
         if not self.config.fileroot:
             return secret_of_environment()
         folder = RunFolder(self.config).path
@@ -141,7 +137,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.servers.advance(self.servers.servers, self._version)
 
     def _note_change(self) -> None:
-        """Let everything follow that depends on the servers (in the loop)."""
+        """Wake waiting requests, adjust the concurrency and ask for a catch-up (in the loop)."""
         if self._executor is None:
             return
         self._generator.note_change()
@@ -307,12 +303,12 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._replay or self._require_executor()
 
     def pause(self) -> None:
-        """Start no new episodes; generation goes on."""
+        """Start no new episodes; running ones continue."""
         if self._executor is not None:
             self._executor.pause()
 
     def resume(self) -> None:
-        """Start episodes again, and let requests go on that a publication holds."""
+        """Start episodes again, and release requests that a weight update holds."""
         if self._executor is not None:
             self._executor.loop.run(self._let_generate())
             self._executor.resume()
@@ -330,7 +326,7 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._executor.state_dict() | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, before the first episode: what came after it is undone, and what was open then is
+        """Resume from a checkpoint, before the first episode: what came after it is undone, and what was open then is
         issued again at the next `prepare_batch`."""
         if self._executor is not None:
             self._executor.load_state_dict(state)
@@ -339,7 +335,7 @@ class RemoteInferenceEngine(InferenceEngine):
             self._generator.num_stale_kv_tokens = state["stale_kv_tokens"]
 
     def note_checkpoint(self, step: int, position: int) -> None:
-        """Note that a published checkpoint holds the updates up to a step and the ledger up to a position."""
+        """Record that a published checkpoint holds the updates up to a step and the ledger up to a position."""
         if self._executor is not None:
             self._executor.note_checkpoint(step, position)
 

@@ -23,7 +23,7 @@ from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, ServerConnection
 from arealite.inference.health import Liveness
-from arealite.inference.http import StatusError
+from arealite.inference.http import StatusError, time_left
 from arealite.inference.pool import NO_VERSION, Server, ServerSet
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 
@@ -72,11 +72,8 @@ class WeightReceiver:
     async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> WeightUpdate:
         """Start an update; servers of a broadcast pause now, as the sender must know how many there are."""
         meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._backend.verifies(meta), {}
-        accepts_mismatch = self._check.on_mismatch == "warn"
         self._is_unverified = False
-        update = self._update = WeightUpdate(
-            self._backend, liveness, meta, self._servers, accepts_mismatch=accepts_mismatch
-        )
+        update = self._update = WeightUpdate(self._backend, liveness, meta, self._servers, self._check.on_mismatch)
         if meta.type == "nccl":
             async with self._undone_on_failure(update):
                 await update.pause()
@@ -99,15 +96,13 @@ class WeightReceiver:
                     await update.load_from_disk([one for one in update.members if one not in self._plan.servers])
         self.num_mismatched += update.num_mismatched
         self._is_unverified = True
-        try:
-            failures = await update.resume(update.members)
-            self.drop({server: str(error) for server, error in failures.items()})
-            if not update.members:
-                raise WeightUpdateError(f"servers must resume after a weight update: got {list(failures.values())}")
-        finally:
-            if not meta.holds_requests:
-                self.admit()
-                update.liveness.may_generate.set()
+        failures = await update.resume(update.members)
+        self.drop({server: str(error) for server, error in failures.items()})
+        if not meta.holds_requests:
+            self.admit()
+            update.liveness.may_generate.set()
+        if not update.members:
+            raise WeightUpdateError(f"servers must resume after a weight update: got {list(failures.values())}")
 
     def admit(self) -> None:
         """Route requests to the updated servers, once verified or when verification is off."""
@@ -166,7 +161,9 @@ class WeightReceiver:
             if has_mixed:
                 for server in update.members:
                     self._servers.mark_weights_lost(server, server.version)
-            if not isinstance(error, asyncio.CancelledError):
+            if isinstance(error, asyncio.CancelledError):
+                self._plan = None
+            else:
                 await asyncio.gather(self._blame(update), self._drop_plan(update))
             # Servers that may hold a mix of old and new layers stay paused.
             paused = [] if has_mixed else [server for server in update.asked if server.is_reachable]
@@ -188,18 +185,15 @@ class WeightReceiver:
         unreachable = {one: str(error) for one, error in update.failures.items() if isinstance(error, UnreachableError)}
         unreachable |= dict.fromkeys(dead, "it does not answer")
         if unreachable:  # what the others answered may be the consequence
-            self._drop(update, unreachable)
+            self.drop(unreachable)
         elif any(_is_mismatch(error) and one in update.serving for one, error in update.failures.items()):
             update.is_wrong = True
         else:
-            self._drop(update, {one: str(error) for one, error in update.failures.items()})
+            self.drop({one: str(error) for one, error in update.failures.items()})
 
     def drop(self, failures: Mapping[Server, str]) -> None:
         """Remove servers that failed from the last update; they back off."""
-        assert self._update is not None, "servers fail in updates"
-        self._drop(self._update, failures)
-
-    def _drop(self, update: WeightUpdate, failures: Mapping[Server, str]) -> None:
+        update = self._require_update()
         for server, why in failures.items():
             error = update.failures.get(server)
             refused = isinstance(error, StatusError) and error.status < 500
@@ -214,43 +208,37 @@ class WeightReceiver:
 
     def drop_joining(self, failures: Mapping[Server, str]) -> dict[Server, str]:
         """Remove the servers with wrong weights that were only joining, if others are left; return the rest."""
-        assert self._update is not None, "servers fail in updates"
-        joining = {one: why for one, why in failures.items() if one not in self._update.serving}
-        if not set(self._update.members) - set(joining) and not self._servers.healthy:
+        joining = {one: why for one, why in failures.items() if one not in self._require_update().serving}
+        if not set(self.members) - set(joining) and not self._servers.healthy:
             return dict(failures)
         self.drop(joining)
         return {one: why for one, why in failures.items() if one not in joining}
 
     def may_do_without(self, error: Exception) -> bool:
-        """After an update that failed with this error: tell whether the servers that failed explain it.
+        """After an update that failed with this error: return whether the servers that failed explain it.
 
         Joining servers that could not be updated never matter to those that serve.
         """
-        update = self._update
-        if update is None:
-            return False
-        if self._is_unverified:
-            for server in update.members:
-                self._servers.mark_weights_lost(server, server.version)
+        update = self._require_update()
+        for server in update.members if self._is_unverified else []:
+            self._servers.mark_weights_lost(server, server.version)
         self._is_unverified = False
-        if update.meta.only_joining and self._servers.healthy:
-            self._drop(update, {one: str(error) for one in update.asked if one in self._servers.joining})
+        if self.is_catch_up and self._servers.healthy:
+            self.drop({one: str(error) for one in update.asked if one in self._servers.joining})
             return True
         has_left = any(one not in self._servers.servers for one in update.asked)
         return not update.is_wrong and (update.has_dropped or update.found_nobody or has_left)
+
+    def _require_update(self) -> WeightUpdate:
+        assert self._update is not None, "begin comes first"
+        return self._update
 
 
 class WeightUpdate:
     """One update: the calls to the servers, under one deadline."""
 
     def __init__(
-        self,
-        backend: Backend,
-        liveness: Liveness,
-        meta: WeightUpdateMeta,
-        servers: ServerSet,
-        *,
-        accepts_mismatch: bool,
+        self, backend: Backend, liveness: Liveness, meta: WeightUpdateMeta, servers: ServerSet, on_mismatch: str
     ) -> None:
         assert meta.version is not None, "the version must be known before servers are told"
         self.meta = meta
@@ -274,11 +262,11 @@ class WeightUpdate:
         """Whether wrong weights arrived at a server that served."""
         self.num_mismatched = 0
         self._backend = backend
-        self._accepts_mismatch = accepts_mismatch
+        self._on_mismatch = on_mismatch
         self._http = liveness.http
         self._servers = servers
         self._uploaded = meta.uploaded
-        self._deadline = asyncio.get_running_loop().time() + meta.timeout_s
+        self._remaining_s = time_left(asyncio.get_running_loop().time() + meta.timeout_s)
 
     async def pause(self) -> None:
         """Pause the servers, and leave those out that can't be reached."""
@@ -357,7 +345,8 @@ class WeightUpdate:
 
     def _checksums(self) -> Checksums | None:
         """Return what lets a server verify what it got."""
-        return Checksums(self.meta.fingerprints, self._accepts_mismatch) if self.meta.fingerprints else None
+        checksums = self.meta.fingerprints
+        return Checksums(checksums, accepts_mismatch=self._on_mismatch == "warn") if checksums else None
 
     async def _count_mismatches(self, one: ServerConnection, verified: Coroutine[Any, Any, list[str]]) -> None:
         """Count the tensors that the server kept although they differ."""
@@ -426,9 +415,6 @@ class WeightUpdate:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _remaining_s(self) -> float:
-        return max(0.001, self._deadline - asyncio.get_running_loop().time())
 
 
 async def _listens(address: str, port: int) -> bool:

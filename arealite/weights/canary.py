@@ -1,7 +1,7 @@
-"""A canary: after a publication every server samples a few tokens, whose logprobs the trainer must agree with.
+"""A canary: after a weight update every server samples a few tokens, whose logprobs the trainer must agree with.
 
-It proves the whole way at once, from the trainer's parameters through names, dtypes and caches to the server's kernels,
-and needs nothing of a server but generation. What it can't tell is why they differ: fingerprints name tensors.
+It verifies the whole way at once, from the trainer's parameters through names, dtypes and caches to the server's
+kernels. It can't say why logprobs differ; checksums name tensors.
 """
 
 # B servers, T padded tokens
@@ -77,7 +77,7 @@ def _bound(check: WeightCheckConfig, actor: FSDPPPOActor, canaries: Sequence[Can
 
 
 def _cause(actor: FSDPPPOActor, rollout: RemoteInferenceEngine) -> str:
-    """Return what explains wrong logprobs, where it is known."""
+    """Return what explains wrong logprobs, if known."""
     defect = KINDS[rollout.config.backend].tied_embeddings_defect
     if defect and actor.model.config.get_text_config().tie_word_embeddings:
         return f"{defect}. Else look at that server's log"
@@ -92,7 +92,7 @@ def _judge(
     bound: float,
     cause: str,
 ) -> None:
-    """Note the largest gap, and complain about the servers that are beyond the bound or say another version."""
+    """Record the largest gap; refuse servers that are beyond the bound or report another version."""
     complaints: dict[str, str] = {}
     gaps = []
     for one, logprobs_T in zip(canaries, logprobs_BT.double().cpu(), strict=True):

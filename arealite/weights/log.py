@@ -18,7 +18,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.utils.files import read_jsonl, write_atomically
 
 
-def note_weights(config: InferenceEngineConfig, version: int, fingerprint: str) -> None:
+def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str) -> None:
     """Write the line of a version; a run without a folder has no log."""
     if not config.fileroot:
         return

@@ -20,7 +20,7 @@ from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils import heartbeat
 from arealite.utils.distributed import agreed, is_agreed
 from arealite.weights.canary import check_canary
-from arealite.weights.log import note_weights
+from arealite.weights.log import record_weights
 from arealite.weights.replay import compare_weights
 
 _WIND_UP_S = 60.0
@@ -97,7 +97,7 @@ def _log_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
     """Record in the run folder which weights this version is, if that is wanted, and return their fingerprint."""
     fingerprint = actor.fingerprint()
     if _is_rank_0() and rollout.config.weight_check.fingerprint:
-        note_weights(rollout.config, version, fingerprint)
+        record_weights(rollout.config, version, fingerprint)
     return fingerprint
 
 

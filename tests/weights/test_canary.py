@@ -35,7 +35,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.fingerprint import fingerprints
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 from arealite.weights.canary import check_canary
-from arealite.weights.log import note_weights, read_weights
+from arealite.weights.log import read_weights, record_weights
 from arealite.weights.publish import publish_weights
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -191,16 +191,16 @@ def test_the_log_of_weights_goes_back_with_the_run(tmp_path: Path) -> None:
     config = InferenceEngineConfig(experiment_name="exp", trial_name="t", fileroot=str(tmp_path))
     folder = tmp_path / "exp" / "t"
     for version in range(5):
-        note_weights(config, version, f"{version:016x}")
-    note_weights(config, 2, "a" * 16)
+        record_weights(config, version, f"{version:016x}")
+    record_weights(config, 2, "a" * 16)
     assert read_weights(folder) == {0: "0" * 16, 1: "0" * 15 + "1", 2: "a" * 16}
     with (folder / "weights.jsonl").open("a") as file:
         file.write('{"version": 3, "finge')
-    note_weights(config, 3, "b" * 16)
+    record_weights(config, 3, "b" * 16)
     assert [json.loads(line)["version"] for line in (folder / "weights.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
-    note_weights(config, 0, "c" * 16)
+    record_weights(config, 0, "c" * 16)
     assert read_weights(folder) == {0: "c" * 16}
-    note_weights(InferenceEngineConfig(), 1, "d" * 16)
+    record_weights(InferenceEngineConfig(), 1, "d" * 16)
     assert [path.name for path in folder.iterdir()] == ["weights.jsonl"]
 
 
