@@ -339,7 +339,7 @@ def test_a_request_does_not_wait_for_ever_for_the_end_of_a_publication(monkeypat
     monkeypatch.setattr("arealite.inference.completions._RESUME_GRACE_S", 0.1)
     with connected(ScriptedServer(), weight_update_timeout=0.2) as engine:
         engine._generator.may_generate.clear()
-        with pytest.raises(ServerError, match=r"must go on within 0\.7 s"):
+        with pytest.raises(ServerError, match=r"must resume within 0\.7 s"):
             generate(engine, max_new_tokens=2)
 
 
