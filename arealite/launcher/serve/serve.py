@@ -265,7 +265,8 @@ async def _post(address: str, endpoint: str, body: Mapping[str, str], secret: st
         ):
             answer.raise_for_status()
     except (aiohttp.ClientError, TimeoutError) as error:
-        print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {error!r}", flush=True)
+        what = f"{type(error).__name__}: {error}"  # its repr shows the secret
+        print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {what}", flush=True)
 
 
 def num_connected(address: str) -> int:

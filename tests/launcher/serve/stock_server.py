@@ -2,7 +2,8 @@
 
     python stock_server.py BEHAVIOUR... --host H --port P
 
-Behaviours: `die` while loading, `hang` while loading, `deaf` to aborts and SIGTERM, `daemon` leaves a process behind,
+Behaviours: `die` while loading, `hang` while loading, `deaf` to aborts and SIGTERM,
+`stumbles` over aborts, `daemon` leaves a process behind,
 `guarded` wants the secret of its environment.
 """
 
@@ -34,7 +35,7 @@ async def main() -> None:
         body = await request.json()
         if "deaf" not in behaviours and (request.query.get("mode") or body.get("mode")) == "abort":
             aborted.set()
-        return web.Response(text="paused")
+        return web.Response(text="paused", status=500 if "stumbles" in behaviours else 200)
 
     async def digest(request: web.Request) -> web.Response:
         body = await request.read()

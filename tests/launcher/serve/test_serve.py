@@ -198,6 +198,19 @@ def test_a_stock_server_is_told_to_abort(serve: Callable[..., Serve], outside: s
     assert one.record is None
 
 
+def test_a_failed_abort_is_reported_without_the_secret(serve: Callable[..., Serve]) -> None:
+    one = serve(command=stock("guarded", "stumbles"))
+    address = one.ready()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(post, address, "/generate", {})
+        one.wait_for_line("holding")
+        one.terminate()
+        assert reply.result()[0] == 200
+    output = "".join(one.lines)
+    assert re.search(r"WARNING: /pause_generation\S* failed, requests in flight may be lost: .*500", output), output
+    assert SECRET not in output
+
+
 def test_a_server_that_lets_other_nodes_in_without_the_secret_is_never_ready(
     serve: Callable[..., Serve], outside: str
 ) -> None:
