@@ -155,6 +155,7 @@ class Supervisor:
             self._expected += [placement.name for placement in placements]
         self._server_names = [placement.name for placement in placements]
         for placement, slot in zip(placements, slots, strict=True):
+            policy.registry.remove(placement.name)  # what a killed server of the attempt before has left
             self._watch(self._serve(place, placement, slot, describe, policy))
 
     def start_trainer(self, jobs: Sequence[tuple[Slot, Job]]) -> None:
