@@ -156,11 +156,12 @@ class Registry:
     def claim(self, name: str, claim: Claim) -> bool:
         """Register a server or renew its lease, and tell whether it was not registered. Raises RegistryRefusedError."""
         self._advance(claim.owner, claim.number)
-        is_new = name not in self.servers or self._owners[name] != claim.owner
-        if is_new and name in self.servers:
-            if not claim.is_first:
+        before = self._owners.get(name, claim.owner)
+        is_new = name not in self.servers or before != claim.owner
+        if before != claim.owner:
+            if name in self.servers and not claim.is_first:
                 raise RegistryRefusedError(f"the name {name} must be free: another server has registered under it")
-            self._last[self._owners[name]] = math.inf
+            self._last[before] = math.inf
         if name in self._leases:
             self._leases[name].cancel()
         self._leases[name] = asyncio.get_running_loop().call_later(claim.lease_s, self._drop, name)

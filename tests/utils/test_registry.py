@@ -152,6 +152,21 @@ async def test_a_name_that_another_server_took_is_left_to_it(client: RegistryCli
     assert (await client.watch(timeout_s=0)).servers == {"a": new}, "only the owner withdraws"
 
 
+async def test_a_name_that_another_server_took_after_the_lease_is_left_to_it(client: RegistryClient) -> None:
+    """The first claim of a server that then stood still may have been registered without its knowing."""
+    await client.claim("a", claim(owner="old", lease_s=0.05))
+    view = await client.watch(timeout_s=0)
+    while view.servers:
+        view = await client.watch(view.moment)
+    await client.claim("a", claim(owner="new"))
+    for is_first in (True, False):
+        with pytest.raises(RegistryRefusedError, match="the server was removed or replaced"):
+            await client.claim("a", claim(owner="old", number=1, is_first=is_first))
+    await client.withdraw("a", "new", 1)
+    with pytest.raises(RegistryRefusedError, match="the server was removed or replaced"):
+        await client.claim("a", claim(owner="old", number=2, is_first=False))
+
+
 async def test_what_the_launcher_removed_stays_away(registry: Registry, client: RegistryClient) -> None:
     """Also if its lease had ended before; its successor is welcome."""
     await client.claim("a", claim(owner="old"))
