@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -35,6 +35,7 @@ DEADLINE_S = 5.0
 """Within which the registry must answer anything else."""
 _MAX_BYTES = 16 * 1024
 
+T = TypeVar("T")
 State = Literal["loading", "ready", "leaving"]
 
 
@@ -87,8 +88,21 @@ class View:
     servers: dict[str, ServerRecord]
 
 
+@dataclass(frozen=True)
+class _Claimed:
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class _Refused:
+    error: str
+
+
 _CLAIM = TypeAdapter(Claim)
 _VIEW = TypeAdapter(View)
+_CLAIMED = TypeAdapter(_Claimed)
+_WITHDRAWN = TypeAdapter(dict[str, str])
+_REFUSED = TypeAdapter(_Refused)
 
 
 class Registry:
@@ -245,29 +259,30 @@ class RegistryClient:
     async def watch(self, moment: str | None = None, timeout_s: float = POLL_S) -> View:
         """Return the servers as soon as they have changed since `moment`, or after `timeout_s` seconds."""
         query = {"wait_s": str(timeout_s)} | ({} if moment is None else {"after": moment})
-        return _VIEW.validate_python(await self._ask("GET", "/servers", query, deadline_s=timeout_s + DEADLINE_S))
+        return await self._ask(_VIEW, "GET", "/servers", query, deadline_s=timeout_s + DEADLINE_S)
 
     async def claim(self, name: str, claim: Claim) -> bool:
         """Register a server or renew its lease, and tell whether it was not registered."""
-        reply = await self._ask("PUT", f"/servers/{name}", {}, asdict(claim))
-        return bool(reply["is_new"])
+        return (await self._ask(_CLAIMED, "PUT", f"/servers/{name}", {}, asdict(claim))).is_new
 
     async def withdraw(self, name: str, owner: str, number: int) -> None:
         """Remove the entry of an owner, if it has one."""
-        await self._ask("DELETE", f"/servers/{name}", {"owner": owner, "number": str(number)})
+        await self._ask(_WITHDRAWN, "DELETE", f"/servers/{name}", {"owner": owner, "number": str(number)})
 
     async def close(self) -> None:
         """Connections are not kept."""
 
     async def _ask(
         self,
+        answer: TypeAdapter[T],
         method: str,
         path: str,
         query: Mapping[str, str],
         body: object = None,
         *,
         deadline_s: float = DEADLINE_S,
-    ) -> dict[str, Any]:
+    ) -> T:
+        """Send a request; what answers it in another form is no registry."""
         address = address_in(self.address)[0]
         try:
             async with (
@@ -276,15 +291,16 @@ class RegistryClient:
                     method, f"http://{address}{path}", params=query, json=body, headers=self._headers
                 ) as reply,
             ):
-                answer: dict[str, Any] = await reply.json()
+                told = await reply.json()
+                if reply.status == 200:
+                    return answer.validate_python(told)
+                refused = _REFUSED.validate_python(told).error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise RegistryError(
                 f"the registry of the run at {address} must answer within {deadline_s:g} s: got "
                 f"{type(error).__name__}: {error}. Look whether the run goes on, and whether this node reaches it."
             ) from error
-        if reply.status != 200:
-            raise RegistryRefusedError(f"the registry of the run at {address} refuses: {answer.get('error')}")
-        return answer
+        raise RegistryRefusedError(f"the registry of the run at {address} refuses: {refused}")
 
 
 def address_in(where: str) -> tuple[str, str]:

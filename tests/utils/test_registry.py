@@ -279,17 +279,27 @@ async def test_a_registry_that_is_absent_mute_or_gone_is_named(
         await client.watch(timeout_s=0)
 
 
-async def test_who_answers_no_json_is_no_registry() -> None:
+@pytest.mark.parametrize("status", [200, 404])
+@pytest.mark.parametrize(
+    ("kind", "body"), [("text/html", "<p>hi"), *(("application/json", body) for body in ("{}", "[1]", "7", "null"))]
+)
+async def test_another_program_at_the_address_is_no_registry(kind: str, body: str, status: int) -> None:
+    """A registry that was killed leaves its registry.json, and its port may be someone else's by now."""
+
     async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Type: text/html\r\n\r\n<p>hi")
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nContent-Type: {kind}\r\n\r\n"
+        writer.write(f"{head}{body}".encode())
         await writer.drain()
         writer.close()
 
     async with await asyncio.start_server(page, LOOPBACK, 0) as server:
         address = f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
-        with pytest.raises(RegistryError, match=f"at {address} must answer"):
-            await RegistryClient(address, SECRET).watch(timeout_s=0)
+        client = RegistryClient(address, SECRET)
+        for request in (client.watch(timeout_s=0), client.claim("a", claim())):
+            with pytest.raises(RegistryError, match=f"at {address} must answer") as caught:
+                await request
+            assert not isinstance(caught.value, RegistryRefusedError)
 
 
 async def test_a_client_follows_the_run_folder_to_the_next_registry(tmp_path: Path) -> None:
