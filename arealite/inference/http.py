@@ -68,7 +68,7 @@ class ServerHttp:
                 self._session.request(method, self._url(address, endpoint), data=body) as reply,
             ):
                 answer = await reply.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except aiohttp.ClientError as error:
             raise UnreachableError(
                 f"{where} must reach a server: got {type(error).__name__}: {error}. Check that it is running."
             ) from error
