@@ -179,18 +179,17 @@ async def _watch(
 ) -> int:
     """Return 0 after a signal, else the exit status that explains why the server is unusable."""
     started, signalled = time.monotonic(), asyncio.create_task(signals.get())
-    loading = asyncio.create_task(_healthy(server.address))
+    is_exposed = secret is not None and not is_loopback(args.host)
+    loading = asyncio.create_task(_loaded(server.address, is_exposed=is_exposed))
     await asyncio.wait(
         [loading, signalled, server.ended], timeout=args.setup_timeout, return_when=asyncio.FIRST_COMPLETED
     )
-    is_ready = loading.done() and loading.exception() is None
-    loading.cancel()
-    if is_ready:
-        if secret and not is_loopback(args.host):
-            await _check_closed(server.address)
+    if is_ready := loading.done():
+        loading.result()
         print(f"serve: {args.name} is ready at {server.address} after {time.monotonic() - started:.1f} s", flush=True)
         await registration.say("ready")
         await asyncio.wait([signalled, server.ended], return_when=asyncio.FIRST_COMPLETED)
+    loading.cancel()
     if signalled.done():
         return 0
     signalled.cancel()
@@ -204,15 +203,14 @@ async def _watch(
     return status or 1
 
 
-async def _healthy(address: str) -> None:
-    """Wait until the server answers GET /health."""
+async def _loaded(address: str, *, is_exposed: bool) -> None:
+    """Wait until the server answers GET /health, and refuse one that lets other nodes in without the secret."""
     while await _get(address, "/health") != 200:
         await asyncio.sleep(_LOOK_S)
-
-
-async def _check_closed(address: str) -> None:
-    """Refuse a server that other nodes reach and that lets them in without the secret."""
-    status = await _get(address, "/needs-the-secret")  # unknown to servers, so that nothing happens
+    if not is_exposed:
+        return
+    while (status := await _get(address, "/needs-the-secret")) is None:  # unknown to servers, so that nothing happens
+        await asyncio.sleep(_LOOK_S)
     if status != 401:
         raise ConfigError(
             f"a server that other nodes reach must refuse requests without the secret: got status {status} from "

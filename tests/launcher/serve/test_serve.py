@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from testing_ports import held_port
 from testing_registry import RunningRegistry
 from tiny_models import build, config, tokenizer
 
+from arealite.launcher.serve import serve as module
 from arealite.launcher.serve.serve import NOT_READY, REFUSED, num_connected
 from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
@@ -218,6 +220,28 @@ def test_a_server_that_lets_other_nodes_in_without_the_secret_is_never_ready(
     assert one.end() == REFUSED
     assert "must refuse requests without the secret: got status 404" in one.lines[-1]
     assert not any("is ready" in line for line in one.lines) and one.record is None
+
+
+async def test_a_server_that_is_busy_when_it_is_asked_for_the_secret_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    asked: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        asked.append(path)
+        if asked.count(path) > 1 or path == "/health":
+            status = "200 OK" if path == "/health" else "401 Unauthorized"
+            writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+            await writer.drain()
+        else:
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, LOOPBACK, 0) as server, asyncio.timeout(DEADLINE_S):
+        await module._loaded(f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}", is_exposed=True)
+    assert asked == ["/health", "/needs-the-secret", "/needs-the-secret"]
 
 
 def test_a_client_that_stays_connected_does_not_hold_up_the_end(serve: Callable[..., Serve]) -> None:
