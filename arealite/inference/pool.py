@@ -191,10 +191,12 @@ class ServerSet:
     @staticmethod
     def _expected_tokens_per_s(server: Server, fastest: float, now: float) -> float:
         """A server without a measurement counts as the fastest. An old measurement fades towards that, so that a server
-        that was slow gets a request now and then, whose speed is the next measurement."""
+        that was slow gets a request now and then, whose speed is the next measurement. While it has one nothing fades:
+        what takes so long says that it is still slow."""
         if server.tokens_per_s is None:
             return fastest
-        return fastest + (server.tokens_per_s - fastest) * 0.5 ** ((now - server.measured_at) / _HALF_LIFE_S)
+        age_s = 0.0 if server.outstanding_tokens else now - server.measured_at
+        return fastest + (server.tokens_per_s - fastest) * 0.5 ** (age_s / _HALF_LIFE_S)
 
     def release(self, server: Server, num_tokens: int) -> None:
         """Undo the count of `pick`."""

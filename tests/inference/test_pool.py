@@ -166,6 +166,26 @@ def test_a_server_that_slows_down_gets_less_and_recovers_by_itself(
     simulate(run())
 
 
+def test_a_server_that_all_but_stops_is_asked_for_one_completion_at_a_time() -> None:
+    """Until that one ends nothing new is known of its speed, and time alone does not make it faster."""
+
+    async def run() -> None:
+        fleet = Fleet(Nature(), Nature(), num_clients=16)
+        await fleet.shares(100)
+        slow, fast = fleet.natures.values()
+        slow.token_s *= 20
+        await fleet.shares(600)
+        slow.token_s *= 100
+        await fleet.shares(3000)
+        held = [slow.in_flight]
+        for _ in range(20):
+            await fleet.shares(100)
+            held.append(slow.in_flight)
+        assert max(held) <= 2 and fast.in_flight >= 14
+
+    simulate(run())
+
+
 def test_a_server_that_joins_gets_its_share_at_once() -> None:
     """Nothing is known of its speed yet."""
 
