@@ -157,16 +157,15 @@ class WeightReceiver:
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            has_mixed = update.is_torn and not self._backend.keeps_old_weights
-            if has_mixed:
+            if update.is_torn and not self._backend.keeps_old_weights:
                 for server in update.members:
                     self._servers.mark_weights_lost(server, server.version)
             if isinstance(error, asyncio.CancelledError):
                 self._plan = None
             else:
                 await asyncio.gather(self._blame(update), self._drop_plan(update))
-            # Servers that may hold a mix of old and new layers stay paused.
-            paused = [] if has_mixed else [server for server in update.asked if server.is_reachable]
+            # Servers that may hold a mix of old and new layers, also from an earlier update, stay paused.
+            paused = [one for one in update.asked if one.is_reachable and one.version != NO_VERSION]
             for another in (await update.resume(paused)).values():
                 logger.warning("a server did not resume after a failed weight update: %s", another)
             update.liveness.may_generate.set()

@@ -382,6 +382,23 @@ def test_a_server_that_may_hold_half_of_a_checkpoint_stays_paused(stack: context
         assert server.is_paused
 
 
+def test_a_server_that_may_hold_half_of_a_broadcast_stays_paused(stack: contextlib.ExitStack) -> None:
+    """Also when the next update fails before anything is sent: requests that it holds would go on with the mix."""
+    half, bad = ScriptedServer(), ScriptedServer(refusals={"/end_weight_update": (500, "CUDA error")})
+    engine = connect(stack, half, bad, backend="sglang")
+    with pytest.raises(WeightUpdateError, match="CUDA error"):
+        publish(engine, Sender(), by_broadcast(), 1.0)
+    assert half.is_paused and half.weights
+    half.refusals = {"/init_weights_update_group": (400, "not today")}
+    with pytest.raises(WeightUpdateError, match="not today"):
+        future = engine.update_weights(meta := by_broadcast(timeout_s=5.0))
+        thread = threading.Thread(target=_try_send, args=(Sender(), meta))
+        thread.start()
+        stack.callback(thread.join)
+        future.result(30)
+    assert half.is_paused
+
+
 def _try_send(sender: Sender, meta: WeightUpdateMeta) -> None:
     with contextlib.suppress(ConnectionError):
         sender.send(meta, 1.0)
