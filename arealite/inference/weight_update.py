@@ -207,7 +207,9 @@ class WeightReceiver:
 
     def drop_joining(self, failures: Mapping[Server, str]) -> dict[Server, str]:
         """Remove the servers with wrong weights that were only joining, if others are left; return the rest."""
-        joining = {one: why for one, why in failures.items() if one not in self._require_update().serving}
+        update = self._require_update()
+        joining = {one: why for one, why in failures.items() if one not in update.serving}
+        update.is_wrong = len(joining) < len(failures)
         if not set(self.members) - set(joining) and not self._servers.healthy:
             return dict(failures)
         self.drop(joining)

@@ -269,6 +269,19 @@ def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.
         assert pending.result(120).output_versions == [1] * 4
 
 
+def test_wrong_weights_are_not_sent_again_because_a_joining_server_got_them_too(
+    stack: contextlib.ExitStack, model_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is dropped from the update, but the one that serves has them nevertheless."""
+    servers = lite(stack), lite(stack)
+    actor, rollout = make_actor(stack, model_path), connect(stack, *servers, check_canary_bound=1e-12)
+    rollout.servers.mark_weights_lost(rollout.servers.servers[1], 0)
+    with pytest.raises(WeightUpdateError, match=rf"{servers[0].address} differs by"):
+        publish_weights(actor, rollout, version=1)
+    assert f"server {servers[1].address} failed in a weight update" in caplog.text
+    assert "a weight update is repeated" not in caplog.text
+
+
 def test_a_canary_notices_another_version(stack: contextlib.ExitStack, model_path: str) -> None:
     server = lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, server)
