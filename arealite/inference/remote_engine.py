@@ -72,6 +72,8 @@ class RemoteInferenceEngine(InferenceEngine):
         self._exchange = RankZeroExchange()
         self.canary_gap: float | None = None
         """Largest difference per token between a server's logprobs and the trainer's at the last weight update."""
+        self._failing_since: float | None = None
+        """When a weight update failed with none that succeeded since."""
 
     # Life cycle
 
@@ -217,6 +219,7 @@ class RemoteInferenceEngine(InferenceEngine):
     def admit(self) -> None:
         """Route requests to the servers that the last weight update reached (rank 0)."""
         self._require_executor().loop.run(self._admit())
+        self._failing_since = None
 
     async def _admit(self) -> None:
         self._receiver.admit()
@@ -224,10 +227,11 @@ class RemoteInferenceEngine(InferenceEngine):
     def require_servers(self, error: Exception) -> None:
         """After a weight update that failed with `error`: wait until there are servers to try it with (rank 0).
 
-        Raises the error if no server is to blame for it, if every server has refused, or if none is there for
-        `rollout.setup_timeout` seconds.
+        Raises the error if no server is to blame for it, if every server has refused, or if none is there, or no update
+        has succeeded, for `rollout.setup_timeout` seconds.
         """
         if not self._require_executor().loop.run(self._may_try_again(error)):
+            self._failing_since = None
             raise error
 
     async def _may_try_again(self, error: Exception) -> bool:
@@ -237,8 +241,11 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._receiver.is_catch_up:
             return True
         self._generator.may_generate.set()  # requests wait for a server, which has a deadline of its own
-        servers = self.servers.servers
+        servers, now = self.servers.servers, time.monotonic()
         if servers and all(server.is_backing_off and server.refused for server in servers):
+            return False
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since > self.config.setup_timeout:
             return False
         logger.warning("a weight update is repeated, without the servers that failed: %s", error)
         return await self._generator.wait_for_updatable()

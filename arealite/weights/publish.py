@@ -33,7 +33,8 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     How they travel is `rollout.weight_update`: by broadcast, or through a checkpoint in the run folder; how that is
     verified is `rollout.weight_check`. Servers that fail back off, and it is done again without them. Raises
     WeightUpdateError if wrong weights arrived (`on_mismatch=stop`), if every server refuses them, or if no server is
-    left for `rollout.setup_timeout` seconds; one try ends within thrice `rollout.weight_update_timeout` and a minute.
+    left or none can be updated for `rollout.setup_timeout` seconds; one try ends within thrice
+    `rollout.weight_update_timeout` and a minute.
     """
     if rollout.config.replay_from:
         compare_weights(actor, rollout.config, version)

@@ -26,6 +26,7 @@ from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOAct
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference import pool
 from arealite.inference.pool import ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.environment import REGISTRY_VARIABLE
@@ -293,6 +294,27 @@ def test_servers_that_take_no_broadcast_read_a_checkpoint(
         server.facts = ServerFacts(takes_broadcasts=False)
     publish_weights(actor, rollout, version=2)
     assert first.engine.version == second.engine.version == "2"
+
+
+def test_a_server_that_fails_in_every_update_ends_the_run_after_setup_timeout(
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is always back before `setup_timeout` has passed since its last failure."""
+    sick = serving(stack)
+    registry.put("server-0", sick.address)
+    actor, rollout = start(stack, model_path, 1)
+    publish_weights(actor, rollout, version=1)
+    monkeypatch.setattr(pool, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(pool, "_MAX_PAUSE_S", 0.2)
+    rollout.config.setup_timeout = 2.0
+    sick.calls.clear()
+    sick.sick_at = "/begin_weight_update"
+    with pytest.raises(WeightUpdateError, match="CUDA error"):
+        publish_weights(actor, rollout, version=2)
+    assert sick.calls.count("/begin_weight_update") > 2, "it was tried again"
+    sick.sick_at = ""
+    publish_weights(actor, rollout, version=2)
+    assert sick.engine.version == "2"
 
 
 @pytest.mark.parametrize("moment", ["/begin_weight_update", "/generate"])
