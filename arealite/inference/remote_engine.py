@@ -278,8 +278,8 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._exchange.is_receiver:
             return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
-            batch = self._rollouts().run_all(data, workflow)
-        return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
+            shares = split_batch(self._rollouts().run_all(data, workflow), self._exchange.num_ranks)
+        return self._exchange.send(shares)
 
     def prepare_batch(
         self,
@@ -291,8 +291,10 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._exchange.is_receiver:
             return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
-            batch = self._rollouts().prepare_batch(dataloader, workflow, should_accept)
-        return self._exchange.send(split_batch(batch, self._exchange.num_ranks))
+            shares = split_batch(
+                self._rollouts().prepare_batch(dataloader, workflow, should_accept), self._exchange.num_ranks
+            )
+        return self._exchange.send(shares)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return means over all samples.

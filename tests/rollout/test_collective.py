@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import testing_forks
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
+from testing_workflows import SamplingWorkflow
 
+from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import EpisodeError
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.collective import RankZeroExchange
 from arealite.utils.distributed import agreed
 
@@ -74,6 +80,28 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
         assert outcomes[rank][6] == [3.0, 3.0, 3.0]
     assert outcomes[0][1] == "ZeroDivisionError: no rollouts today"
     assert "rank 0" in outcomes[1][1] and "ZeroDivisionError: no rollouts today" in outcomes[1][1]
+
+
+class BatchWithoutGroups:
+    """Collects what can't be split over ranks."""
+
+    def run_all(self, rows: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
+        return TensorDict({"input_ids": torch.ones(1, 3)}, [1])
+
+
+def split_what_has_no_groups(test: Connection) -> None:
+    dist.init_process_group("gloo")
+    engine = RemoteInferenceEngine(InferenceEngineConfig(backend="lite"))
+    engine._rollouts = BatchWithoutGroups  # type: ignore[method-assign, assignment]
+    with pytest.raises((KeyError, EpisodeError)) as info:
+        engine.rollout_batch([], SamplingWorkflow())
+    test.send(str(info.value))
+
+
+def test_a_batch_that_can_not_be_split_fails_on_every_rank() -> None:
+    with testing_forks.two_ranks(split_what_has_no_groups) as ranks:
+        assert all("group_index" in rank.receive() for rank in ranks)
+        assert [rank.end() for rank in ranks] == [0, 0]
 
 
 def test_alone_it_is_a_plain_call() -> None:
