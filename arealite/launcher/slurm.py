@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         entry = run.entry_script(args.entry)
-        config = load_run_config(args.argv)
+        config = load_run_config(args.argv, entry)
         plan = make_plan(config)
         check_model(config)
         if plan.servers:

@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the commands and return the exit status."""
     args = parse(argv, prog="python3 -m arealite.launcher.torchrun", description="Print the commands of a run by hand.")
     try:
-        entry_script(args.entry)
-        config = load_run_config(args.argv)
+        config = load_run_config(args.argv, entry_script(args.entry))
         plan = checked_plan(config)
         if not args.dry_run:
             RunFolder(config).path.mkdir(parents=True, exist_ok=True)

@@ -285,9 +285,9 @@ def test_servers_only_run_until_ctrl_c(launch_script):
 
 
 def test_config_errors_start_nothing(launch_script, tmp_path):
-    run = launch_script("", *GRPO, "rollout.qeue_size=3")
+    run = launch_script("load_expr_config(sys.argv[1:], GRPOConfig)", *GRPO, "actor.eps_klip=0.3")
     assert run.end() == 2
-    assert run.output.startswith("ConfigError: ") and "qeue_size" in run.output and "Traceback" not in run.output
+    assert run.output.startswith("ConfigError: ") and "eps_klip" in run.output and "Traceback" not in run.output
     assert not (tmp_path / "runs").exists()
 
 

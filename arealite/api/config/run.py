@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from arealite.api.config import checks
@@ -61,9 +63,28 @@ class RunConfig(BaseExperimentConfig):
             checks.check_servers(self.rollout, self.lite, self.gconfig, eval_gconfig)
 
 
-def load_run_config(argv: Sequence[str]) -> RunConfig:
-    """Load what a launcher needs of `--config FILE key=value ...`, for a script with any config class.
+def load_run_config(argv: Sequence[str], entry: Path | None = None) -> BaseExperimentConfig:
+    """Load what a launcher needs of `--config FILE key=value ...`.
 
-    Keys that are unknown at the top level or in the block of a model are left to the script.
+    If the script `entry` loads a config class of ours, that class refuses what the script would refuse, before anything
+    starts. A class of its own judges its keys at the top level and in the block of a model itself.
     """
-    return load_expr_config(argv, RunConfig, ignore_unknown=True)[0]
+    calls = script_calls(entry) if entry is not None else []
+    loads = [call for call in calls if last_name(call.func) == "load_expr_config" and len(call.args) == 2]
+    ours: dict[str, type[BaseExperimentConfig]] = {cls.__name__: cls for cls in (GRPOConfig, SFTConfig)}
+    names = {last_name(call.args[1]) for call in loads}
+    cls = ours.get(names.pop(), RunConfig) if len(names) == 1 else RunConfig
+    return load_expr_config(argv, cls, ignore_unknown=cls is RunConfig)[0]
+
+
+def script_calls(entry: Path) -> list[ast.Call]:
+    """Return the calls in a script."""
+    try:
+        return [node for node in ast.walk(ast.parse(entry.read_bytes())) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"the entry script must be Python: got {entry}, {error}. Correct it there.") from error
+
+
+def last_name(node: ast.expr) -> str:
+    """Return `b` of `b` and of `a.b`."""
+    return ast.unparse(node).rpartition(".")[2]

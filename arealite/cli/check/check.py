@@ -9,21 +9,16 @@ Exit status: 0 no problem (warnings don't count), 1 problems (2, from the front 
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import os
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.api.cli_args import load_expr_config
-from arealite.api.config import experiment
-from arealite.api.config.run import load_run_config
-from arealite.api.errors import ConfigError
+from arealite.api.config.run import last_name, load_run_config, script_calls
 from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_model, check_weights
@@ -45,9 +40,9 @@ def check(entry: str, argv: Sequence[str]) -> int:
     """Check the run that the launcher would start with these arguments, print the findings, return the exit status."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    calls = _calls(entry_script(entry))
-    names = {_last_name(call.func) for call in calls}
-    config, found = _load(calls, argv), Findings()
+    script = entry_script(entry)
+    names = {last_name(call.func) for call in script_calls(script)}
+    config, found = load_run_config(argv, script), Findings()
     plan = found.look("processes", _check_processes, config)
     if plan is not None:
         found.look("server", _check_server, config, plan)
@@ -60,28 +55,6 @@ def check(entry: str, argv: Sequence[str]) -> int:
             longest = found.look("data", check_data, config, model, tokenizer, names) or 0
         found.look("memory", check_memory, config, model, longest)
     return 1 if found.summarize() else 0
-
-
-def _load(calls: Sequence[ast.Call], argv: Sequence[str]) -> Config:
-    """Load the config with the class of ours that the script loads, or else as a launcher does."""
-    names = {
-        _last_name(call.args[1]) for call in calls if _last_name(call.func) == "load_expr_config" and call.args[1:]
-    }
-    cls = getattr(experiment, names.pop(), None) if len(names) == 1 else None
-    return load_run_config(argv) if cls is None else load_expr_config(argv, cls)[0]
-
-
-def _calls(entry: Path) -> list[ast.Call]:
-    """Return the calls in a script."""
-    try:
-        return [node for node in ast.walk(ast.parse(entry.read_bytes())) if isinstance(node, ast.Call)]
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"the entry script must be Python: got {entry}, {error}. Correct it there.") from error
-
-
-def _last_name(node: ast.expr) -> str:
-    """Return `b` of `b` and of `a.b`."""
-    return ast.unparse(node).rpartition(".")[2]
 
 
 def _check_processes(found: Findings, config: Config) -> Plan:

@@ -154,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Start inference servers and trainer on the nodes of the Slurm allocation that this runs in.",
     )
     try:
-        run.entry_script(args.entry)
-        config = load_run_config(args.argv)
+        config = load_run_config(args.argv, run.entry_script(args.entry))
         nodes = _control("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         with file_lock(RunFolder(config).launcher_lock, timeout_s=_OLD_LIFE_S):
             pass

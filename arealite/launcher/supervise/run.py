@@ -78,8 +78,7 @@ def parse(
 def dry_run(entry: str | Path, argv: Sequence[str], *, by: str) -> int:
     """Print the plan of a run."""
     try:
-        entry_script(entry)
-        config = load_run_config(argv)
+        config = load_run_config(argv, entry_script(entry))
         plan = checked_plan(config)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
@@ -98,7 +97,7 @@ def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart:
     with contextlib.ExitStack() as held:
         try:
             entry = entry_script(entry)
-            config = load_run_config(argv)
+            config = load_run_config(argv, entry)
             plan = checked_plan(config)
             backend.check(config, plan)
             _check_resume(config)

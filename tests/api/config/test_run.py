@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 
@@ -17,9 +18,10 @@ cluster: {n_gpus_per_node: 0}
 
 @pytest.fixture
 def load(tmp_path):
-    def read(*overrides: str, yaml: str = "") -> RunConfig:
+    def read(*overrides: str, yaml: str = "", script: str = "") -> BaseExperimentConfig:
         (tmp_path / "config.yaml").write_text(COMMON + yaml)
-        return load_run_config(["--config", str(tmp_path / "config.yaml"), *overrides])
+        (tmp_path / "script.py").write_text(script)
+        return load_run_config(["--config", str(tmp_path / "config.yaml"), *overrides], tmp_path / "script.py")
 
     return read
 
@@ -85,3 +87,24 @@ def test_blocks_that_launchers_know_are_judged_before_anything_starts(load, over
 def test_a_model_must_be_given(load):
     with pytest.raises(ConfigError, match=r"actor\.path or model\.path must be given"):
         load("allocation_mode=d1")
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("actor.eps_klip=0.3", "Did you mean actor.eps_clip?"),
+        ("gconfg.n_samples=2", "Did you mean gconfig?"),
+        ("actor.kl_ctl=0.1", "actor.kl_ctl must be 0 without a ref block"),
+        ("gconfig.greedy=true", "gconfig.greedy must be false if gconfig.n_samples > 1"),
+        ("actor.group_size=3", "actor.group_size must equal gconfig.n_samples"),
+        ("train_dataset.type=sft", "train_dataset.type must be rl"),
+    ],
+)
+def test_a_script_that_loads_a_class_of_ours_is_judged_by_it_before_anything_starts(load, override, told):
+    script = "config, _ = cli_args.load_expr_config(argv, GRPOConfig)"
+    words = ["actor.path=m", "allocation_mode=lite.d1+d1", "gconfig.max_new_tokens=64", "gconfig.n_samples=4"]
+    assert isinstance(load(*words, script=script), GRPOConfig)
+    with pytest.raises(ConfigError) as error:
+        load(*words, override, script=script)
+    assert told in str(error.value)
+    assert isinstance(load(*words, "my_knob=1", script=script.replace("GRPO", "My")), RunConfig)
