@@ -79,7 +79,7 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 		echo 'RESULT {"skipped": "SGLang can not be installed here"}'; \
 	fi
 
-test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four machines and lose two of them (3 minutes)
+test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four nodes and lose two of them (3 minutes)
 	$(PIP) -e '.[ray]'
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_ray
 
@@ -91,7 +91,7 @@ install-cluster: $(VENV)/.installed-dev            ## install what tests on clus
 	sh tests/cluster/install.sh
 	$(PIP) -e '.[ray]'
 
-test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four machines and lose one (3 minutes; root and Slurm, or it is skipped)
+test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four nodes and lose one (3 minutes; root and Slurm, or it is skipped)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_slurm
 
 test-hosts: $(VENV)/.installed            ## train by torchrun over hosts whose network fails (4 minutes; root and iptables, or it is skipped)

@@ -23,7 +23,7 @@ class PromptLoader:
     """Batches of prompts without end, epoch after epoch.
 
     Each row is a copy of `dataset[index]` with `prompt_id = PromptId(epoch, index)`. `len` is batches per epoch. All
-    iterators share the loader's cursor, so a second one goes on where the first stopped. With `drop_last` the rest of
+    iterators share the loader's cursor, so a second one continues where the first stopped. With `drop_last` the rest of
     an epoch that fills no batch is skipped.
     """
 

@@ -3,7 +3,7 @@
     python3 -m arealite.launcher.ray ENTRY.py --config FILE.yaml [--dry-run] [key=value ...]
 
 The cluster is that of RAY_ADDRESS, or else the one this node belongs to. Exit statuses are those of the local
-launcher. When the launcher ends, whatever ends it, so do the jobs; Ray itself goes on.
+launcher. When the launcher ends, whatever ends it, so do the jobs; Ray itself keeps running.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Submits an experiment to Slurm, follows it and tells how it ended.
+"""Submits an experiment to Slurm, follows it and returns how it ended.
 
     python3 -m arealite.launcher.slurm ENTRY.py --config FILE.yaml [--dry-run] [--no-wait] [key=value ...]
 
 The batch script, `job.sbatch` in the run folder, asks for the nodes of the plan and runs the common launcher on the
-first of them (see `slurm_job`). Here nothing of the run lives: Ctrl-C and SIGTERM cancel the job, but the end of the
+first of them (see `place.slurm`). Nothing of the run lives here: Ctrl-C and SIGTERM cancel the job, but the end of the
 terminal or a SIGKILL leaves it alone. All is read from `scontrol show job` and the job's output, so no accounting is
 needed; the folder of runs must be seen by all nodes. The exit status is that of the run (see `run.EPILOG`).
 """
@@ -178,7 +178,7 @@ class _Follower:
                     return self._status(state)
             elif asked_at - answered_at > _SILENCE_S:
                 self._say(
-                    f"Slurm has not answered for {_SILENCE_S:g} s; the job may go on, see squeue --job {self._job}"
+                    f"Slurm has not answered for {_SILENCE_S:g} s; the job may still run, see squeue --job {self._job}"
                 )
                 return 1
 

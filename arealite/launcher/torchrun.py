@@ -2,9 +2,8 @@
 
     python3 -m arealite.launcher.torchrun ENTRY.py --config FILE.yaml [key=value ...]
 
-It is the plan of the other launchers for nodes without a scheduler. Nothing is started, and nobody watches over the
-nodes but torchrun, which starts the ranks again when one of them fails. What is written is the run's secret, which
-the nodes must share.
+It is the plan of the other launchers for nodes without a scheduler. It starts nothing, and only torchrun watches the
+nodes: it restarts the ranks when one of them fails. It writes one file, the run's secret, which the nodes must share.
 """
 
 from __future__ import annotations
@@ -31,7 +30,12 @@ MAX_RESTARTS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the commands and return the exit status."""
-    args = parse(argv, prog="python3 -m arealite.launcher.torchrun", description="Print the commands of a run by hand.")
+    args = parse(
+        argv,
+        prog="python3 -m arealite.launcher.torchrun",
+        description="Print the commands that start a run by hand, and write the secret that its nodes share.",
+        epilog="exit status: 0 done, 2 config error",
+    )
     try:
         config = load_run_config(args.argv, entry_script(args.entry))
         plan = checked_plan(config)

@@ -1,8 +1,9 @@
 """Joining torch.distributed and reducing plain numbers over it.
 
-Several engines of a process share the default process group: the first `join_default_group` creates it (from torchrun's
-environment, or alone in this process when there is none) and the last `leave_default_group` destroys it. A group that
-someone else created is used and left alone. Numbers and flags travel over gloo, so they never wait for a GPU.
+Several engines of a process share the default process group: the first `join_default_group` creates it (from the
+environment that torchrun and our launchers set, or alone in this process when there is none) and the last
+`leave_default_group` destroys it. A group that someone else created is used and left alone. Numbers and flags travel
+over gloo, so they never wait for a GPU.
 
 Invariant: ranks meet only those of their own attempt. torchrun keeps its store when it starts all ranks again, so every
 attempt has keys of its own there (see `_sign_in`); what an earlier one left would lead to addresses that are gone.
@@ -32,7 +33,7 @@ from arealite.utils.network import address_toward, interface_of
 T = TypeVar("T")
 
 MEETING_TIMEOUT_S = 1800.0
-"""So long may ranks wait for the last one at the start, while it gets its data sets, for example."""
+"""How long ranks wait for the last one at the start, which may still download its data set."""
 _LOOK_AGAIN_S = 0.02
 
 _lock = threading.Lock()

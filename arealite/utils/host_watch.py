@@ -37,8 +37,8 @@ _links: list[socket.socket] = []
 def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
     """End this process with an error once another node has been silent for `timeout_s`.
 
-    Every rank calls it after torchrun has started it; `store` is fresh, and `master` is the host of rank 0. The ranks
-    beside the one that ends are ended by their torchrun.
+    Every rank calls it; `store` is fresh, and `master` is the host of rank 0. The launcher, or torchrun, ends the ranks
+    beside the one that ends.
     """
     num_hosts, host = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(os.environ.get("GROUP_RANK", "0"))
     if num_hosts == 1 or os.environ.get("LOCAL_RANK", "0") != "0":

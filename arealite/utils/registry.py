@@ -298,7 +298,7 @@ class RegistryClient:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise RegistryError(
                 f"the registry of the run at {address} must answer within {deadline_s:g} s: got "
-                f"{type(error).__name__}: {error}. Look whether the run goes on, and whether this node reaches it."
+                f"{type(error).__name__}: {error}. Check that the run is alive and that this node reaches it."
             ) from error
         raise RegistryRefusedError(f"the registry of the run at {address} refuses: {refused}")
 

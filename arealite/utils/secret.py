@@ -53,7 +53,7 @@ def refusal(method: str, path: str) -> str:
 
 
 def check_exposed(host: str, secret: str | None) -> None:
-    """Refuse to listen where other machines can connect without a secret. Raises ValueError."""
+    """Refuse to listen where other nodes can connect without a secret. Raises ValueError."""
     if not secret and not is_loopback(host):
         raise ValueError(
             f"a server at an address that others reach must have a secret: got --host {host} and none. "
@@ -62,7 +62,7 @@ def check_exposed(host: str, secret: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can connect to an address; of names, `localhost` alone is known to be."""
+    """Tell whether only this node can connect to an address; of names, `localhost` alone is known to be."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

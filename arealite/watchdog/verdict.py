@@ -115,7 +115,7 @@ def _long_reward(evidence: Evidence) -> Verdict | None:
     worker = next((one for one in evidence.processes if one.pid == call.pid), None)
     where = "" if worker is None or worker.line is None else f" at {worker.line}"
     reason = f"has not returned{where} (called by {_of(owner)})"
-    advice = "Mend the function; rollout.reward_timeout ends such a call."
+    advice = "Fix the function; rollout.reward_timeout ends such a call."
     return Verdict(f"{call.what} (pid {call.pid})", reason, call.since, advice)
 
 

@@ -3,7 +3,7 @@
     python3 -m arealite.launcher.local examples/arealite/gsm8k_grpo.py \
         --config examples/arealite/configs/gsm8k_grpo.yaml key=value ...
 
-How it differs from textbook GRPO: generation never stops for training, so an answer may be up to
+How it differs from textbook GRPO: generation never stops for training, so a completion may be up to
 `rollout.max_head_offpolicyness` weight versions old and may even span several; the decoupled objective
 (https://arxiv.org/abs/2505.24298) clips around the policy recomputed before the update and weighs by the policy that
 sampled. With `async_training=false` the same loop is synchronous.
@@ -47,7 +47,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
     recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
-    # How an episode runs: sample a group of answers, then score each.
+    # How an episode runs: sample a group of completions, then score each.
     workflow, eval_workflow = (
         RLVRWorkflow(
             gsm8k_reward_fn,
@@ -77,7 +77,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run goes on as if nothing had happened, any other one from step 0.
+    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
     cleanup.enter_context(recover)
     start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)

@@ -47,7 +47,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluation = Frequency.from_config(config.evaluator, ft_spec, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run goes on as if nothing had happened, any other one from step 0.
+    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
     cleanup.enter_context(recover)
     start_step = recover.load(model, train_dataloader, clocks={"evaluation": evaluation, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)

@@ -45,7 +45,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     model = write_tiny_model(out=run.path / "tiny_model", corpus=None, seed=config.seed)
     console.print(f"a quarter million parameters in {model}")
 
-    console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns to write steps, and the habit of not doing so")
+    console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns to write the steps, and mostly to skip them")
     sft_began = time.monotonic()
     sft_trial = f"{config.trial_name}-sft"
     status = launch(
@@ -63,7 +63,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     sft_s = time.monotonic() - sft_began
     fine_tuned = RunFolder(run.path.with_name(sft_trial)).checkpoints / f"step_{sft_steps - 1}"
 
-    console.rule("[bold]3/3[/bold] asynchronous GRPO: it finds out that writing the steps pays")
+    console.rule("[bold]3/3[/bold] asynchronous GRPO: it discovers that writing the steps pays")
     rl_began = time.monotonic()
     status = launch(EXAMPLES / "gsm8k_grpo.py", [*argv, f"actor.path={fine_tuned}"])
     if status != 0:
@@ -111,7 +111,7 @@ def _show(console: Console, summary: dict[str, float]) -> None:
     table.add_column("after", justify="right", style="bold green")
     table.add_row("accuracy", f"{summary['accuracy_before']:.2f}", f"{summary['accuracy_after']:.2f}")
     tokens = (f"{summary[f'completion_tokens_{when}']:.0f}" for when in ("before", "after"))
-    table.add_row("tokens per answer", *tokens)
+    table.add_row("tokens per completion", *tokens)
     console.print(table)
     console.print(
         f"{summary['steps']:.0f} steps in {summary['rl_s']:.0f} s after {summary['sft_s']:.0f} s of fine-tuning; "

@@ -48,3 +48,10 @@ def test_a_config_that_can_not_run_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert torchrun.main([ENTRY, "--config", CONFIG, *words]) == 2
     assert "ConfigError" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_help_names_only_what_this_launcher_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        torchrun.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.endswith("exit status: 0 done, 2 config error") and "write the secret" in shown

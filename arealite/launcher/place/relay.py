@@ -269,11 +269,18 @@ def _gpus(devices: str | None) -> list[str]:
 
 def main() -> int:
     """Parse the command line and run one job."""
-    parser = argparse.ArgumentParser(prog="python -m arealite.launcher.place.relay", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m arealite.launcher.place.relay",
+        description="Run one job for a launcher that reaches this node only through srun or a Ray actor.",
+    )
     parser.add_argument("--toward", metavar="HOST", help="node that must reach this one; picks the interface")
     parser.add_argument("--devices", metavar="I,J,...", help="which of the visible GPUs the slot has; default is all")
     parser.add_argument(
-        "--watchdog", metavar="SECONDS", type=float, default=0.0, help="end when the launcher is silent for so long"
+        "--watchdog",
+        metavar="SECONDS",
+        type=float,
+        default=0.0,
+        help="end when the launcher is silent for this long; 0 never",
     )
     args = parser.parse_args()
     adopt_orphans()

@@ -4,7 +4,7 @@ It is the common launcher on the first node. A slot is a job step: srun starts a
 and stdout to us. Steps overlap, so each sees all that the job has on its node, and the plan alone says which GPUs it
 uses. A step whose srun ends loses its stdin and ends its job; the end of this program ends the whole allocation.
 
-When a node is lost, a run that may be started again goes on in the allocation if all nodes still answer.
+When a node is lost, a run that may be restarted continues in the allocation if all nodes still answer.
 Otherwise the job goes back into the queue (`scontrol requeue`), as Slurm itself does when it notices first. Invariant:
 only the newest start of a job may requeue it, since an older one can live on where Slurm has lost sight of it.
 """

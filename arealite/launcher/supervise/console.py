@@ -119,7 +119,7 @@ class Output:
                 self._console.line(line, prefix=self._prefix)
 
     def _write_log(self, text: str) -> None:
-        """Write to the log file; one that can't be written ends with a word about it, and the console goes on."""
+        """Write to the log file; one that can't be written ends with a line that says so, and the console continues."""
         try:
             self._log.write(text)
             self._log.flush()

@@ -36,7 +36,7 @@ from arealite.watchdog.stall import StallPolicy
 _SETUP_TIMEOUT_S = 600.0
 """Of fine-tuning, whose start is the loading of its model."""
 _LOCK_TIMEOUT_S = 5.0
-"""So long may the end of another launcher of the same run take."""
+"""How long another launcher of the same run may take to end."""
 EPILOG = (
     "exit status: 0 done, 2 config error, 3 a server ended, 4 the run stalled, 5 a node was lost, "
     "128 + n a signal, else the failed rank's"
@@ -60,12 +60,17 @@ class Backend:
 
 
 def parse(
-    argv: Sequence[str] | None, *, prog: str, description: str, flags: Mapping[str, str] | None = None
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str,
+    epilog: str = EPILOG,
+    flags: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
     """Parse the command line that all launchers have: entry, argv (of the entry) and dry_run; `flags` are more."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=EPILOG)
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
     parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
-    parser.add_argument("--config", metavar="FILE.yaml", required=True, help="experiment")
+    parser.add_argument("--config", metavar="FILE.yaml", required=True, help="config of the experiment")
     parser.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
     for flag, text in (flags or {}).items():
         parser.add_argument(flag, action="store_true", help=text)

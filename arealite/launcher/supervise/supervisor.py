@@ -2,8 +2,8 @@
 
 Where a job runs is its slot's business (see `place`). Servers and trainer start together, because both take seconds to
 import what they need. A server that ends before it was ready ends the run; one that ends later is started again, while
-the others go on serving. One event loop hears everything; only timeouts and the look for a stall are timed, everything
-else is an event.
+the others keep serving. One event loop runs it all; only timeouts and the stall watch are timed, everything else is an
+event.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class Supervisor:
             )
         return self._outputs[name]
 
-    # ExitReason
+    # Stopping
 
     def _take_signal(self, number: int) -> None:
         """End the run at the first signal, and without grace at the second."""
