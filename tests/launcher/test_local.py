@@ -66,6 +66,26 @@ def test_failing_rank_is_named_and_gives_its_status(launch_script):
     assert "    line 10\n" in report and "    line 29\n" in report and "line 9\n" not in report
 
 
+def test_a_rank_that_lost_its_peer_is_not_blamed_for_it(launch_script):
+    """A failing rank leaves the process group before it ends, so another one may end first."""
+    run = launch_script(
+        """
+        if os.environ["RANK"] == "0":
+            note("trainer-0")
+            sys.exit("RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+        wait_for("trainer-0")
+        first = pathlib.Path("/proc", (pathlib.Path(os.environ["PIDS"]) / "trainer-0").read_text())
+        while first.exists(): time.sleep(0.02)
+        print("ValueError: the cause")
+        sys.exit(7)
+        """,
+        *SFT,
+        "allocation_mode=d2",
+    )
+    assert run.end() == 7, run.output
+    assert "trainer-1 failed with exit status 7; its last 1 lines:\n    ValueError: the cause" in run.output
+
+
 def test_killed_rank_is_told_by_signal_name(launch_script):
     run = launch_script('print("bye"); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)', *SFT)
     assert run.end() == 137

@@ -40,6 +40,9 @@ _CLEAN_UP_S = 15.0
 _WORD_S = 10.0
 """Between two words on what is waited for."""
 _REFUSAL = re.compile(r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
+_LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|gloo/transport|NCCL communicator was aborted")
+_CAUSE_S = 5.0
+"""How long a rank that has lost its peer is not blamed, as the peer may still be writing its traceback."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -59,6 +62,11 @@ class ExitReason:
     def is_refusal(self) -> bool:
         """Whether the program said that it can't run as it is, so that starting it again would end alike."""
         return self.output is not None and any(_REFUSAL.match(line) for line in self.output.tail)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether a rank failed because its connection to another one ended."""
+        return self.output is not None and any(_LOST_PEER.search(line) for line in self.output.tail)
 
 
 @dataclass(frozen=True)
@@ -246,7 +254,7 @@ class Supervisor:
         return True
 
     async def _train(self, jobs: Sequence[tuple[Slot, Job]]) -> ExitReason:
-        """Run all ranks; the first failure counts."""
+        """Run all ranks; the first failure that no other rank caused counts."""
 
         async def run(slot: Slot, job: Job) -> ExitReason | None:
             try:
@@ -258,10 +266,17 @@ class Supervisor:
 
         ranks = [self._loop.create_task(run(slot, job)) for slot, job in jobs]
         try:
-            for rank in asyncio.as_completed(ranks):
-                if (failure := await rank) is not None:
-                    return failure
-            return ExitReason(0, "the trainer is done")
+            first, running = None, set(ranks)
+            while running:
+                timeout_s = None if first is None else _CAUSE_S
+                done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for failure in filter(None, (rank.result() for rank in done)):
+                    if not failure.is_consequence:
+                        return failure
+                    first = first or failure
+                if not done:
+                    break
+            return first or ExitReason(0, "the trainer is done")
         finally:
             for task in ranks:
                 task.cancel()
