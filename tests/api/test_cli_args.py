@@ -345,6 +345,17 @@ def test_name_resolve_is_no_longer_configured(tmp_path: Path, caplog: pytest.Log
     assert caplog.messages == [f"cluster.name_resolve {told}", f"rollout.name_resolve {told}"]
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("stats_logger.wandb=null", "stats_logger.trackio=null", "sglang=null", "launcher.slurm=null"),
+        *("gconfig.stop=null", "eval_gconfig.stop=null", "train_dataset.type=null"),
+    ],
+)
+def test_empty_blocks_and_nulls_of_the_original_are_the_defaults(tmp_path: Path, override: str) -> None:
+    assert load(tmp_path, MINIMAL, override) == load(tmp_path, MINIMAL)
+
+
 def test_embeddings_are_no_longer_untied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, MINIMAL, "rollout.untie_embeddings=false")
     assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["rollout.untie_embeddings"]

@@ -73,6 +73,9 @@ DEPRECATED = {
     ),
 }
 
+ONCE_NULL = ("*gconfig.stop", "*_dataset.type")
+"""Keys whose default was null; a stored config may spell it out."""
+
 
 def migrate(given: dict[str, Any], *, blocks: frozenset[str], leaves: frozenset[str]) -> dict[str, Any]:
     """Return what was given with old keys moved or dropped; today's keys (`blocks`, `leaves`) stay as they are."""
@@ -100,7 +103,8 @@ def _sort(
             kept[name] = {}
             _sort(value, f"{key}.", blocks, leaves, kept[name], moved)
         elif is_known:
-            kept[name] = value
+            if value is not None or not any(fnmatchcase(key, pattern) for pattern in ONCE_NULL):
+                kept[name] = value
         elif key in RENAMED:
             logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
             moved[key] = value

@@ -141,7 +141,7 @@ def _check_keys(
                 logger.warning("%s is left to the script. Did you mean %s?", f"{prefix}{name}", near[0])
         elif key.block is not None and isinstance(value, dict):
             _check_keys(source, value, f"{key.name}.", keys, ignore_unknown=ignore_unknown)
-        elif key.block is not None and value is None and not key.is_optional:
+        elif key.is_mapping and value is None and not key.is_optional:
             del values[name]
         elif value is not None and not _is_reference(value) and isinstance(value, dict) != key.is_mapping:
             raise ConfigError(f"{key.name} must be a {key.type_name}: got {value!r} {source.place}. Correct it there.")
