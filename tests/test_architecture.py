@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "inference": {"api", "utils", "rollout"},
     "engine": {"api", "utils", "algorithms", "inference.remote_engine", "inference.backends"},
     "weights": {"api", "utils", "engine", "inference"},
-    "workflow": {"api", "utils", "reward", "rollout.builder"},
+    "workflow": {"api", "utils", "reward"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
     "trainer": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),

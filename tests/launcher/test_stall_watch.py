@@ -71,7 +71,7 @@ def test_the_start_has_a_timeout_of_its_own_and_lines_are_progress(launch_script
     found = re.search(
         r"nothing has moved for (\d+) s, because of trainer-0 \(pid (\d+)\), which has not come", run.output
     )
-    assert found is not None and 7 <= int(found[1]) and int(found[2]) == pid
+    assert found is not None and int(found[1]) >= 7 and int(found[2]) == pid
 
 
 def test_servers_without_trainer_may_idle(launch_script):
