@@ -356,6 +356,12 @@ def test_empty_blocks_and_nulls_of_the_original_are_the_defaults(tmp_path: Path,
     assert load(tmp_path, MINIMAL, override) == load(tmp_path, MINIMAL)
 
 
+def test_a_misspelt_mode_of_a_logger_is_refused(tmp_path: Path) -> None:
+    told = refusal(tmp_path, MINIMAL, "stats_logger.wandb.mode=ofline")
+    assert "stats_logger.wandb.mode must be one of disabled, online, offline, shared: got ofline" in told
+    assert load(tmp_path, MINIMAL, "stats_logger.wandb.mode=offline").stats_logger.wandb["mode"] == "offline"
+
+
 def test_embeddings_are_no_longer_untied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, MINIMAL, "rollout.untie_embeddings=false")
     assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["rollout.untie_embeddings"]

@@ -10,6 +10,7 @@ import logging
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig
 from arealite.api.config.launcher import ClusterSpecConfig
+from arealite.api.config.loggers import LOGGER_MODES, StatsLoggerConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import ALL_TOKENS, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.errors import ConfigError
@@ -22,6 +23,16 @@ def require(holds: bool, sentence: str) -> None:
     """Raise ConfigError with a sentence that does not hold."""
     if not holds:
         raise ConfigError(sentence)
+
+
+def check_loggers(loggers: StatsLoggerConfig) -> None:
+    """A misspelt mode would only fail once models and servers are loaded."""
+    for service, modes in LOGGER_MODES.items():
+        mode = getattr(loggers, service).get("mode", "disabled")
+        require(
+            mode in modes,
+            f"stats_logger.{service}.mode must be one of {', '.join(modes)}: got {mode}. Correct it.",
+        )
 
 
 def check_schedule(

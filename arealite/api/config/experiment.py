@@ -106,6 +106,7 @@ class BaseExperimentConfig(ConfigBase):
     def validate(self) -> None:
         """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
         rollout, mode = self.rollout, self.allocation
+        checks.check_loggers(self.stats_logger)
         checks.check_schedule(self.recover, self.evaluator, self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         if rollout is not None and mode is not None and mode.gen_backend is not None:

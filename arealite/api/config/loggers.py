@@ -7,6 +7,13 @@ from typing import Any
 
 from arealite.api.config.types import ConfigBase, Folder, Name, PositiveInt
 
+LOGGER_MODES = {
+    "wandb": ("disabled", "online", "offline", "shared"),
+    "swanlab": ("disabled", "local", "cloud", "offline"),
+    "trackio": ("disabled", "online"),
+}
+"""Values of `mode` of each service."""
+
 
 @dataclass
 class TensorBoardConfig(ConfigBase):
