@@ -18,6 +18,9 @@ settings.register_profile("fixed", untimed, derandomize=True, database=None, max
 settings.register_profile("explore", untimed, max_examples=1000, print_blob=True)
 settings.load_profile("fixed")  # `make test-explore` passes --hypothesis-profile explore
 
+# torch looks up the name of every peer that it connects to, which takes the resolver 5 s if its packet is lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # A shell that starts pytest in the background ignores SIGINT, and what a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
