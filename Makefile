@@ -38,7 +38,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 quickstart: install            ## train a tiny model by asynchronous GRPO, in minutes, on a CPU
 	$(VENV)/bin/arealite quickstart $(ARGS)
 
-test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 6 minutes on 2 quiet cores)
+test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
 test-explore: $(VENV)/.installed-dev            ## run the property-based tests on new random examples, 20 times as many (15 minutes)
