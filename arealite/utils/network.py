@@ -28,12 +28,6 @@ def port_of(holder: socket.socket) -> int:
     return port
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """Return a port that is free now, for a server that binds it at once in this process."""
-    with hold_port(host) as holder:
-        return port_of(holder)
-
-
 def host_ip(toward: str = "192.0.2.1") -> str:
     """Return the address by which `toward`, or other nodes, reach this one; loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from testing_ports import held_port
 from testing_quickstart import CHAT_TEMPLATE, WORD_PROBLEMS, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +23,6 @@ from arealite.cli.check.findings import Finding, Findings
 from arealite.cli.check.memory import plan_memory
 from arealite.cli.main import main
 from arealite.utils.memory_plan import ModelShape
-from arealite.utils.network import free_port
 
 torch.set_num_threads(1)
 CONFIG = f"""
@@ -291,7 +291,7 @@ def test_servers_of_someone_else(check, tiny) -> None:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        up, down = f"127.0.0.1:{server.server_port}", f"127.0.0.1:{free_port()}"
+        up, down = f"127.0.0.1:{server.server_port}", f"127.0.0.1:{held_port()}"
         status, shown = check(tiny, f"rollout.server_addrs=[{up},{down}]")
     finally:
         server.shutdown()

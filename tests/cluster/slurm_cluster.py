@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from arealite.utils.network import free_port
+from arealite.utils.network import hold_port, port_of
 from arealite.utils.processes import die_with_parent, is_alive, send_signal, wait_gone
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -152,7 +152,7 @@ class SlurmCluster:
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        lines = [_CONF.format(folder=self.folder, host=host, port=free_port())]
+        lines = [_CONF.format(folder=self.folder, host=host, port=_free_port())]
         gres = []
         if self._gpus:
             lines.append("GresTypes=gpu")
@@ -165,7 +165,7 @@ class SlurmCluster:
             (self.folder / "gres.conf").write_text("\n".join(gres) + "\n")
         has = f"CPUs={self._cpus} RealMemory=64000 State=UNKNOWN" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
         lines += [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} {has}" for node in self.nodes
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} {has}" for node in self.nodes
         ]
         lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -196,3 +196,9 @@ class SlurmCluster:
                 logs = "".join(path.read_text()[-2000:] for path in self.folder.glob("*.out"))
                 raise RuntimeError(f"waited for {what}; ended: {ended or 'none'}\n{logs}")
             time.sleep(0.05)
+
+
+def _free_port() -> int:
+    """Return a port that is free now: Slurm's daemons bind it themselves."""
+    with hold_port() as holder:
+        return port_of(holder)

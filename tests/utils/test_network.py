@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from arealite.utils.network import address_toward, free_port, hold_port, host_ip, interface_of, port_of
+from arealite.utils.network import address_toward, hold_port, host_ip, interface_of, port_of
 
 
 def test_a_held_port_is_usable_by_its_user_only():
@@ -36,11 +36,6 @@ def test_nobody_is_given_a_held_port():
     finally:
         for holder in holders:
             holder.close()
-
-
-def test_a_free_port_can_be_bound():
-    with socket.create_server(("127.0.0.1", free_port())):
-        pass
 
 
 def test_host_ip_is_an_address_of_this_host():
