@@ -356,6 +356,15 @@ def test_empty_blocks_and_nulls_of_the_original_are_the_defaults(tmp_path: Path,
     assert load(tmp_path, MINIMAL, override) == load(tmp_path, MINIMAL)
 
 
+def test_old_keys_are_not_looked_for_among_the_options_of_other_programs(tmp_path: Path) -> None:
+    options = {"backend": "x", "optimizer": {"offload": True}}
+    overrides = ("sglang.backend=x", "sglang.optimizer.offload=true", "stats_logger.wandb.backend=x")
+    config = load(tmp_path, MINIMAL, *overrides)
+    assert config.sglang == options and config.stats_logger.wandb["backend"] == "x"
+    told = refusal(tmp_path, MINIMAL, "stats_logger.swanlab.api_key=secret")
+    assert "stats_logger.swanlab.api_key must be None" in told
+
+
 def test_a_misspelt_mode_of_a_logger_is_refused(tmp_path: Path) -> None:
     told = refusal(tmp_path, MINIMAL, "stats_logger.wandb.mode=ofline")
     assert "stats_logger.wandb.mode must be one of disabled, online, offline, shared: got ofline" in told
@@ -400,19 +409,25 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("seed=yes", "seed must be an integer: got True. Change it on the command line."),
-        ("seed=1.5", "seed must be an integer: got 1.5."),
-        ("gconfig.greedy=1", "gconfig.greedy must be true or false: got 1."),
+        ("seed=yes", "seed must be a valid integer: got True. Change it on the command line."),
+        ("seed=1.5", "seed must be a valid integer: got 1.5."),
+        ("gconfig.greedy=1", "gconfig.greedy must be a valid boolean: got 1."),
         ("actor.optimizer.lr=true", "actor.optimizer.lr must be a number, not true or false: got True."),
-        ("actor.optimizer.lr=fast", "actor.optimizer.lr must be a number: got 'fast'."),
+        (
+            "actor.optimizer.lr=fast",
+            "actor.optimizer.lr must be a valid number, unable to parse string as a number: got 'fast'.",
+        ),
         ("actor.reward_clip=.inf", "actor.reward_clip must be less than inf: got inf."),
         ("actor.reward_bias=.nan", "actor.reward_bias must be greater than -inf: got nan."),
         ("actor.eps_clip=1", "actor.eps_clip must be less than 1: got 1."),
         ("actor.c_clip=1", "actor.c_clip must be greater than 1: got 1."),
         ("actor.mb_spec.max_tokens_per_mb=0", "actor.mb_spec.max_tokens_per_mb must be greater than 0: got 0."),
-        ("actor.optimizer.warmup_steps_proportion=1.1", "actor.optimizer.warmup_steps_proportion must be at most 1"),
+        (
+            "actor.optimizer.warmup_steps_proportion=1.1",
+            "actor.optimizer.warmup_steps_proportion must be less than or equal to 1",
+        ),
         ("actor.dtype=fp16", "actor.dtype must be 'float32', 'bfloat16' or 'float16': got 'fp16'."),
-        ("gconfig.stop=a", "gconfig.stop must be a list: got 'a'."),
+        ("gconfig.stop=a", "gconfig.stop must be a valid list: got 'a'."),
         ("rollout.server_addrs=a", "rollout.server_addrs must be host:port or http://host:port: got 'a'."),
         ("launcher.trainer_env_vars=A", "launcher.trainer_env_vars must be written as A=1,B=2: got 'A'."),
         ("trial_name=a/b", "trial_name must be made of letters"),

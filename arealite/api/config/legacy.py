@@ -7,11 +7,14 @@ the value that we implement.
 from __future__ import annotations
 
 import logging
+import operator
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from arealite.api.config.schema import ConfigKey
 from arealite.api.errors import ConfigError
 
 logger = logging.getLogger("arealite.config")
@@ -38,7 +41,7 @@ RENAMED = {
     for old, new in {"lr": "optimizer.lr", "mb_spec.max_tokens_per_gpu": "mb_spec.max_tokens_per_mb"}.items()
 }
 
-_OPTIMIZER = DeprecatedKey("compute is bfloat16 or float32, whose losses are not scaled")
+_LOSS_SCALE = DeprecatedKey("compute is bfloat16 or float32, whose losses are not scaled")
 _NAME_RESOLVE = DeprecatedKey("the run itself is the registry of its servers")
 
 DEPRECATED = {
@@ -60,10 +63,9 @@ DEPRECATED = {
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
     "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
     "*.optimizer.offload": DeprecatedKey("fsdp.offload_params offloads the optimizer with the parameters", (False,)),
-    "*.optimizer.initial_loss_scale": _OPTIMIZER,
-    "*.optimizer.min_loss_scale": _OPTIMIZER,
-    "*.optimizer.loss_scale_window": _OPTIMIZER,
-    "*.optimizer.hysteresis": _OPTIMIZER,
+    **dict.fromkeys(
+        ("*.optimizer.*_loss_scale", "*.optimizer.loss_scale_window", "*.optimizer.hysteresis"), _LOSS_SCALE
+    ),
     "*gconfig.frequency_penalty": DeprecatedKey("the trainer could not reproduce such logprobs", (0, None)),
     "*_dataset.pin_memory": DeprecatedKey("engines move batches to their device themselves"),
     "*_dataset.num_workers": DeprecatedKey("data sets are read whole into memory"),
@@ -77,43 +79,35 @@ ONCE_NULL = ("*gconfig.stop", "*_dataset.type")
 """Keys whose default was null; a stored config may spell it out."""
 
 
-def migrate(given: dict[str, Any], *, blocks: frozenset[str], leaves: frozenset[str]) -> dict[str, Any]:
-    """Return what was given with old keys moved or dropped; today's keys (`blocks`, `leaves`) stay as they are."""
-    kept: dict[str, Any] = {}
+def migrate(given: dict[str, Any], keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
+    """Return what was given with old keys moved or dropped; today's `keys` stay as they are."""
     moved: dict[str, Any] = {}
-    _sort(given, "", blocks, leaves, kept, moved)
+    kept = _sort(given, "", keys, moved)
     for old, value in moved.items():
         _put(kept, RENAMED[old], value, old)
     return kept
 
 
-def _sort(
-    block: dict[str, Any],
-    prefix: str,
-    blocks: frozenset[str],
-    leaves: frozenset[str],
-    kept: dict[str, Any],
-    moved: dict[str, Any],
-) -> None:
-    """Sort the keys of a block into those kept, in place, and those moved, by dotted name."""
+def _sort(block: dict[str, Any], prefix: str, keys: Mapping[str, ConfigKey], moved: dict[str, Any]) -> dict[str, Any]:
+    """Return what stays in a block, and put what moves into `moved`, by dotted name."""
+    kept: dict[str, Any] = {}
+    is_passed_through = bool(prefix) and keys[prefix[:-1]].block is None
+    matches = operator.eq if is_passed_through else fnmatchcase  # `backend` may be an option of a server
     for name, value in block.items():
         key = f"{prefix}{name}"
-        is_known = key in blocks or key in leaves
-        if is_known and isinstance(value, dict):
-            kept[name] = {}
-            _sort(value, f"{key}.", blocks, leaves, kept[name], moved)
-        elif is_known:
+        if key in keys and isinstance(value, dict):
+            kept[name] = _sort(value, f"{key}.", keys, moved)
+        elif key in keys:
             if value is not None or not any(fnmatchcase(key, pattern) for pattern in ONCE_NULL):
                 kept[name] = value
         elif key in RENAMED:
             logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
             moved[key] = value
+        elif deprecated := next((entry for pattern, entry in DEPRECATED.items() if matches(key, pattern)), None):
+            _drop(key, value, deprecated)
         else:
-            deprecated = next((entry for pattern, entry in DEPRECATED.items() if fnmatchcase(key, pattern)), None)
-            if deprecated is None:
-                kept[name] = value
-            else:
-                _drop(key, value, deprecated)
+            kept[name] = value
+    return kept
 
 
 def _drop(key: str, value: Any, deprecated: DeprecatedKey) -> None:

@@ -12,14 +12,14 @@ import difflib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from arealite.api.config.legacy import migrate
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
@@ -40,14 +40,9 @@ class Experiment(Protocol):
 
 ConfigT = TypeVar("ConfigT", bound=Experiment)
 Tree = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Values from one place, so that an error can name the place."""
-
-    place: str
-    values: Tree
+Keys = dict[str, ConfigKey]
+Sources = dict[str, Tree]
+"""Values by the place that they were given in, which an error names; later ones win."""
 
 
 def load_expr_config(
@@ -60,19 +55,13 @@ def load_expr_config(
     """
     config_file, overrides = _split_arguments(argv, config_cls)
     keys = {key.name: key for key in config_keys(config_cls)}
-    blocks = frozenset(name for name, key in keys.items() if key.block)
-    sources = [
-        _Source(place, migrate(values, blocks=blocks, leaves=frozenset(keys) - blocks))
-        for place, values in (
-            (f"in {config_file}", _read_yaml(config_file)),
-            ("on the command line", _read_overrides(overrides)),
-        )
-    ]
-    for source in sources:
-        _check_keys(source, source.values, "", keys, ignore_unknown=ignore_unknown)
-    given = _merge(*(source.values for source in sources))
-    values = _resolve(config_cls, given, keys, config_file)
-    config = _validate(config_cls, _only_known(values, "", keys), keys, sources)
+    sources = {
+        f"in {config_file}": migrate(_read_yaml(config_file), keys),
+        "on the command line": migrate(_read_overrides(overrides), keys),
+    }
+    for place, values in sources.items():
+        _check_keys(values, "", place, keys, ignore_unknown=ignore_unknown)
+    config = _validate(config_cls, _resolve(config_cls, _merge(*sources.values()), keys, config_file), keys, sources)
     config.validate()
     return config, config_file
 
@@ -126,44 +115,42 @@ def _read_overrides(overrides: list[str]) -> Tree:
     return cast(Tree, OmegaConf.to_container(config))
 
 
-def _check_keys(
-    source: _Source, values: Tree, prefix: str, keys: dict[str, ConfigKey], *, ignore_unknown: bool
-) -> None:
+def _check_keys(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_unknown: bool) -> None:
     """Refuse unknown keys, and plain values in place of blocks and vice versa; drop empty blocks."""
     is_open = ignore_unknown and (not prefix or getattr(keys[prefix[:-1]].block, "IS_EXTENDED", False))
-    siblings = [key.name for key in keys.values() if key.parent == prefix[:-1]]
     for name, value in list(values.items()):
         key = keys.get(f"{prefix}{name}")
         if key is None:
-            if not is_open:
-                raise ConfigError(_unknown(f"{prefix}{name}", source, keys))
-            if near := difflib.get_close_matches(f"{prefix}{name}", siblings, n=1, cutoff=0.8):
-                logger.warning("%s is left to the script. Did you mean %s?", f"{prefix}{name}", near[0])
+            _judge_unknown(f"{prefix}{name}", place, keys, is_open=is_open)
         elif key.block is not None and isinstance(value, dict):
-            _check_keys(source, value, f"{key.name}.", keys, ignore_unknown=ignore_unknown)
+            _check_keys(value, f"{key.name}.", place, keys, ignore_unknown=ignore_unknown)
         elif key.is_mapping and value is None and not key.is_optional:
             del values[name]
         elif value is not None and not _is_reference(value) and isinstance(value, dict) != key.is_mapping:
-            raise ConfigError(f"{key.name} must be a {key.type_name}: got {value!r} {source.place}. Correct it there.")
+            raise ConfigError(f"{key.name} must be a {key.type_name}: got {value!r} {place}. Correct it there.")
 
 
-def _unknown(name: str, source: _Source, keys: dict[str, ConfigKey]) -> str:
-    """Explain an unknown key by the known ones that are nearest."""
+def _judge_unknown(name: str, place: str, keys: Keys, *, is_open: bool) -> None:
+    """Refuse an unknown key, or warn of a typo where the script may know the key; suggest the nearest known ones."""
     parent, _, leaf = name.rpartition(".")
     siblings = [key.name for key in keys.values() if key.parent == parent]
-    same_leaf = [key.name for key in keys.values() if key.leaf == leaf]
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7) or same_leaf[:3]
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8 if is_open else 0.7)
+    if is_open:
+        if near:
+            logger.warning("%s is left to the script. Did you mean %s?", name, near[0])
+        return
+    near = near or [key.name for key in keys.values() if key.leaf == leaf][:3]
     near = near or difflib.get_close_matches(name, keys, n=1)
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Remove it, or use one of {', '.join(siblings)}."
     experiment = next(iter(keys.values())).owner.__name__
-    return f"{name} must be a key of {experiment}: got it {source.place}. {hint}"
+    raise ConfigError(f"{name} must be a key of {experiment}: got it {place}. {hint}")
 
 
 def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _resolve(config_cls: type[Experiment], given: DictConfig, keys: dict[str, ConfigKey], config_file: str) -> Tree:
+def _resolve(config_cls: type[Experiment], given: DictConfig, keys: Keys, config_file: str) -> Tree:
     """Lay what was given over the defaults, fill in keys that follow others, and resolve references."""
     raw_given = cast(Tree, OmegaConf.to_container(given))
     defaults = dataclasses.asdict(cast(Any, config_cls()))
@@ -174,14 +161,18 @@ def _resolve(config_cls: type[Experiment], given: DictConfig, keys: dict[str, Co
     merged = _merge(defaults, given)
     raw_merged = cast(Tree, OmegaConf.to_container(merged))
     for name, source in config_cls.DEFAULTS_FROM.items():
+        is_given = _lookup(raw_given, name) is not _ABSENT
         is_block_absent = any(raw_merged[key.partition(".")[0]] is None for key in (name, source))
-        is_mandatory = _lookup(defaults, name) == MISSING
-        if _has(raw_given, name) or is_block_absent or (is_mandatory and not _has(raw_given, source)):
-            continue
-        OmegaConf.update(merged, name, f"${{{source}}}", merge=False)
-    _refuse_missing(cast(Tree, OmegaConf.to_container(merged)), "", keys, config_file)
+        is_left_missing = _lookup(defaults, name) == MISSING and _lookup(raw_given, source) is _ABSENT
+        if not (is_given or is_block_absent or is_left_missing):
+            OmegaConf.update(merged, name, f"${{{source}}}", merge=False)
+    raw_merged = cast(Tree, OmegaConf.to_container(merged))
+    for key in keys.values():
+        if _lookup(raw_merged, key.name) == MISSING:
+            fix = f"Set it in {config_file} or add {key.name}=... to the command."
+            raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
     try:
-        return cast(Tree, OmegaConf.to_container(merged, resolve=True))
+        return cast(Tree, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise _bad_reference(error) from error
 
@@ -199,97 +190,40 @@ def _bad_reference(error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(f"{error.full_key} must refer to keys that exist: got {first_line}. Correct the ${{...}}.")
 
 
+_ABSENT = object()
+
+
 def _lookup(tree: Tree, name: str) -> Any:
-    """Return what stands at a dotted key, or None; the tree itself for the empty name."""
+    """Return what stands at a dotted key, or a reference in place of one of its blocks; `_ABSENT` if nothing does."""
     node: Any = tree
     for part in filter(None, name.split(".")):
-        node = node.get(part) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            return node if _is_reference(node) else _ABSENT
+        node = node.get(part, _ABSENT)
     return node
 
 
-def _has(tree: Tree, name: str) -> bool:
-    """Return whether a dotted key was given, by itself or by a reference in place of its block."""
-    node: Any = tree
-    for part in name.split("."):
-        if not isinstance(node, dict):
-            return _is_reference(node)
-        if part not in node:
-            return False
-        node = node[part]
-    return True
-
-
-def _refuse_missing(tree: Tree, prefix: str, keys: dict[str, ConfigKey], config_file: str) -> None:
-    """Refuse keys that must be given and were not."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            _refuse_missing(value, f"{key}.", keys, config_file)
-        elif value == MISSING:
-            doc = keys[key].doc if key in keys else ""
-            raise ConfigError(
-                f"{key} must be given: got nothing. Set it in {config_file} or add {key}=... to the command. ({doc})"
-            )
-
-
-def _only_known(values: Tree, prefix: str, keys: dict[str, ConfigKey]) -> Tree:
-    """Leave out unknown keys; without `ignore_unknown` there are none by now."""
-    known = {name: value for name, value in values.items() if f"{prefix}{name}" in keys}
-    return {
-        name: _only_known(value, f"{prefix}{name}.", keys)
-        if isinstance(value, dict) and keys[f"{prefix}{name}"].block
-        else value
-        for name, value in known.items()
-    }
-
-
-def _validate(config_cls: type[ConfigT], values: Tree, keys: dict[str, ConfigKey], sources: list[_Source]) -> ConfigT:
-    """Check types and ranges."""
+def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sources) -> ConfigT:
+    """Check types and ranges; explain what pydantic found once, not again for keys that follow a wrong one."""
     try:
         return TypeAdapter(config_cls).validate_python(values)
     except ValidationError as error:
-        problems = {_key_of(cast(Tree, problem), keys): cast(Tree, problem) for problem in error.errors()}
-        raise ConfigError("\n".join(_explain(problems, config_cls.DEFAULTS_FROM, keys, sources))) from error
+        problems = {_key_of(problem, keys): problem for problem in error.errors()}
+        lines = []
+        for name, problem in problems.items():
+            place = next((p for p, given in reversed(sources.items()) if _lookup(given, name) is not _ABSENT), None)
+            source = config_cls.DEFAULTS_FROM.get(name)
+            if place is None and source in problems:
+                continue
+            rule = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            change = f"Change it {place}." if place else f"It follows {source or 'its default'}; set it itself."
+            doc = f" ({keys[name].doc})" if name in keys else ""
+            lines.append(f"{name} must be {rule}: got {problem['input']!r}. {change}{doc}")
+        raise ConfigError("\n".join(lines)) from error
 
 
-def _key_of(problem: Tree, keys: dict[str, ConfigKey]) -> str:
+def _key_of(problem: ErrorDetails, keys: Keys) -> str:
     """Map a pydantic error to the deepest config key on its path."""
     parts = [str(part) for part in problem["loc"]]
     prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next((prefix for prefix in prefixes if prefix in keys), prefixes[0])
-
-
-_RULES = {
-    "int_type": "be an integer",
-    "int_parsing": "be an integer",
-    "int_from_float": "be an integer",
-    "float_type": "be a number",
-    "float_parsing": "be a number",
-    "bool_type": "be true or false",
-    "string_type": "be text",
-    "list_type": "be a list",
-    "dict_type": "be a block of keys",
-    "dataclass_type": "be a block of keys",
-    "literal_error": "be {expected}",
-    "greater_than": "be greater than {gt}",
-    "greater_than_equal": "be at least {ge}",
-    "less_than": "be less than {lt}",
-    "less_than_equal": "be at most {le}",
-    "value_error": "be {error}",
-}
-
-
-def _explain(
-    problems: dict[str, Tree], defaults_from: dict[str, str], keys: dict[str, ConfigKey], sources: list[_Source]
-) -> Iterator[str]:
-    """Explain what pydantic found, once: not again for keys that follow a wrong one."""
-    for name, problem in problems.items():
-        place = next((source.place for source in reversed(sources) if _has(source.values, name)), None)
-        if place is None and defaults_from.get(name) in problems:
-            continue
-        rule = _RULES.get(problem["type"], f"be valid ({problem['msg']})").format(**problem.get("ctx", {}))
-        change = (
-            f"Change it {place}." if place else f"It follows {defaults_from.get(name, 'its default')}; set it itself."
-        )
-        doc = f" ({keys[name].doc})" if name in keys else ""
-        yield f"{name} must {rule}: got {problem['input']!r}. {change}{doc}"

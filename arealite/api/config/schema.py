@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,27 +111,19 @@ def _in_words(hint: Any) -> str:
 
 @functools.cache
 def _docs(config_cls: type) -> dict[str, str]:
-    """Collect the strings under the fields of a class and its bases; subclasses win."""
+    """Collect the strings under the fields of a class and its bases, of which the subclass wins.
+
+    A class without source has none.
+    """
     docs: dict[str, str] = {}
-    for cls in reversed(config_cls.__mro__):
-        docs |= _module_docs(cls.__module__).get(cls.__name__, {})
-    return docs
-
-
-@functools.cache
-def _module_docs(module: str) -> dict[str, dict[str, str]]:
-    """Read a module's source: class name -> field name -> the string under it. Empty where there is no source."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError):
-        return {}
-    return {node.name: _class_docs(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-
-
-def _class_docs(node: ast.ClassDef) -> dict[str, str]:
-    docs = {}
-    for statement, below in itertools.pairwise(node.body):
-        match statement, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                docs[name] = " ".join(doc.split())
+    for cls in filter(dataclasses.is_dataclass, reversed(config_cls.__mro__)):
+        try:
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        except (OSError, TypeError):
+            continue
+        assert isinstance(node, ast.ClassDef)
+        for statement, below in itertools.pairwise(node.body):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[name] = " ".join(doc.split())
     return docs

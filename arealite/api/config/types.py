@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict
 
 @dataclass
 class ConfigBase:
-    """Base of all config classes: unknown keys are errors, and a number may stand for a string (`trial_name=0`)."""
+    """Base of all config classes. A number may stand for a string (`trial_name=0`); the loader judges unknown keys."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
     IS_EXTENDED: ClassVar[bool] = False
     """Whether experiments add keys to this block, which launchers leave to the script."""
 
