@@ -32,16 +32,15 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def identity(pid: int) -> str:
+def identity(pid: int) -> str | None:
     """Name a living process so that no later one of the same pid is taken for it: `<pid>-<start in clock ticks>`.
 
     psutil knows the start only by the wall clock, which may be set while we run.
     """
-    try:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        raise ProcessLookupError(pid) from None
-    return f"{pid}-{fields[19]}"
+        return f"{pid}-{fields[19]}"
+    return None
 
 
 @functools.cache

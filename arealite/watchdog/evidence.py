@@ -1,8 +1,8 @@
 """What a stalled run looks like: its processes, their stacks, what each waits for, the servers, the disk.
 
-Nothing here needs the cooperation of a process that is stuck: the kernel tells its state, a signal that is answered
-in C makes our own processes write their stacks (see `utils.heartbeat`), py-spy, if it is installed, reads those of
-others. Every look has a deadline. What it means is judged in `verdict`.
+Nothing here needs the cooperation of a stuck process: the kernel tells its state, our own processes write their stacks
+on a signal that is answered in C (`utils.heartbeat`), py-spy, if installed, reads those of others. Every look has a
+deadline. What it means is judged in `verdict`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,13 +61,7 @@ class Progress:
     main_thread: int
     waits: tuple[Wait, ...] = ()
     reports: Mapping[str, Any] = field(default_factory=dict)
-    status: Mapping[str, Any] = field(default_factory=dict)
-    """How far the run is, for its user."""
-
-    @property
-    def main_wait(self) -> Wait | None:
-        """What the main thread waits for."""
-        return next((wait for wait in self.waits if wait.is_main), None)
+    status: Mapping[str, Any] = field(default_factory=dict)  # how far the run is, for its user
 
 
 @dataclass(frozen=True)
@@ -76,12 +70,29 @@ class Process:
 
     name: str
     pid: int
-    state: str
-    """As psutil spells it; `unknown` on another node."""
+    state: str  # as psutil spells it; `unknown` on another node
     cpu_share: float
     command: str
     progress: Progress | None = None
     stacks: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """What its threads wait for."""
+        return self.progress.waits if self.progress else ()
+
+    @property
+    def wait(self) -> Wait | None:
+        """What the main thread waits for."""
+        return next((wait for wait in self.waits if wait.is_main), None)
+
+    @property
+    def moved(self) -> float | None:
+        """When its counter last moved, if it publishes one."""
+        return self.progress.moved if self.progress else None
 
     def main_stack(self) -> list[SourceLine]:
         """Return the stack of the main thread, innermost line first; of a foreign process that of its last one."""
@@ -110,14 +121,12 @@ class ServerState:
 class Evidence:
     """All that was collected."""
 
-    now: float
-    """Monotonic, as all times here."""
+    now: float  # monotonic, as all times here
     stalled_s: float
     processes: Sequence[Process]
     servers: Sequence[ServerState]
     disk: str
-    expected: Sequence[str] = ()
-    """Names of the processes that should publish."""
+    expected: Sequence[str] = ()  # names of the processes that should publish
 
     def publishing(self, prefix: str = "") -> list[Process]:
         """Return the processes that publish under a name that begins so."""
@@ -125,15 +134,12 @@ class Evidence:
 
 
 def read_progress(folder: Path, name: str = "*") -> dict[str, Progress]:
-    """Return what living processes publish, by identity; whether those of other nodes live can't be seen from here.
-
-    Their clocks are not ours: what they told counts as told now.
-    """
+    """Return what living processes publish, by identity; those of other nodes count as alive, and as told just now."""
     found: dict[str, Progress] = {}
     for path in sorted(folder.glob(f"{name}.*.json")):
         *_, host, process, _ = path.name.split(".")
         is_here = host == machine()
-        if is_here and process != _identity(int(process.partition("-")[0])):
+        if is_here and process != identity(int(process.partition("-")[0])):
             continue
         if (progress := _read(path)) is not None:
             found[process if is_here else f"{host}.{process}"] = progress if is_here else _told_now(progress)
@@ -148,31 +154,20 @@ def collect(
     with ThreadPoolExecutor(max_workers=max(1, len(servers))) as pool:
         answers = [pool.submit(_ask, name, address, secret) for name, address in servers.items()]
         told = {one.pid for process, one in progress.items() if "." not in process}  # also started by Ray or Slurm
-        pids = [*descendants(os.getpid())]
+        pids = descendants(os.getpid())
         pids += sorted(told - set(pids))
-        cpu_before, looked = {pid: _cpu_seconds(pid) for pid in pids}, time.monotonic()
+        looked = list(_opened(pids))
         stacks, names = _stacks(logs / "stacks", pids)
-        elapsed_s = time.monotonic() - looked
         processes = []
-        for pid in pids:
-            with contextlib.suppress(psutil.Error), (process := psutil.Process(pid)).oneshot():
-                published = progress.get(_identity(pid) or "")
-                processes.append(
-                    Process(
-                        name=published.name if published else names.get(pid) or _name(process),
-                        pid=pid,
-                        state=process.status(),
-                        cpu_share=(_cpu_seconds(pid) - cpu_before[pid]) / elapsed_s,
-                        command=shlex.join(process.cmdline()),
-                        progress=published,
-                        stacks=stacks.get(pid, ""),
-                    )
-                )
-        processes += [
-            Process(one.name, one.pid, "unknown", 0.0, "on another node", one)
-            for process, one in progress.items()
-            if "." in process
-        ]
+        for process in looked:
+            with contextlib.suppress(psutil.Error), process.oneshot():
+                pid, cpu_share, state = process.pid, process.cpu_percent() / 100, process.status()
+                published = progress.get(identity(pid) or "")
+                name = published.name if published else names.get(pid) or _name(process)
+                command = shlex.join(process.cmdline())
+                processes.append(Process(name, pid, state, cpu_share, command, published, stacks.get(pid, "")))
+        elsewhere = [one for process, one in progress.items() if "." in process]
+        processes += [Process(one.name, one.pid, "unknown", 0.0, "on another node", one) for one in elsewhere]
         states = [answer.result() for answer in answers]
     return Evidence(time.monotonic(), stalled_s, processes, states, free_space(logs), expected)
 
@@ -190,50 +185,37 @@ def stacks_of(text: str) -> dict[int, list[SourceLine]]:
 
 
 def _read(path: Path) -> Progress | None:
-    """Read a file that is being rewritten in place."""
-    for _ in range(3):
+    for _ in range(3):  # it is being rewritten in place
         with contextlib.suppress(ValueError, KeyError, TypeError):
             state = json.loads(path.read_text(encoding="utf-8"))
-            waits = tuple(Wait(**wait) for wait in state.pop("waits"))
-            return Progress(**state, waits=waits)
+            return Progress(**state | {"waits": tuple(Wait(**wait) for wait in state["waits"])})
         time.sleep(0.005)
     return None
 
 
 def _told_now(progress: Progress) -> Progress:
-    """Move the times of another node to our clock."""
-    shift = time.monotonic() - progress.published
+    shift = time.monotonic() - progress.published  # from the clock of another node to ours
     waits = tuple(replace(wait, since=wait.since + shift) for wait in progress.waits)
     return replace(progress, moved=progress.moved + shift, published=progress.published + shift, waits=waits)
 
 
-def _identity(pid: int) -> str | None:
-    with contextlib.suppress(ProcessLookupError):
-        return identity(pid)
-    return None
-
-
 def _stacks(folder: Path, pids: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
     """Return stacks and names of the processes that write their own, and the stacks of others."""
-    files: dict[int, Path] = {}
-    for pid in pids:
-        if catches(pid, STACKS_SIGNAL):  # it would end others, also one that is just ending
-            files.update((pid, path) for path in folder.glob(f"*.{_identity(pid)}.txt"))
-    sizes = {pid: path.stat().st_size for pid, path in files.items()}
+    answering = [pid for pid in pids if catches(pid, STACKS_SIGNAL)]  # it would end others, also one just ending
+    files = {pid: path for pid in answering for path in folder.glob(f"*.{identity(pid)}.txt")}
+    before = {pid: path.stat().st_size for pid, path in files.items()}
     for pid in files:
         send_signal(pid, STACKS_SIGNAL)
     spy = shutil.which("py-spy")
     stacks = {pid: _spied(spy, pid) for pid in pids if pid not in files} if spy else {}
-    deadline = time.monotonic() + _STACKS_S
-    answered: dict[int, int] = {}
+    deadline, last = time.monotonic() + _STACKS_S, before
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        grown = {pid: path.stat().st_size for pid, path in files.items()}
-        if grown == answered and all(grown[pid] > sizes[pid] for pid in files):
+        sizes = {pid: path.stat().st_size for pid, path in files.items()}
+        if sizes == last and all(sizes[pid] > before[pid] for pid in files):
             break
-        answered = grown
-    for pid, path in files.items():
-        stacks[pid] = path.read_bytes()[sizes[pid] :].decode(errors="replace")
+        last = sizes
+    stacks |= {pid: path.read_bytes()[before[pid] :].decode(errors="replace") for pid, path in files.items()}
     return stacks, {pid: path.name.partition(".")[0] for pid, path in files.items()}
 
 
@@ -253,12 +235,13 @@ def _ask(name: str, address: str, secret: str | None) -> ServerState:
         return ServerState(name, address, None, f"{type(error).__name__}: {error}")
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Return how long a process has run so far; nothing for one that is gone."""
-    with contextlib.suppress(psutil.Error):
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-    return 0.0
+def _opened(pids: Sequence[int]) -> Iterator[psutil.Process]:
+    """Yield the living ones, each with its CPU time measured from now on."""
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            process.cpu_percent()
+            yield process
 
 
 def _name(process: psutil.Process) -> str:

@@ -1,19 +1,17 @@
-"""Detects a stalled run, names the process responsible, and saves the evidence.
+"""Detects a stalled run, names the process responsible, and saves the evidence in `<run folder>/stall_<time>.txt`.
 
 A run is stalled when the counters of all its processes have not moved for `timeout_s`. Until every process has come
-to its first progress their output counts as well, and the start may take `setup_timeout_s`. Invariant: one verdict per
-stall, on the console and, with everything it rests on, in `<run folder>/stall_<time>.txt`.
+to its first progress their output counts as well, and the start may take `setup_timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -28,41 +26,32 @@ class StallPolicy:
     timeout_s: float
     setup_timeout_s: float
     on_stall: Literal["stop", "continue"]
-    foreign_servers: Mapping[str, str]
-    """Addresses, by name, of servers that someone else starts."""
-    secret: str | None = None
-    """What servers ask for before they tell how they are."""
+    foreign_servers: Mapping[str, str]  # addresses, by name, of servers that someone else starts
+    secret: str | None = None  # what servers ask for before they tell how they are
 
 
+@dataclass(kw_only=True)
 class StallWatch:
     """Watches the processes that this one has started and that publish in `<logs>/progress`."""
 
-    def __init__(
-        self,
-        policy: StallPolicy,
-        *,
-        logs: Path,
-        servers: Mapping[str, str],
-        expected: Sequence[str],
-        count_output: Callable[[], int],
-    ) -> None:
-        """`servers` are addresses by name, `expected` the names of the processes that will publish."""
-        self._policy = policy
-        self._logs = logs
-        self._servers = servers
-        self._expected = expected
-        self._count_output = count_output
-        self._moved = time.monotonic()
-        self._last: object = None
-        self._timeout_s = 0.0
+    policy: StallPolicy
+    logs: Path
+    servers: Mapping[str, str]  # addresses by name
+    expected: Sequence[str]  # names of the processes that will publish
+    count_output: Callable[[], int]
+    _moved: float = field(default_factory=time.monotonic, init=False)
+    _last: object = field(default=None, init=False)
+    _timeout_s: float = field(default=0.0, init=False)
 
     async def next_stall(self) -> list[str]:
         """Wait for a stall and return the lines of its verdict."""
         while True:
-            await self._standstill()
+            while self._has_moved() or time.monotonic() - self._moved < self._timeout_s:
+                await asyncio.sleep(self._period_s)
             stalled_s = time.monotonic() - self._moved
-            look = functools.partial(collect, stalled_s=stalled_s, secret=self._policy.secret)
-            evidence = await asyncio.to_thread(look, self._logs, self._servers, self._expected)
+            evidence = await asyncio.to_thread(
+                collect, self.logs, self.servers, self.expected, stalled_s=stalled_s, secret=self.policy.secret
+            )
             if not self._has_moved():
                 return self._tell(evidence)
 
@@ -73,20 +62,16 @@ class StallWatch:
 
     @property
     def _period_s(self) -> float:
-        return min(5.0, self._policy.timeout_s / 10)
-
-    async def _standstill(self) -> None:
-        while self._has_moved() or time.monotonic() - self._moved < self._timeout_s:
-            await asyncio.sleep(self._period_s)
+        return min(5.0, self.policy.timeout_s / 10)
 
     def _has_moved(self) -> bool:
         """Look at all counters."""
-        progress = read_progress(self._logs / "progress")
+        progress = read_progress(self.logs / "progress")
         counts: dict[str, int] = {process: one.count for process, one in progress.items()}
-        self._timeout_s = self._policy.timeout_s
-        if not {one.name for one in progress.values()} >= set(self._expected):
-            counts["output"] = self._count_output()
-            self._timeout_s = max(self._policy.timeout_s, self._policy.setup_timeout_s)
+        self._timeout_s = self.policy.timeout_s
+        if not {one.name for one in progress.values()} >= set(self.expected):
+            counts["output"] = self.count_output()
+            self._timeout_s = max(self.policy.timeout_s, self.policy.setup_timeout_s)
         has_moved = counts != self._last
         if has_moved:
             self._last, self._moved = counts, time.monotonic()
@@ -94,7 +79,7 @@ class StallWatch:
 
     def _tell(self, evidence: Evidence) -> list[str]:
         lines = judge(evidence).lines(evidence)
-        path = self._logs.parent / f"stall_{time.strftime('%Y%m%d_%H%M%S')}.txt"
+        path = self.logs.parent / f"stall_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         try:
             path.write_text("\n".join([*lines, "", *_details(evidence)]) + "\n", encoding="utf-8")
         except OSError as error:
@@ -114,7 +99,7 @@ def _details(evidence: Evidence) -> list[str]:
         answer = server.error if server.answer is None else json.dumps(server.answer, default=repr)
         text.append(f"{server.name} at {server.address}, GET /server_info: {answer}")
     for one in evidence.processes:
-        text += ["", f"{one.name} (pid {one.pid}): state {one.state}, {100 * one.cpu_share:.0f} % of a core"]
+        text += ["", f"{one}: state {one.state}, {100 * one.cpu_share:.0f} % of a core"]
         text += [f"    {one.command}", *_published(one, evidence.now), *one.stacks.splitlines()]
     return text
 

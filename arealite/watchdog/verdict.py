@@ -1,23 +1,21 @@
 """Who is blocked, on what, since when: one culprit out of the evidence of a stalled run.
 
-In a stall almost everyone waits for someone. The rules below are asked in order, surest first, and the first that
-recognises something names the culprit; the last one always does. A rule about episodes is only asked while a trainer
-waits for episodes. Pure: evidence in, verdict out.
+In a stall almost everyone waits for someone. The first of the rules below (surest first) that recognises something
+names the culprit; the last one always does. Rules about episodes hold only while a trainer waits for episodes. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
 from arealite.utils.source_lines import users_line
-from arealite.watchdog.evidence import Evidence, Process, ServerState, Wait, stacks_of
+from arealite.watchdog.evidence import Evidence, Process, stacks_of
 
-_SILENT_S = 5.0
-"""A process that publishes twice a second and has not for so long, or half the stall, is not able to."""
+_SILENT_S = 5.0  # a process that publishes twice a second and has not for so long, or half the stall, is not able to
 _BUSY_SHARE = 0.5
 
 
@@ -41,34 +39,32 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Name the culprit."""
     found = next(filter(None, (rule(evidence) for rule in RULES)))
-    waiting = tuple(
-        _waits(one, evidence.now) for one in evidence.publishing() if not found.culprit.startswith(_of(one))
-    )
-    return Verdict(found.culprit, found.reason, found.since, found.advice, waiting)
+    others = [one for one in evidence.publishing() if not found.culprit.startswith(str(one))]
+    return replace(found, waiting=tuple(_waits(one, evidence.now) for one in others))
 
 
 def _stopped(evidence: Evidence) -> Verdict | None:
     """A process that got SIGSTOP, or is held by a debugger."""
     for one in evidence.processes:
-        if one.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            since = one.progress.published if one.progress else None
-            if one.state == psutil.STATUS_TRACING_STOP:
-                return Verdict(_of(one), "is held by a debugger (state t)", since, "Let the debugger continue it.")
+        since = one.progress.published if one.progress else None
+        if one.state == psutil.STATUS_TRACING_STOP:
+            return Verdict(str(one), "is held by a debugger (state t)", since, "Let the debugger continue it.")
+        if one.state == psutil.STATUS_STOPPED:
             advice = f"Continue it with kill -CONT {one.pid}."
-            return Verdict(_of(one), "is stopped by a signal (state T)", since, advice)
+            return Verdict(str(one), "is stopped by a signal (state T)", since, advice)
     return None
 
 
 def _not_begun(evidence: Evidence) -> Verdict | None:
     """A process that has not come to its first progress."""
-    missing = set(evidence.expected) - {one.name for one in evidence.publishing()}
-    for name in evidence.expected:
-        if name in missing:
-            process = next((one for one in evidence.processes if one.name == name), None)
-            who = name if process is None else _of(process)
-            reason = "has not come to its first progress" + ("" if process is None else f": {_doing(process)}")
-            return Verdict(who, reason, None, "Look at its log; a start that takes long needs a larger setup_timeout.")
-    return None
+    publishing = {one.name for one in evidence.publishing()}
+    missing = next((name for name in evidence.expected if name not in publishing), None)
+    if missing is None:
+        return None
+    process = next((one for one in evidence.processes if one.name == missing), None)
+    reason = "has not come to its first progress" + ("" if process is None else f": {_doing(process)}")
+    advice = "Look at its log; a start that takes long needs a larger setup_timeout."
+    return Verdict(str(process or missing), reason, None, advice)
 
 
 def _outside_the_collective(evidence: Evidence) -> Verdict | None:
@@ -77,12 +73,10 @@ def _outside_the_collective(evidence: Evidence) -> Verdict | None:
     outside = [one for one in ranks if not _is_in_collective(one)]
     if len(outside) != 1 or len(ranks) < 2 or _waits_on(outside[0]):
         return None
-    entered = [one.progress.main_wait for one in ranks if one is not outside[0] and one.progress]
-    what = next((wait.what for wait in entered if wait is not None), "a collective")
     (one,) = outside
-    assert one.progress is not None
+    what = next((other.wait.what for other in ranks if other is not one and other.wait), "a collective")
     reason = f"has not entered {what}, where all other ranks wait: {_doing(one)}"
-    return Verdict(_of(one), reason, one.progress.moved, "Every rank must call the same collectives in the same order.")
+    return Verdict(str(one), reason, one.moved, "Every rank must call the same collectives in the same order.")
 
 
 def _python_lock(evidence: Evidence) -> Verdict | None:
@@ -92,7 +86,7 @@ def _python_lock(evidence: Evidence) -> Verdict | None:
         silent_s = evidence.now - one.progress.published
         if silent_s > max(_SILENT_S, evidence.stalled_s / 2) and one.state != psutil.STATUS_DISK_SLEEP:
             reason = f"keeps Python's lock in C code: {_users_lines(one)}"
-            return Verdict(_of(one), reason, one.progress.published, "Call it in another process.")
+            return Verdict(str(one), reason, one.progress.published, "Call it in another process.")
     return None
 
 
@@ -102,19 +96,18 @@ def _blocked_loop(evidence: Evidence) -> Verdict | None:
         if blocked := loop["blocked_by"]:
             reason = f"blocks the rollout loop at {blocked['line']} ({name})"
             advice = "Await there, or call it through asyncio.to_thread."
-            return Verdict(_of(one), reason, blocked["since"], advice)
+            return Verdict(str(one), reason, blocked["since"], advice)
     return None
 
 
 def _long_reward(evidence: Evidence) -> Verdict | None:
     """A reward call that has run at least as long as the stall."""
-    calls = [(wait, one) for one in _waiting_for_episodes(evidence) for wait in _waits_of(one) if wait.on == "reward"]
+    calls = [(wait, one) for one in _waiting_for_episodes(evidence) for wait in one.waits if wait.on == "reward"]
     if not calls:
         return None
     call, owner = min(calls, key=lambda item: item[0].since)
-    worker = next((one for one in evidence.processes if one.pid == call.pid), None)
-    where = "" if worker is None or worker.line is None else f" at {worker.line}"
-    reason = f"has not returned{where} (called by {_of(owner)})"
+    where = next((f" at {one.line}" for one in evidence.processes if one.pid == call.pid and one.line), "")
+    reason = f"has not returned{where} (called by {owner})"
     advice = "Fix the function; rollout.reward_timeout ends such a call."
     return Verdict(f"{call.what} (pid {call.pid})", reason, call.since, advice)
 
@@ -129,7 +122,7 @@ def _awaiting_episode(evidence: Evidence) -> Verdict | None:
     others = sum(one["line"] == oldest["line"] for one, _ in own) - 1
     reason = f"awaits at {oldest['line']}" + (f", as {others} of the oldest others do" if others else "")
     advice = "Give that await a deadline (asyncio.timeout); rollout.episode_timeout ends the episode otherwise."
-    return Verdict(f"episode {oldest['name']} in {_of(owner)}", reason, oldest["since"], advice)
+    return Verdict(f"episode {oldest['name']} in {owner}", reason, oldest["since"], advice)
 
 
 def _silent_server(evidence: Evidence) -> Verdict | None:
@@ -137,8 +130,8 @@ def _silent_server(evidence: Evidence) -> Verdict | None:
     processes = {one.name: one for one in evidence.processes}
     for server in evidence.servers:
         process = processes.get(server.name)
-        since = process.progress.moved if process and process.progress else None
-        who = f"{server.name if process is None else _of(process)} at {server.address}"
+        since = process.moved if process else None
+        who = f"{process or server.name} at {server.address}"
         if server.answer is None:
             where = f" It is {_doing(process)}." if process and process.stacks else ""
             return Verdict(who, f"does not answer GET /server_info ({server.error})", since, f"Look at its log.{where}")
@@ -154,13 +147,10 @@ def _silent_server(evidence: Evidence) -> Verdict | None:
 def _disk(evidence: Evidence) -> Verdict | None:
     """A process in an uninterruptible wait, or that says it waits for a disk."""
     for one in evidence.processes:
-        wait = one.progress.main_wait if one.progress else None
-        if one.state == psutil.STATUS_DISK_SLEEP or (wait is not None and wait.on == "disk"):
-            what = "a disk or device" if wait is None else wait.what
+        if one.state == psutil.STATUS_DISK_SLEEP or _waits_on(one) == "disk":
+            what, since = (one.wait.what, one.wait.since) if one.wait else ("a disk or device", None)
             reason = f"waits for {what} (state {one.state}; {evidence.disk}): {_doing(one)}"
-            return Verdict(
-                _of(one), reason, wait.since if wait else None, "Look at the disk and at its network mounts."
-            )
+            return Verdict(str(one), reason, since, "Look at the disk and at its network mounts.")
     return None
 
 
@@ -170,13 +160,11 @@ def _busy_or_first(evidence: Evidence) -> Verdict:
     if not published:
         return Verdict("the run", "has published no progress at all", None, "Look at the logs and the stacks.")
 
-    def since(one: Process) -> tuple[bool, float]:
-        assert one.progress is not None
-        wait = one.progress.main_wait
-        return wait is not None and wait.on is not None, wait.since if wait else one.progress.moved
+    def since(one: Process) -> float:
+        return one.wait.since if one.wait else one.moved or 0.0
 
-    one = min(published, key=since)
-    return Verdict(_of(one), _doing(one), since(one)[1], "Look at its stack.")
+    one = min(published, key=lambda one: (_waits_on(one) is not None, since(one)))
+    return Verdict(str(one), _doing(one), since(one), "Look at its stack.")
 
 
 RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
@@ -193,13 +181,8 @@ RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
 )
 
 
-def _of(one: Process) -> str:
-    return f"{one.name} (pid {one.pid})"
-
-
 def _waits_on(one: Process) -> str | None:
-    wait = one.progress.main_wait if one.progress else None
-    return None if wait is None else wait.on
+    return one.wait.on if one.wait else None
 
 
 def _is_in_collective(one: Process) -> bool:
@@ -208,18 +191,14 @@ def _is_in_collective(one: Process) -> bool:
 
 
 def _is_idle_server(one: Process, evidence: Evidence) -> bool:
-    return any(server.name == one.name and not _has_work(server) for server in evidence.servers)
-
-
-def _has_work(server: ServerState) -> bool:
-    return server.answer is None or bool(server.answer.get("running") or server.answer.get("waiting"))
+    answers = [server.answer for server in evidence.servers if server.name == one.name]
+    return any(not (answer is None or answer.get("running") or answer.get("waiting")) for answer in answers)
 
 
 def _reports(evidence: Evidence, prefix: str) -> Iterator[tuple[Process, str, Any]]:
     """Yield what trainers that wait for episodes report under names that begin so."""
     for one in _waiting_for_episodes(evidence):
-        assert one.progress is not None
-        for name, made in one.progress.reports.items():
+        for name, made in one.progress.reports.items() if one.progress else ():
             if name.startswith(prefix) and "error" not in made:
                 yield one, name, made
 
@@ -228,26 +207,17 @@ def _waiting_for_episodes(evidence: Evidence) -> list[Process]:
     return [one for one in evidence.publishing() if _waits_on(one) == "rollout"]
 
 
-def _waits_of(one: Process) -> tuple[Wait, ...]:
-    return () if one.progress is None else one.progress.waits
-
-
 def _doing(one: Process) -> str:
-    """Say what the main thread does."""
-    wait = one.progress.main_wait if one.progress else None
     busy = f" with {100 * one.cpu_share:.0f} % of a core" if one.cpu_share > _BUSY_SHARE else ""
-    waits = "runs" if wait is None else f"waits for {wait.what}"
+    waits = f"waits for {one.wait.what}" if one.wait else "runs"
     return f"{waits}{busy}" + ("" if one.line is None else f" at {one.line}")
 
 
 def _users_lines(one: Process) -> str:
     """Return where the threads are in user code: which of them holds the lock can't be seen."""
-    lines = filter(None, (users_line(stack) for stack in stacks_of(one.stacks).values()))
-    return "; ".join(dict.fromkeys(str(line) for line in lines)) or "no line of the user's"
+    lines = [users_line(stack) for stack in stacks_of(one.stacks).values()]
+    return "; ".join(dict.fromkeys(str(line) for line in lines if line)) or "no line of the user's"
 
 
 def _waits(one: Process, now: float) -> str:
-    wait = one.progress.main_wait if one.progress else None
-    if wait is None:
-        return f"{_of(one)}: {_doing(one)}"
-    return f"{_of(one)} waits for {wait.what}, for {now - wait.since:.0f} s"
+    return f"{one} waits for {one.wait.what}, for {now - one.wait.since:.0f} s" if one.wait else f"{one}: {_doing(one)}"

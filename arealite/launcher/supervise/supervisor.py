@@ -292,7 +292,7 @@ class Supervisor:
     async def _stalled(self) -> ExitReason:
         """Return when the run stalls and may not continue."""
         watch = StallWatch(
-            self._stall,
+            policy=self._stall,
             logs=self._log_folder,
             servers=self._addresses,
             expected=self._expected,
