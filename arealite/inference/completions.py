@@ -17,9 +17,9 @@ from typing import Any
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ContextOverflowError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
-from arealite.inference.backends.base import Backend, Segment, ServerConnection
+from arealite.inference.backends.base import Backend, Segment
 from arealite.inference.health import Liveness
-from arealite.inference.http import ServerHttp, StatusError, time_left
+from arealite.inference.http import ServerConnection, StatusError, deadline_in, open_session
 from arealite.inference.pool import Server, ServerFacts, ServerSet
 from arealite.rollout.episode import current_episode, sampling_seed
 from arealite.rollout.prompts import SampleRecord
@@ -51,7 +51,7 @@ class Generator:
     """Lets servers complete requests; must be created and used in one event loop."""
 
     def __init__(self, config: InferenceEngineConfig, backend: Backend, servers: ServerSet, secret: str | None) -> None:
-        self.http = ServerHttp(secret)
+        self.session = open_session(secret)
         self.may_generate = asyncio.Event()
         """Cleared while a weight update pauses the servers."""
         self.may_generate.set()
@@ -63,7 +63,7 @@ class Generator:
         self._config = config
         self._backend = backend
         self._servers = servers
-        self.liveness = Liveness(self.http, servers, self.may_generate)
+        self.liveness = Liveness(self.session, servers, self.may_generate)
         self._changed = asyncio.Event()
         """Set and replaced when the servers have changed."""
         self._deserted_at: float | None = None
@@ -75,7 +75,7 @@ class Generator:
 
     async def connect(self, addresses: list[str]) -> None:
         """Wait until all servers are ready, check what they support, and add them to the set."""
-        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
+        deadline = deadline_in(self._config.setup_timeout)
         facts = await asyncio.gather(*(self.meet(address, deadline) for address in addresses))
         for address, one in zip(addresses, facts, strict=True):
             self._servers.add(address, facts=one)
@@ -87,7 +87,7 @@ class Generator:
 
     async def meet(self, address: str, deadline: float) -> ServerFacts:
         """Wait until a server is ready, and inspect it; its weights may be any until the first weight update."""
-        connection = ServerConnection(address, self.http, time_left(deadline))
+        connection = ServerConnection(self.session, address, deadline)
         if await self.liveness.answers_by(address, deadline):
             facts = await self._backend.meet(connection)
             await self._backend.take_over(connection)
@@ -100,7 +100,7 @@ class Generator:
 
     async def wait_for_updatable(self) -> bool:
         """Wait until a server may take part in a weight update; return whether one does by `rollout.setup_timeout`."""
-        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
+        deadline = deadline_in(self._config.setup_timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 while not self._servers.updatable:
@@ -178,7 +178,8 @@ class Generator:
             began = time.monotonic()
             try:
                 async with self.liveness.in_flight(server):
-                    connection = ServerConnection(server.address, self.http, lambda: self._config.request_timeout)
+                    deadline = deadline_in(self._config.request_timeout)
+                    connection = ServerConnection(self.session, server.address, deadline)
                     segment = await self._backend.complete(connection, req, tokens, seed)
             except ServerError as error:
                 failed.append(server)
@@ -304,7 +305,7 @@ class Generator:
                 await asyncio.sleep(backoff_s)
 
     async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
-        connection = ServerConnection(server.address, self.http, time_left(deadline))
+        connection = ServerConnection(self.session, server.address, deadline)
         seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
         segment = await self._backend.complete(connection, req, [], seed, ignore_eos=True)
         if not segment.tokens:

@@ -14,8 +14,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
+import aiohttp
+
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.inference.http import ServerHttp, StatusError
+from arealite.inference.http import ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import Server, ServerSet
 
 logger = logging.getLogger("arealite.client")
@@ -30,14 +32,14 @@ class Liveness:
 
     def __init__(
         self,
-        http: ServerHttp,
+        session: aiohttp.ClientSession,
         servers: ServerSet,
         may_generate: asyncio.Event,
         *,
         quiet_s: float = 4.0,
         health_s: float = 8.0,
     ) -> None:
-        self.http = http
+        self.session = session
         self._servers = servers
         self.may_generate = may_generate
         """No server is examined while it is cleared: a paused one may be silent."""
@@ -134,7 +136,7 @@ class Liveness:
 
     async def _answers(self, address: str, timeout_s: float) -> bool:
         try:
-            await self.http.get(address, "/", timeout_s=timeout_s)
+            await ServerConnection(self.session, address, deadline_in(timeout_s)).request("GET", "/")
         except StatusError as error:
             return error.status < 500  # there need not be such a page; above is a proxy without its server
         except ServerError:
@@ -143,7 +145,7 @@ class Liveness:
 
     async def _is_healthy(self, address: str, timeout_s: float) -> bool:
         try:
-            await self.http.get(address, "/health", timeout_s=timeout_s)
+            await ServerConnection(self.session, address, deadline_in(timeout_s)).request("GET", "/health")
         except ServerError:
             return False
         return True

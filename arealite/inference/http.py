@@ -7,8 +7,9 @@ call. A `StatusError` below 500 is not worth a retry, all others are.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import aiohttp
 import orjson
@@ -33,39 +34,36 @@ class StatusError(ServerError):
         self.status = status
 
 
-class ServerHttp:
-    """One connection pool for all servers, which sends the run's secret; belongs to one event loop."""
+def open_session(secret: str | None = None) -> aiohttp.ClientSession:
+    """Open the connections to all servers, which show the run's secret; they belong to one event loop."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),  # the staleness account bounds requests
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Content-Type": "application/json", **authorization(secret)},
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+    )
 
-    def __init__(self, secret: str | None = None) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),  # the staleness account bounds requests
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Content-Type": "application/json", **authorization(secret)},
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-        )
-        self._urls: dict[tuple[str, str], URL] = {}
 
-    async def get(self, address: str, endpoint: str, *, timeout_s: float) -> Json:
-        """GET an endpoint."""
-        return await self._request("GET", address, endpoint, None, timeout_s)
+@dataclass(frozen=True)
+class ServerConnection:
+    """Sends requests to one server, under the deadline of the operation they belong to."""
 
-    async def post(self, address: str, endpoint: str, payload: Json, *, timeout_s: float) -> Json:
-        """POST a JSON object to an endpoint and return the answer; an empty or plain-text one is an empty object."""
-        return await self._request("POST", address, endpoint, payload, timeout_s)
+    session: aiohttp.ClientSession
+    address: str
+    deadline: float
+    """By the clock of the running loop."""
 
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
-
-    async def _request(self, method: str, address: str, endpoint: str, payload: Json | None, timeout_s: float) -> Json:
-        where = f"{method} http://{address}{endpoint}"
+    async def request(self, method: Literal["GET", "POST"], endpoint: str, payload: Json | None = None) -> Json:
+        """Return the reply, `{}` if it is no JSON; without a payload POST sends an empty object."""
+        where = f"{method} http://{self.address}{endpoint}"
+        timeout_s = max(0.0, round(self.deadline - asyncio.get_running_loop().time(), 3))
         # With the standard library's json a long reply would hold the event loop for 10 ms.
-        body = None if payload is None else orjson.dumps(payload)
+        body = orjson.dumps(payload or {}) if method == "POST" else None
         try:
             async with (
-                asyncio.timeout(timeout_s) as deadline,
-                self._session.request(method, self._url(address, endpoint), data=body) as reply,
+                asyncio.timeout_at(self.deadline) as timeout,
+                self.session.request(method, _url(self.address, endpoint), data=body) as reply,
             ):
                 answer = await reply.read()
         except aiohttp.ClientError as error:
@@ -73,7 +71,7 @@ class ServerHttp:
                 f"{where} must reach a server: got {type(error).__name__}: {error}. Check that it is running."
             ) from error
         except TimeoutError as error:
-            if not deadline.expired():
+            if not timeout.expired():
                 raise UnreachableError(
                     f"{where} must be connected within {_CONNECT_S:g} s: it was not. Check that it is running."
                 ) from error
@@ -83,20 +81,15 @@ class ServerHttp:
         if reply.status >= 400:
             text = answer.decode(errors="replace")[:_SHOWN_CHARS]
             raise StatusError(f"{where} must succeed: got status {reply.status}: {text}", reply.status)
-        return _parsed(answer, where) if reply.content_type == "application/json" else {}
-
-    def _url(self, address: str, endpoint: str) -> URL:
-        """Return a URL, parsed once, because that takes long."""
-        key = address, endpoint
-        if key not in self._urls:
-            self._urls[key] = URL(f"http://{address}{endpoint}")
-        return self._urls[key]
+        parsed = _parsed(answer, where) if answer and reply.content_type == "application/json" else {}
+        if parsed.get("success") is False:
+            raise bad_reply(self.address, endpoint, "report success", parsed)
+        return parsed
 
 
-def time_left(deadline: float) -> Callable[[], float]:
-    """Return a function that tells the seconds until a time of the running loop, but never 0, which is no timeout."""
-    loop = asyncio.get_running_loop()
-    return lambda: max(0.001, deadline - loop.time())
+def deadline_in(seconds: float) -> float:
+    """Return the time of the running loop in so many seconds."""
+    return asyncio.get_running_loop().time() + seconds
 
 
 def bad_reply(address: str, endpoint: str, rule: str, reply: object) -> ServerError:
@@ -107,9 +100,13 @@ def bad_reply(address: str, endpoint: str, rule: str, reply: object) -> ServerEr
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _url(address: str, endpoint: str) -> URL:
+    """Return a URL, parsed once, because that takes long."""
+    return URL(f"http://{address}{endpoint}")
+
+
 def _parsed(body: bytes, where: str) -> Json:
-    if not body:
-        return {}
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -125,7 +125,7 @@ class RemoteInferenceEngine(InferenceEngine):
         loop = self._require_executor().loop
         secret = secret_of_environment() if addresses else self._secret()
         generator = self._generator = Generator(self.config, self._backend, self.servers, secret)
-        loop.closers.append(generator.http.close)
+        loop.closers.append(generator.session.close)
         self.servers.on_change = lambda: loop.call_soon(self._note_change)
         if addresses:
             await generator.connect(addresses)

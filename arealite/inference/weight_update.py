@@ -21,9 +21,9 @@ import torch
 from arealite.api.cli_args import WeightCheckConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, ServerConnection
+from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums
 from arealite.inference.health import Liveness
-from arealite.inference.http import StatusError, time_left
+from arealite.inference.http import ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server, ServerSet
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 
@@ -71,7 +71,7 @@ class WeightReceiver:
 
     async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> WeightUpdate:
         """Start an update; servers of a broadcast pause now, as the sender must know how many there are."""
-        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and self._backend.verifies(meta), {}
+        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and meta.type in self._backend.verifies, {}
         self._is_unverified = False
         update = self._update = WeightUpdate(self._backend, liveness, meta, self._servers, self._check.on_mismatch)
         if meta.type == "nccl":
@@ -264,10 +264,9 @@ class WeightUpdate:
         self.num_mismatched = 0
         self._backend = backend
         self._on_mismatch = on_mismatch
-        self._http = liveness.http
         self._servers = servers
         self._uploaded = meta.uploaded
-        self._remaining_s = time_left(asyncio.get_running_loop().time() + meta.timeout_s)
+        self._deadline = deadline_in(meta.timeout_s)
 
     async def pause(self) -> None:
         """Pause the servers, and leave those out that can't be reached."""
@@ -305,7 +304,7 @@ class WeightUpdate:
     async def join(self, plan: BroadcastPlan) -> None:
         """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
         try:
-            async with asyncio.timeout(self._remaining_s()):
+            async with asyncio.timeout_at(self._deadline):
                 while not await _listens(plan.address, plan.port):
                     await asyncio.sleep(_LISTEN_PAUSE_S)
         except TimeoutError:
@@ -314,8 +313,7 @@ class WeightUpdate:
 
     async def leave(self, plan: BroadcastPlan) -> None:
         """Let the members of a group leave it; one that is gone or refuses does not matter."""
-        connections = [ServerConnection(one.address, self._http, lambda: _LEAVE_S) for one in plan.servers]
-        leaving = (self._backend.leave(one, plan) for one in connections)
+        leaving = (self._backend.leave(self._connection(one, deadline_in(_LEAVE_S)), plan) for one in plan.servers)
         for outcome in await asyncio.gather(*leaving, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.info("a server did not leave group %s: %s", plan.name, outcome)
@@ -361,7 +359,7 @@ class WeightUpdate:
     async def wait_for_sender(self) -> None:
         """Wait until the sender is done, e.g. the checkpoint is complete."""
         sender = asyncio.wrap_future(self._uploaded)
-        await asyncio.wait([sender], timeout=self._remaining_s())
+        await asyncio.wait([sender], timeout=max(0.0, self._deadline - asyncio.get_running_loop().time()))
         if not sender.done():
             raise TimeoutError("the sender did not finish")
         _raise_if_failed(sender)
@@ -383,15 +381,17 @@ class WeightUpdate:
 
     async def resume(self, servers: Sequence[Server]) -> dict[Server, BaseException]:
         """Let servers generate again; return why some did not."""
-        timeout_s = min(_RESUME_S, self.meta.timeout_s)
-        connections = [ServerConnection(server.address, self._http, lambda: timeout_s) for server in servers]
-        resuming = (self._backend.resume(one) for one in connections)
+        deadline = deadline_in(min(_RESUME_S, self.meta.timeout_s))
+        resuming = (self._backend.resume(self._connection(one, deadline)) for one in servers)
         outcomes = await asyncio.gather(*resuming, return_exceptions=True)
         return {
             server: outcome
             for server, outcome in zip(servers, outcomes, strict=True)
             if isinstance(outcome, BaseException)
         }
+
+    def _connection(self, server: Server, deadline: float) -> ServerConnection:
+        return ServerConnection(self.liveness.session, server.address, deadline)
 
     async def _on_all(
         self,
@@ -404,7 +404,7 @@ class WeightUpdate:
 
         async def call_one(server: Server) -> None:
             try:
-                await call(ServerConnection(server.address, self._http, self._remaining_s))
+                await call(self._connection(server, self._deadline))
             except ServerError as error:
                 self.failures[server] = error
                 if not (may_be_gone and isinstance(error, UnreachableError)):

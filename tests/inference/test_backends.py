@@ -100,8 +100,7 @@ def test_a_continuation_by_vllm_does_not_draw_the_same_random_numbers_again() ->
     """vLLM seeds a generator when a request begins; SGLang and lite hash the seed with the position."""
     request = ModelRequest([5, 6], GenerationHyperparameters(max_new_tokens=8))
     seeds = [
-        VLLMBackend(pause_mode="abort").generate_call("h:1", request, [7] * done, 2**63 - 1)[1]["seed"]
-        for done in range(3)
+        VLLMBackend(pause_mode="abort").payload("h:1", request, [7] * done, 2**63 - 1)["seed"] for done in range(3)
     ]
     assert seeds == [2**63 - 1, 0, 1]
 

@@ -21,9 +21,8 @@ from testing_server import ScriptedServer, serve, token_at
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse
-from arealite.inference.backends.base import ServerConnection
 from arealite.inference.backends.lite import LiteBackend
-from arealite.inference.http import StatusError
+from arealite.inference.http import ServerConnection, StatusError
 from arealite.inference.pool import NO_VERSION, ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE

@@ -16,7 +16,7 @@ import pytest
 
 from arealite.api.errors import ServerError, UnreachableError
 from arealite.inference.health import Liveness
-from arealite.inference.http import Json, ServerHttp
+from arealite.inference.http import Json, ServerConnection, deadline_in, open_session
 from arealite.inference.pool import Server, ServerSet
 
 QUIET_S, HEALTH_S = 0.3, 1.5
@@ -62,19 +62,19 @@ def started(tmp_path: Path, *, health_delay_s: float = 0.0) -> Iterator[tuple[st
 
 @contextlib.asynccontextmanager
 async def watching(*addresses: str) -> AsyncIterator[tuple[Liveness, list[Server], asyncio.Event]]:
-    http, servers, may_generate = ServerHttp(), ServerSet(addresses), asyncio.Event()
+    servers, may_generate = ServerSet(addresses), asyncio.Event()
     may_generate.set()
-    try:
-        yield Liveness(http, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S), servers.servers, may_generate
-    finally:
+    async with open_session() as session:
+        liveness = Liveness(session, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S)
+        yield liveness, servers.servers, may_generate
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        await http.close()
 
 
 async def post(liveness: Liveness, server: Server, payload: Json, *, timeout_s: float = 60) -> Json:
     async with liveness.in_flight(server):
-        return await liveness.http.post(server.address, "/generate", payload, timeout_s=timeout_s)
+        connection = ServerConnection(liveness.session, server.address, deadline_in(timeout_s))
+        return await connection.request("POST", "/generate", payload)
 
 
 async def test_requests_of_a_stopped_server_are_given_up_and_it_is_readmitted(tmp_path: Path) -> None:

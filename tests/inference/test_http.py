@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from arealite.api.errors import UnreachableError
-from arealite.inference.http import ServerHttp
+from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.utils.network import LOOPBACK
 
 
@@ -21,10 +21,8 @@ async def test_another_program_at_the_address_is_no_server(answer: bytes) -> Non
         await writer.drain()
         writer.close()
 
-    http = ServerHttp("s3cret")
-    async with await asyncio.start_server(greet, LOOPBACK, 0) as program:
+    async with await asyncio.start_server(greet, LOOPBACK, 0) as program, open_session("s3cret") as session:
         address = f"{LOOPBACK}:{program.sockets[0].getsockname()[1]}"
         with pytest.raises(UnreachableError, match=rf"GET http://{address}/health must reach a server") as caught:
-            await http.get(address, "/health", timeout_s=30)
-    await http.close()
+            await ServerConnection(session, address, deadline_in(30)).request("GET", "/health")
     assert "s3cret" not in repr(caught.value)

@@ -14,7 +14,7 @@ from testing_lite import LiteServer
 from testing_server import serve
 from tiny_models import build, config, tokenizer
 
-from arealite.inference.http import ServerHttp, StatusError
+from arealite.inference.http import ServerConnection, StatusError, deadline_in, open_session
 from arealite.server.__main__ import main
 from arealite.server.app import Server
 from arealite.utils.environment import SECRET_VARIABLE
@@ -67,11 +67,8 @@ def test_the_secret_opens(server: LiteServer) -> None:
 
 def test_our_client_shows_the_secret_it_was_given(server: LiteServer) -> None:
     async def ask(secret: str | None) -> dict[str, object]:
-        http = ServerHttp(secret)
-        try:
-            return await http.get(server.address, "/server_info", timeout_s=30)
-        finally:
-            await http.close()
+        async with open_session(secret) as session:
+            return await ServerConnection(session, server.address, deadline_in(30)).request("GET", "/server_info")
 
     assert asyncio.run(ask(SECRET))["running"] == 0
     for other in (None, "other"):

@@ -17,10 +17,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, PauseMode, ServerConnection
+from arealite.inference.backends.base import Backend, PauseMode
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.backends.vllm import VLLMBackend
-from arealite.inference.http import ServerHttp
+from arealite.inference.http import ServerConnection, deadline_in, open_session
 from servers.models import end_ids, write_model
 from servers.programs import CONTEXT, Program, served
 from servers.subject import prompt, requests
@@ -151,11 +151,8 @@ class Recorder:
     async def _with_caller(
         self, backend: Backend, action: Callable[[Backend, ServerConnection], Coroutine[Any, Any, object]]
     ) -> None:
-        http = ServerHttp()
-        try:
-            await action(backend, ServerConnection(self._address, http, lambda: _TIMEOUT_S))
-        finally:
-            await http.close()
+        async with open_session() as session:
+            await action(backend, ServerConnection(session, self._address, deadline_in(_TIMEOUT_S)))
 
     def _complete(
         self,
@@ -170,7 +167,8 @@ class Recorder:
         """Ask for a completion as our client does, with `change` in its sampling parameters."""
         sampling = requests(1, length, **{"greedy": True, **gconfig})[0].gconfig
         asked = ModelRequest(request or prompt(3, 12), sampling)
-        endpoint, payload = self._backend.generate_call(self._address, asked, [], seed)
+        endpoint = self._backend.endpoint(self._address)
+        payload = self._backend.payload(self._address, asked, [], seed)
         payload.get("sampling_params", payload).update(change or {})
         body: Json = self._ask(case, "POST", endpoint, payload).body
         return body

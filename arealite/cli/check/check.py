@@ -24,7 +24,7 @@ from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_model, check_weights
 from arealite.cli.check.text import check_data, check_template, check_tokenizer
 from arealite.inference.backends import kind_of
-from arealite.inference.http import ServerHttp
+from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher import local
 from arealite.launcher.plan.jobs import environment, visible_gpus
 from arealite.launcher.plan.plan import Plan, foreign_servers
@@ -79,13 +79,10 @@ def _check_server(found: Findings, config: Config, plan: Plan) -> None:
 
 
 async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
-    http = ServerHttp(secret_of_environment())
-    try:
+    async with open_session(secret_of_environment()) as session:
         for address in addresses:
-            await http.get(address, "/health", timeout_s=_HEALTH_S)
+            await ServerConnection(session, address, deadline_in(_HEALTH_S)).request("GET", "/health")
             found.add("ok", f"{address} is healthy; its flags were not checked")
-    finally:
-        await http.close()
 
 
 def _ask_program(found: Findings, config: Config, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """What differs between inference servers: the names of their endpoints and fields, and what they support.
 
-A backend translates and checks, and decides nothing: `completions` and `weight_update` do. Invariant: every reply is
-checked before it is used; one that breaks the protocol becomes a ServerError that names server and endpoint.
+A backend translates and checks; `completions` and `weight_update` decide. Invariant: every reply is checked before it
+is used; one that breaks the protocol becomes a ServerError that names server and endpoint.
 """
 
 from __future__ import annotations
@@ -9,20 +9,31 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from arealite.api.errors import ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.api.server_limits import PauseMode
-from arealite.inference.http import Json, ServerHttp, StatusError
+from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 
 _UNVERSIONED = ("default", None)
 """Version of a server that was started without one."""
 
 Finish = Literal["stop", "length", "abort"]
+
+
+class ProtocolError(Exception):
+    """A reply breaks the protocol; the message is the rule, as in "have finite logprobs"."""
+
+
+def require(is_right: bool, rule: str) -> None:
+    """Raise ProtocolError unless a reply keeps a rule."""
+    if not is_right:
+        raise ProtocolError(rule)
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,7 @@ class Segment:
     """Tokens sampled on keys and values of older weights than their version says."""
 
     @classmethod
-    def checked(
-        cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int, require: Callable[[bool, str], None]
-    ) -> Segment:
+    def checked(cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int) -> Segment:
         """Check what every server must return; versions are still missing."""
         require(type(tokens) is list and set(map(type, tokens)) <= {int}, "have a list of ints as tokens")
         require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
@@ -69,17 +78,13 @@ class BroadcastPlan:
     def world_size(self) -> int:
         return 1 + sum(server.facts.num_gpus for server in self.servers)
 
-    def first_rank(self, address: str) -> int:
-        """Return the rank of a server's first GPU."""
-        before = itertools.takewhile(lambda server: server.address != address, self.servers)
-        return 1 + sum(server.facts.num_gpus for server in before)
-
     def payload(self, address: str) -> Json:
         """Return what a server needs to join."""
+        before = itertools.takewhile(lambda server: server.address != address, self.servers)
         return {
             "master_address": self.address,
             "master_port": self.port,
-            "rank_offset": self.first_rank(address),
+            "rank_offset": 1 + sum(server.facts.num_gpus for server in before),
             "world_size": self.world_size,
             "group_name": self.name,
             "backend": self.backend,
@@ -102,23 +107,6 @@ class Checksums:
     accepts_mismatch: bool
 
 
-@dataclass(frozen=True)
-class ServerConnection:
-    """Sends requests to one server, under the deadline of the operation they belong to."""
-
-    address: str
-    http: ServerHttp
-    remaining_s: Callable[[], float]
-
-    async def get(self, endpoint: str) -> Json:
-        """GET an endpoint."""
-        return await self.http.get(self.address, endpoint, timeout_s=self.remaining_s())
-
-    async def post(self, endpoint: str, payload: Json | None = None) -> Json:
-        """POST a JSON object, an empty one by default."""
-        return await self.http.post(self.address, endpoint, payload or {}, timeout_s=self.remaining_s())
-
-
 def described(specs: list[ParamSpec]) -> Json:
     """Describe the tensors of a bucket to a server."""
     return {
@@ -128,7 +116,7 @@ def described(specs: list[ParamSpec]) -> Json:
     }
 
 
-def token_versions(spans: list[Json], num_tokens: int, require: Callable[[bool, str], None]) -> list[int] | None:
+def token_versions(spans: list[Json], num_tokens: int) -> list[int] | None:
     """Return the version of each token; None if the server has none yet."""
     versions: list[int] = []
     for span in spans:
@@ -144,6 +132,12 @@ def token_versions(spans: list[Json], num_tokens: int, require: Callable[[bool, 
 class Backend(abc.ABC):
     """The protocol of one kind of server."""
 
+    program: ClassVar[str]
+    """Whose protocol it is."""
+    overflow: ClassVar[re.Pattern[str]]
+    """What a server that refuses a prompt or completion as too long for its context says."""
+    verifies: ClassVar[Set[str]] = frozenset()
+    """Types of weight updates in which servers compare checksums."""
     keeps_old_weights = False
     """Whether a server still serves its old weights after an update that failed half-way."""
     is_on_cpu = False
@@ -164,11 +158,11 @@ class Backend(abc.ABC):
         self, server: ServerConnection, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
     ) -> Segment:
         """Let a server continue `req` after `tokens`; ContextOverflowError if its context is too short."""
-        endpoint, payload = self.generate_call(server.address, req, tokens, seed, ignore_eos=ignore_eos)
+        payload = self.payload(server.address, req, tokens, seed, ignore_eos=ignore_eos)
         try:
-            reply = await server.post(endpoint, payload)
+            reply = await server.request("POST", self.endpoint(server.address), payload)
         except StatusError as error:
-            if not self.is_overflow(error):
+            if error.status != 400 or not self.overflow.search(str(error)):
                 raise
             if tokens:
                 return Segment([], [], [], "length")  # an interruption fell on its last tokens
@@ -179,23 +173,27 @@ class Backend(abc.ABC):
             ) from error
         return self.parse_segment(server.address, reply, req.gconfig.max_new_tokens - len(tokens))
 
-    @abc.abstractmethod
-    def generate_call(
-        self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
-    ) -> tuple[str, Json]:
-        """Return endpoint and payload that make a server continue `req` after `tokens`."""
-
-    @abc.abstractmethod
     def parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
         """Check a reply and return what it adds."""
+        try:
+            return self._parse(address, reply, max_tokens)
+        except (ProtocolError, AttributeError, TypeError, LookupError, ValueError) as error:
+            rule = str(error) if isinstance(error, ProtocolError) else f"have the fields of {self.program}"
+            raise bad_reply(address, self.endpoint(address), rule, reply) from error
 
     @abc.abstractmethod
-    def is_overflow(self, error: StatusError) -> bool:
-        """Tell whether a server refused a request because its context is too short."""
+    def endpoint(self, address: str) -> str:
+        """Return the endpoint of a server that generates."""
 
     @abc.abstractmethod
-    def verifies(self, meta: WeightUpdateMeta) -> bool:
-        """Tell whether servers compare checksums in such an update."""
+    def payload(
+        self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
+    ) -> Json:
+        """Return what makes a server continue `req` after `tokens`."""
+
+    @abc.abstractmethod
+    def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
+        """Return what a reply adds; any error means that it breaks the protocol."""
 
     @abc.abstractmethod
     async def pause(self, server: ServerConnection) -> None:

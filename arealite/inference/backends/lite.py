@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from arealite.api.io_struct import WeightUpdateMeta
-from arealite.inference.backends.base import BroadcastPlan, Checksums, ServerConnection
+from arealite.inference.backends.base import BroadcastPlan, Checksums
 from arealite.inference.backends.kind import ServerKind
-from arealite.inference.backends.sglang import SGLangBackend, post
-from arealite.inference.http import Json
+from arealite.inference.backends.sglang import SGLangBackend
+from arealite.inference.http import Json, ServerConnection
 from arealite.inference.pool import ServerFacts
 
 
 class LiteBackend(SGLangBackend):
     """The protocol of `arealite.server`."""
 
+    verifies = frozenset({"disk", "nccl"})
     keeps_old_weights = True
     is_on_cpu = True
 
@@ -23,20 +23,17 @@ class LiteBackend(SGLangBackend):
         self._takes_seeds.add(server.address)
         return ServerFacts(str(info["dtype"]))
 
-    def verifies(self, meta: WeightUpdateMeta) -> bool:
-        return True
-
     async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
         payload = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        reply = await post(server, "/update_weights_from_disk", payload | _fields(checksums))
+        reply = await server.request("POST", "/update_weights_from_disk", payload | _fields(checksums))
         return list(reply.get("mismatched", []))
 
     async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
         payload = plan.payload(server.address) | {"timeout_s": timeout_s}
-        await post(server, "/init_weights_update_group", payload)
+        await server.request("POST", "/init_weights_update_group", payload)
 
     async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
-        reply = await post(server, "/end_weight_update", _fields(checksums))
+        reply = await server.request("POST", "/end_weight_update", _fields(checksums))
         return list(reply.get("mismatched", []))
 
 

@@ -8,30 +8,30 @@ from dataclasses import replace
 
 from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
-from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.api.io_struct import ModelRequest, ParamSpec
 from arealite.api.server_limits import PauseMode
 from arealite.inference.backends.base import (
     Backend,
     BroadcastPlan,
     Checksums,
     Segment,
-    ServerConnection,
     described,
+    require,
     token_versions,
 )
 from arealite.inference.backends.kind import ServerKind
-from arealite.inference.http import Json, StatusError, bad_reply
+from arealite.inference.http import Json, ServerConnection, StatusError
 from arealite.inference.pool import ServerFacts
 
-_GENERATE = "/generate"
 _RESERVED_TOKENS = 6
 """Difference between SGLang's limit on prompts and its limit on prompt and completion together."""
-_OVERFLOW = re.compile("context length|maximum allowed (input )?length|larger context")
-"""What SGLang (at three places) and our server write about a prompt that is too long."""
 
 
 class SGLangBackend(Backend):
     """The protocol of SGLang."""
+
+    program = "SGLang"
+    overflow = re.compile("context length|maximum allowed (input )?length|larger context")  # at three places, and ours
 
     def __init__(self, *, pause_mode: PauseMode) -> None:
         super().__init__(pause_mode=pause_mode)
@@ -42,7 +42,7 @@ class SGLangBackend(Backend):
 
     async def meet(self, server: ServerConnection) -> ServerFacts:
         await self._model_info(server)
-        info = await server.get("/get_server_info")
+        info = await server.request("GET", "/get_server_info")
         if "max_req_input_len" in info:
             self._max_tokens[server.address] = info["max_req_input_len"] + _RESERVED_TOKENS
         if info.get("enable_deterministic_inference"):
@@ -59,7 +59,7 @@ class SGLangBackend(Backend):
     async def _model_info(self, server: ServerConnection) -> Json:
         """Refuse a server of another kind."""
         try:
-            return await server.get("/get_model_info")
+            return await server.request("GET", "/get_model_info")
         except StatusError as error:
             if error.status != 404:
                 raise
@@ -71,9 +71,12 @@ class SGLangBackend(Backend):
     async def take_over(self, server: ServerConnection) -> None:
         await self.resume(server)
 
-    def generate_call(
+    def endpoint(self, address: str) -> str:
+        return "/generate"
+
+    def payload(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
-    ) -> tuple[str, Json]:
+    ) -> Json:
         gconfig, input_ids = req.gconfig, [*req.input_ids, *tokens]
         left = self._max_tokens.get(address, len(input_ids) + gconfig.max_new_tokens) - len(input_ids)
         sampling: Json = {
@@ -90,49 +93,47 @@ class SGLangBackend(Backend):
             sampling["stop"] = gconfig.stop
         if ignore_eos:
             sampling["ignore_eos"] = True
-        payload = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
-        return _GENERATE, payload
+        return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
 
-    def parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
-        try:
-            segment = _parse(address, reply, max_tokens)
-        except (AttributeError, TypeError, KeyError, IndexError) as error:
-            raise bad_reply(address, _GENERATE, "have the fields of SGLang", reply) from error
-        is_counted = "stale_kv_tokens" in reply["meta_info"]
-        return segment.kept_in_place() if self._pause_mode == "in_place" and not is_counted else segment
-
-    def is_overflow(self, error: StatusError) -> bool:
-        return error.status == 400 and _OVERFLOW.search(str(error)) is not None
-
-    def verifies(self, meta: WeightUpdateMeta) -> bool:
-        return False
+    def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
+        tokens, meta_info = reply["output_ids"], reply["meta_info"]
+        pairs = meta_info.get("output_token_logprobs") or []
+        finish, logprobs = meta_info["finish_reason"]["type"], [pair[0] for pair in pairs]
+        segment = Segment.checked(tokens, logprobs, finish, max_tokens=max_tokens)
+        require([pair[1] for pair in pairs] == tokens, "have the logprobs of its own tokens")
+        whole = [{"version": meta_info.get("weight_version"), "start": 0, "end": len(tokens)}]
+        versions = token_versions(meta_info.get("weight_versions") or whole, len(tokens))
+        stale = meta_info.get("stale_kv_tokens")  # only embedded servers report it
+        require(stale is None or stale in range(len(tokens) + 1), "have at most as many stale_kv_tokens as tokens")
+        segment = replace(segment, versions=versions, stale_kv_tokens=stale or 0)
+        return segment.kept_in_place() if self._pause_mode == "in_place" and stale is None else segment
 
     async def pause(self, server: ServerConnection) -> None:
-        await post(server, "/pause_generation", {"mode": self._pause_mode})
+        await server.request("POST", "/pause_generation", {"mode": self._pause_mode})
 
     async def resume(self, server: ServerConnection) -> None:
-        await post(server, "/continue_generation", {})
+        await server.request("POST", "/continue_generation")
 
     async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
         payload = {"model_path": path, "weight_version": str(version), "flush_cache": self._flushes_cache}
-        await post(server, "/update_weights_from_disk", payload)
+        await server.request("POST", "/update_weights_from_disk", payload)
         return []
 
     async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
-        await post(server, "/init_weights_update_group", plan.payload(server.address))
+        await server.request("POST", "/init_weights_update_group", plan.payload(server.address))
 
     async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
-        await post(server, "/destroy_weights_update_group", {"group_name": plan.name})
+        await server.request("POST", "/destroy_weights_update_group", {"group_name": plan.name})
 
     async def begin(self, server: ServerConnection) -> bool:
         try:
-            await post(server, "/begin_weight_update", {})
+            await server.request("POST", "/begin_weight_update")
         except StatusError as error:
             if error.status == 404:
                 return False
             with contextlib.suppress(StatusError):
-                await post(server, "/end_weight_update", {})
-            await post(server, "/begin_weight_update", {})
+                await server.request("POST", "/end_weight_update")
+            await server.request("POST", "/begin_weight_update")
         return True
 
     async def receive(
@@ -144,40 +145,15 @@ class SGLangBackend(Backend):
             "flush_cache": is_last and self._flushes_cache,
             "weight_version": str(version) if is_last else None,
         }
-        await post(server, "/update_weights_from_distributed", payload)
+        await server.request("POST", "/update_weights_from_distributed", payload)
 
     async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
-        await post(server, "/end_weight_update", {})
+        await server.request("POST", "/end_weight_update")
         return []
 
     @property
     def _flushes_cache(self) -> bool:
         return self._pause_mode != "in_place"  # SGLang refuses to flush what requests in flight still need
-
-
-async def post(server: ServerConnection, endpoint: str, payload: Json) -> Json:
-    """POST, and refuse a reply that reports failure."""
-    reply = await server.post(endpoint, payload)
-    if reply.get("success") is False:
-        raise bad_reply(server.address, endpoint, "report success", reply)
-    return reply
-
-
-def _parse(address: str, reply: Json, max_tokens: int) -> Segment:
-    def require(is_right: bool, rule: str) -> None:
-        if not is_right:
-            raise bad_reply(address, _GENERATE, rule, reply)
-
-    tokens, meta_info = reply["output_ids"], reply["meta_info"]
-    pairs = meta_info.get("output_token_logprobs") or []
-    finish, logprobs = meta_info["finish_reason"]["type"], [pair[0] for pair in pairs]
-    segment = Segment.checked(tokens, logprobs, finish, max_tokens=max_tokens, require=require)
-    require([pair[1] for pair in pairs] == tokens, "have the logprobs of its own tokens")
-    stale = meta_info.get("stale_kv_tokens", 0)  # only embedded servers report it
-    require(type(stale) is int and 0 <= stale <= len(tokens), "have at most as many stale_kv_tokens as tokens")
-    whole = [{"version": meta_info.get("weight_version"), "start": 0, "end": len(tokens)}]
-    versions = token_versions(meta_info.get("weight_versions") or whole, len(tokens), require)
-    return replace(segment, versions=versions, stale_kv_tokens=stale)
 
 
 SGLANG = ServerKind(

@@ -14,25 +14,23 @@ from typing import Any
 
 from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
-from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.api.io_struct import ModelRequest, ParamSpec
 from arealite.api.server_limits import PauseMode
 from arealite.inference.backends.base import (
     Backend,
     BroadcastPlan,
     Checksums,
     Segment,
-    ServerConnection,
     described,
+    require,
     token_versions,
 )
 from arealite.inference.backends.kind import ServerKind
-from arealite.inference.http import Json, StatusError, bad_reply
+from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
-_OVERFLOW = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
-"""What vLLM (at three places) writes about a prompt that is too long."""
 _OUR_EXTENSION = "arealite"
 """Name of the weight transfer of our wrapper."""
 _ABANDON_S = 10.0
@@ -43,6 +41,10 @@ _PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep&clear_cache=fa
 class VLLMBackend(Backend):
     """The protocol of vLLM."""
 
+    program = "vLLM"
+    overflow = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
+    verifies = frozenset({"nccl"})
+
     def __init__(self, *, pause_mode: PauseMode) -> None:
         super().__init__(pause_mode=pause_mode)
         self._has_generate: set[str] = set()
@@ -52,7 +54,7 @@ class VLLMBackend(Backend):
 
     async def meet(self, server: ServerConnection) -> ServerFacts:
         try:
-            paths = (await server.get("/openapi.json"))["paths"].keys()
+            paths = (await server.request("GET", "/openapi.json"))["paths"].keys()
             if _COMPLETIONS not in paths or "/pause" not in paths:
                 raise KeyError(_COMPLETIONS if _COMPLETIONS not in paths else "/pause")
         except (StatusError, KeyError) as error:
@@ -69,7 +71,7 @@ class VLLMBackend(Backend):
                 f"tokens: got {self._pause_mode} and {server.address}. Start it with --enable-scale-out, or change "
                 "rollout.pause_mode."
             )
-        config: dict[str, Any] = (await server.get("/server_info?config_format=json"))["vllm_config"]
+        config: dict[str, Any] = (await server.request("GET", "/server_info?config_format=json"))["vllm_config"]
         if (mode := config["model_config"]["logprobs_mode"]) != "processed_logprobs":
             raise ConfigError(
                 f"vLLM must return logprobs of what it samples from: got {mode} at {server.address}, which are those "
@@ -95,9 +97,12 @@ class VLLMBackend(Backend):
             await _call_workers(server, "abandon_weight_update")
         await self.resume(server)
 
-    def generate_call(
+    def endpoint(self, address: str) -> str:
+        return _GENERATE if address in self._has_generate else _COMPLETIONS
+
+    def payload(
         self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
-    ) -> tuple[str, Json]:
+    ) -> Json:
         gconfig = req.gconfig
         sampling: Json = {  # all of it, because vLLM takes defaults from the model's generation_config.json
             "max_tokens": gconfig.max_new_tokens - len(tokens),
@@ -116,32 +121,31 @@ class VLLMBackend(Backend):
         }
         input_ids = [*req.input_ids, *tokens]
         if address in self._has_generate:
-            return _GENERATE, {"token_ids": input_ids, "sampling_params": sampling}
-        return _COMPLETIONS, {"prompt": input_ids, "return_token_ids": True} | sampling
+            return {"token_ids": input_ids, "sampling_params": sampling}
+        return {"prompt": input_ids, "return_token_ids": True} | sampling
 
-    def parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
-        endpoint = _GENERATE if address in self._has_generate else _COMPLETIONS
-        try:
-            (choice,) = reply["choices"]
-            segment = _parse(address, endpoint, choice, max_tokens)
-        except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
-            raise bad_reply(address, endpoint, "have the fields of vLLM", reply) from error
-        spans_versions = endpoint == _GENERATE and self._pause_mode in ("retract", "in_place")
-        if spans_versions and choice.get("weight_versions") is None:
-            raise bad_reply(address, endpoint, "have weight_versions, as rollout.pause_mode needs", reply)
+    def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
+        (choice,) = reply["choices"]
+        tokens, returned = choice["token_ids"], choice["logprobs"] or {}
+        if address not in self._has_generate:
+            logprobs = returned.get("token_logprobs") or []
+            return Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
+        content, spans = returned.get("content") or [], choice.get("weight_versions")
+        require([one["token_id"] for one in content] == tokens, "have the logprobs of its own tokens")
+        logprobs = [one["logprob"] for one in content]
+        segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
+        if spans is None:
+            continues = self._pause_mode in ("retract", "in_place")
+            require(not continues, "have weight_versions, as rollout.pause_mode needs")
+            return segment
+        segment = replace(segment, versions=token_versions(spans, len(tokens)))
         return segment.kept_in_place() if self._pause_mode == "in_place" else segment
 
-    def is_overflow(self, error: StatusError) -> bool:
-        return error.status == 400 and _OVERFLOW.search(str(error)) is not None
-
-    def verifies(self, meta: WeightUpdateMeta) -> bool:
-        return meta.type == "nccl"
-
     async def pause(self, server: ServerConnection) -> None:
-        await server.post(f"/pause?mode={_PAUSES[self._pause_mode]}")
+        await server.request("POST", f"/pause?mode={_PAUSES[self._pause_mode]}")
 
     async def resume(self, server: ServerConnection) -> None:
-        await server.post("/resume")
+        await server.request("POST", "/resume")
 
     async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
         try:
@@ -149,30 +153,30 @@ class VLLMBackend(Backend):
         except ServerError:
             if server.address in self._extended:
                 with contextlib.suppress(ServerError):
-                    soon = replace(server, remaining_s=lambda: _ABANDON_S)
+                    soon = replace(server, deadline=deadline_in(_ABANDON_S))
                     await _call_workers(soon, "abandon_weight_update")
             raise
-        await server.post("/update_weight_version", {"new_version": str(version)})
+        await server.request("POST", "/update_weight_version", {"new_version": str(version)})
         await self._forget_cache(server)
         return []
 
     async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
         init_info = plan.payload(server.address) | {"timeout_s": timeout_s}
-        await server.post("/init_weight_transfer_engine", {"init_info": init_info})
+        await server.request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
         await _call_workers(server, "abandon_weight_update")
-        await server.post("/shutdown_weight_transfer_engine")
+        await server.request("POST", "/shutdown_weight_transfer_engine")
 
     async def begin(self, server: ServerConnection) -> bool:
         await _call_workers(server, "abandon_weight_update")
-        await server.post("/start_weight_update")
+        await server.request("POST", "/start_weight_update")
         return True
 
     async def receive(
         self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
     ) -> None:
-        await server.post("/update_weights", {"update_info": described(specs)})
+        await server.request("POST", "/update_weights", {"update_info": described(specs)})
 
     async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
         differing: list[str] = []
@@ -189,40 +193,23 @@ class VLLMBackend(Backend):
                 f"tensors must arrive at {server.address} as they were sent: got {len(differing)} of "
                 f"{len(checksums.by_name)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
             )
-        await server.post("/finish_weight_update", {"weight_version": str(version)})
+        await server.request("POST", "/finish_weight_update", {"weight_version": str(version)})
         await self._forget_cache(server)
         return differing
 
     async def _forget_cache(self, server: ServerConnection) -> None:
         """Drop the keys and values of old weights; with `in_place` there is no prefix cache."""
         if self._pause_mode != "in_place":
-            reply = await server.post("/reset_prefix_cache")
-            if reply.get("success") is False:
-                raise bad_reply(server.address, "/reset_prefix_cache", "report success", reply)
+            await server.request("POST", "/reset_prefix_cache")
 
 
 async def _call_workers(server: ServerConnection, method: str, **arguments: object) -> list[Any]:
     """Call a method of every worker of a server and return their results."""
-    reply = await server.post("/collective_rpc", {"method": method, "kwargs": arguments})
+    reply = await server.request("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
     results = reply.get("results")
     if not isinstance(results, list):
         raise bad_reply(server.address, f"/collective_rpc {method}", "have results", reply)
     return results
-
-
-def _parse(address: str, endpoint: str, choice: Json, max_tokens: int) -> Segment:
-    def require(is_right: bool, rule: str) -> None:
-        if not is_right:
-            raise bad_reply(address, endpoint, rule, choice)
-
-    tokens, returned, spans = choice["token_ids"], choice["logprobs"] or {}, None
-    logprobs = returned.get("token_logprobs") or []
-    if endpoint == _GENERATE:
-        content, spans = returned.get("content") or [], choice.get("weight_versions")
-        require([one["token_id"] for one in content] == tokens, "have the logprobs of its own tokens")
-        logprobs = [one["logprob"] for one in content]
-    segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens, require=require)
-    return replace(segment, versions=None if spans is None else token_versions(spans, len(tokens), require))
 
 
 VLLM = ServerKind(
