@@ -13,7 +13,6 @@ import difflib
 import enum
 import re
 from dataclasses import dataclass
-from math import prod
 from typing import NoReturn
 
 from arealite.api.errors import ConfigError
@@ -42,7 +41,7 @@ class ParallelSizes:
     @property
     def world_size(self) -> int:
         """Workers of all replicas."""
-        return prod((self.data, self.pipeline, self.tensor))
+        return self.data * self.pipeline * self.tensor
 
     def __str__(self) -> str:
         return f"d{self.data}p{self.pipeline}t{self.tensor}"
@@ -63,7 +62,30 @@ class AllocationMode:
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
         """Parse an allocation string; ConfigError (a ValueError) points at what is wrong."""
-        return _parse(text)
+        if not text:
+            _fail(text, 0, "nothing", "Write servers and trainers, e.g. sglang.d4p1t1+d4p1t1.")
+        if "|" in text:
+            change = "It is reserved for sharing devices, which does not exist yet. Use '+'."
+            _fail(text, text.index("|"), "'|'", change)
+        sides = [_side(text, part.start(), part[0]) for part in re.finditer(r"(?:^|(?<=\+))[^+]*", text)]
+        if len(sides) > 2:
+            _fail(text, sides[2].start - 1, "a second '+'", "Write at most two sides.")
+        servers = [side for side in sides if side.backend is not None]
+        others = [side for side in sides if side.backend is None]
+        if len(servers) > 1:
+            _fail(text, servers[1].start, "servers on both sides", "Name a backend on one side only.")
+        if len(others) > 1:
+            names = ", ".join(BACKENDS)
+            _fail(text, 0, "no servers", f"Put a backend ({names}) and a dot before one side, e.g. sglang.d4+d4.")
+        if not others:
+            return cls(AllocationType.LLM_SERVER_ONLY, servers[0].backend, servers[0].sizes, _ABSENT)
+        other, is_eval = others[0].sizes, others[0].sizes is _ABSENT
+        if servers:
+            type_ = AllocationType.DECOUPLED_EVAL if is_eval else AllocationType.DECOUPLED_TRAIN
+            return cls(type_, servers[0].backend, servers[0].sizes, other)
+        if is_eval:
+            _fail(text, 0, "eval without servers", "Write servers first, e.g. sglang.d4+eval.")
+        return cls(AllocationType.TRAIN_ONLY, None, _ABSENT, other)
 
     def __str__(self) -> str:
         servers = f"{self.gen_backend}.{self.gen}"
@@ -117,50 +139,17 @@ class AllocationMode:
 
 @dataclass(frozen=True)
 class _Side:
-    """One side of the `+`: servers if it has a backend, an evaluation client if it has no sizes."""
+    """One side of the `+`: servers if it has a backend, an evaluation client if its sizes are absent."""
 
     start: int
     backend: str | None
-    sizes: ParallelSizes | None
-
-
-def _parse(text: str) -> AllocationMode:
-    """Split at `+` and decide which side is which."""
-    if not text:
-        _fail(text, 0, "nothing", "Write servers and trainers, e.g. sglang.d4p1t1+d4p1t1.")
-    if "|" in text:
-        _fail(text, text.index("|"), "'|'", "It is reserved for sharing devices, which does not exist yet. Use '+'.")
-    first, *others = [_side(text, part.start(), part[0]) for part in re.finditer(r"(?:^|(?<=\+))[^+]*", text)]
-    if len(others) > 1:
-        _fail(text, others[1].start - 1, "a second '+'", "Write at most two sides.")
-    second = others[0] if others else None
-    if second is not None and second.backend is not None:
-        if first.backend is not None:
-            _fail(text, second.start, "servers on both sides", "Name a backend on one side only.")
-        first, second = second, first
-    if second is None:
-        return _alone(text, first)
-    if first.backend is None or first.sizes is None:
-        names = ", ".join(BACKENDS)
-        _fail(text, 0, "no servers", f"Put a backend ({names}) and a dot before one side, e.g. sglang.d4+d4.")
-    if second.sizes is None:
-        return AllocationMode(AllocationType.DECOUPLED_EVAL, first.backend, first.sizes, _ABSENT)
-    return AllocationMode(AllocationType.DECOUPLED_TRAIN, first.backend, first.sizes, second.sizes)
-
-
-def _alone(text: str, side: _Side) -> AllocationMode:
-    """Return the mode of a string without `+`."""
-    if side.sizes is None:
-        _fail(text, side.start, "eval without servers", "Write servers first, e.g. sglang.d4+eval.")
-    if side.backend is None:
-        return AllocationMode(AllocationType.TRAIN_ONLY, None, _ABSENT, side.sizes)
-    return AllocationMode(AllocationType.LLM_SERVER_ONLY, side.backend, side.sizes, _ABSENT)
+    sizes: ParallelSizes
 
 
 def _side(text: str, start: int, part: str) -> _Side:
     """Parse `eval`, `<backend>.<dims>` or `<dims>`."""
     if part == "eval":
-        return _Side(start, None, None)
+        return _Side(start, None, _ABSENT)
     side = re.fullmatch(_RIGHT, part)
     if side is None or side["dims"] == "":
         _refuse(text, start, part)

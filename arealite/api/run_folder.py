@@ -7,32 +7,22 @@ from pathlib import Path
 from typing import Protocol
 
 
-class _HasFileroot(Protocol):
-    fileroot: str
-
-
-class _Block(_HasFileroot, Protocol):
-    experiment_name: str
-    trial_name: str
-
-
-class _Experiment(Protocol):
+class _Run(Protocol):
     experiment_name: str
     trial_name: str
 
     @property
-    def cluster(self) -> _HasFileroot: ...
+    def fileroot(self) -> str: ...
 
 
 class RunFolder:
     """The paths of a run's files, from an experiment's config, a block that knows its run, or the folder itself."""
 
-    def __init__(self, run: _Experiment | _Block | str | os.PathLike[str]) -> None:
+    def __init__(self, run: _Run | str | os.PathLike[str]) -> None:
         if isinstance(run, (str, os.PathLike)):
             self.path = Path(run)
         else:
-            root: _HasFileroot = run.cluster if hasattr(run, "cluster") else run
-            self.path = Path(root.fileroot) / run.experiment_name / run.trial_name
+            self.path = Path(run.fileroot) / run.experiment_name / run.trial_name
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"

@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig
+from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
-from arealite.api.config.loggers import LOGGER_MODES, StatsLoggerConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import ALL_TOKENS, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.errors import ConfigError

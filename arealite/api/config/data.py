@@ -1,12 +1,12 @@
-"""Data sets, and when a run saves, evaluates and writes checkpoints."""
+"""What a run reads and writes: data sets, metrics, and when it saves, evaluates and writes checkpoints."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from arealite.api.config.schema import MISSING
-from arealite.api.config.types import Bool, ConfigBase, Folder, Name, NonNegativeInt, Positive, PositiveInt
+from arealite.api.config.types import Bool, ConfigBase, FolderBlock, NonNegativeInt, Positive, PositiveInt
 
 
 @dataclass
@@ -30,15 +30,9 @@ class DatasetConfig(ConfigBase):
 
 
 @dataclass
-class _Frequency(ConfigBase):
+class _Frequency(FolderBlock):
     """How often something happens: each trigger counts from the last time, and any one is enough."""
 
-    experiment_name: Name = ""
-    """Filled in from the top level."""
-    trial_name: Name = ""
-    """Filled in from the top level."""
-    fileroot: Folder = ""
-    """Filled in from `cluster.fileroot`."""
     freq_epochs: PositiveInt | None = None
     """Number of epochs between two; None is never."""
     freq_steps: PositiveInt | None = None
@@ -68,3 +62,35 @@ class RecoverConfig(_Frequency):
     """How often the launcher restarts a failed run (`auto` and `fault`); errors of the config are not retried."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep, besides the one of the best evaluation."""
+
+
+LOGGER_MODES = {
+    "wandb": ("disabled", "online", "offline", "shared"),
+    "swanlab": ("disabled", "local", "cloud", "offline"),
+    "trackio": ("disabled", "online"),
+}
+"""Values of `mode` of each service."""
+
+
+@dataclass
+class TensorBoardConfig(ConfigBase):
+    """TensorBoard."""
+
+    path: str | None = None
+    """Folder of the event files; None is off."""
+
+
+@dataclass
+class StatsLoggerConfig(FolderBlock):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    line_freq_steps: PositiveInt = 1
+    """Steps per line on the console, for very short steps; `metrics.jsonl` has every step."""
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    """TensorBoard."""
+    wandb: dict[str, Any] = field(default_factory=lambda: {"mode": "disabled"})
+    """Weights & Biases, passed to `wandb.init` unless mode is disabled; the run's names and config are filled in."""
+    swanlab: dict[str, Any] = field(default_factory=lambda: {"mode": "disabled"})
+    """SwanLab, passed to `swanlab.init` likewise."""
+    trackio: dict[str, Any] = field(default_factory=lambda: {"mode": "disabled"})
+    """Trackio, passed to `trackio.init` likewise; mode is disabled or online."""

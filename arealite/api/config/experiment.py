@@ -7,11 +7,9 @@ from typing import Any, ClassVar, cast
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
-from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig
+from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
-from arealite.api.config.loggers import StatsLoggerConfig
-from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
-from arealite.api.config.optimizer import OptimizerConfig
+from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.config.schema import MISSING
 from arealite.api.config.types import Bool, ConfigBase, Name, NonNegativeInt, PositiveInt
@@ -82,6 +80,10 @@ class BaseExperimentConfig(ConfigBase):
     """Options of SGLang servers, passed through."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Options of vLLM servers, passed through."""
+
+    @property
+    def fileroot(self) -> str:
+        return self.cluster.fileroot
 
     @property
     def allocation(self) -> AllocationMode | None:

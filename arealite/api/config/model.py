@@ -1,11 +1,10 @@
-"""A model and how it is trained: sharding, micro-batches, the policy's objective."""
+"""A model and how it is trained: optimizer, sharding, micro-batches, the policy's objective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from arealite.api.config.optimizer import OptimizerConfig
 from arealite.api.config.schema import MISSING
 from arealite.api.config.types import (
     AboveOne,
@@ -14,13 +13,40 @@ from arealite.api.config.types import (
     Dtype,
     Finite,
     Fraction,
-    Name,
+    HalfOpenFraction,
     NonNegative,
     NonNegativeInt,
     OpenFraction,
     Positive,
     PositiveInt,
+    RunBlock,
 )
+
+
+@dataclass
+class OptimizerConfig(ConfigBase):
+    """AdamW and its learning-rate schedule."""
+
+    type: Literal["adam"] = "adam"
+    """`adam` is AdamW."""
+    lr: NonNegative = 2e-5
+    """Peak learning rate."""
+    weight_decay: NonNegative = 0.05
+    """Decoupled weight decay."""
+    beta1: HalfOpenFraction = 0.9
+    """Decay of the mean of gradients."""
+    beta2: HalfOpenFraction = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: Positive = 1e-5
+    """Added to the denominator."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate of the linear and cosine schedules, as a share of `lr`."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after warmup."""
+    warmup_steps_proportion: Fraction = 0.001
+    """Share of the training steps in which the learning rate rises from 0."""
+    gradient_clipping: Positive = 1.0
+    """Largest norm of the gradient."""
 
 
 @dataclass
@@ -52,15 +78,11 @@ class FSDPEngineConfig(ConfigBase):
 
 
 @dataclass
-class TrainEngineConfig(ConfigBase):
+class TrainEngineConfig(RunBlock):
     """A model and how it is trained. Parameters and optimizer state are float32."""
 
     IS_EXTENDED: ClassVar[bool] = True
 
-    experiment_name: Name = ""
-    """Filled in from the top level."""
-    trial_name: Name = ""
-    """Filled in from the top level."""
     path: str = MISSING
     """Hugging Face folder or hub id of the model; filled in from `tokenizer_path` if only that is given."""
     init_from_scratch: Bool = False

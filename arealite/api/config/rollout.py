@@ -11,9 +11,8 @@ from arealite.api.config.types import (
     Bool,
     ConfigBase,
     Dtype,
-    Folder,
+    FolderBlock,
     Fraction,
-    Name,
     NonNegativeInt,
     Positive,
     PositiveFraction,
@@ -68,15 +67,9 @@ class WeightCheckConfig(ConfigBase):
 
 
 @dataclass
-class InferenceEngineConfig(ConfigBase):
+class InferenceEngineConfig(FolderBlock):
     """How episodes are scheduled and how requests are sent to servers."""
 
-    experiment_name: Name = ""
-    """Filled in from the top level."""
-    trial_name: Name = ""
-    """Filled in from the top level."""
-    fileroot: Folder = ""
-    """Filled in from `cluster.fileroot`."""
     seed: NonNegativeInt = 1
     """Seed from which sampling seeds derive; filled in from the top level."""
     backend: BackendName = "sglang"

@@ -23,6 +23,24 @@ class ConfigBase:
     """Whether experiments add keys to this block, which launchers leave to the script."""
 
 
+@dataclass
+class RunBlock(ConfigBase):
+    """A block that names its run."""
+
+    experiment_name: Name = ""
+    """Filled in from the top level."""
+    trial_name: Name = ""
+    """Filled in from the top level."""
+
+
+@dataclass
+class FolderBlock(RunBlock):
+    """A block that knows the folder of its run."""
+
+    fileroot: Folder = ""
+    """Filled in from `cluster.fileroot`."""
+
+
 def _refuse_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("a number, not true or false")
