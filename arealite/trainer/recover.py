@@ -11,33 +11,41 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from arealite.api.cli_args import RecoverConfig
+from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
+from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
-from arealite.trainer.checkpoint_writer import FACTS, Snapshot, Write, cause_of, on_cpu, rng_name
 from arealite.trainer.records import summarize
-from arealite.utils.distributed import all_reduce_numbers, is_restarted, raise_on_every_rank
+from arealite.utils.distributed import agreed, all_reduce_numbers, is_restarted, raise_on_every_rank
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.file_lock import file_lock
-from arealite.utils.files import read_jsonl
+from arealite.utils.files import explain, read_jsonl
 from arealite.utils.frequency import Frequency
+from arealite.utils.heartbeat import waiting
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
 
 logger = logging.getLogger("arealite.recover")
 
+_FACTS = "state.json"
+_RNG = "rng_{}.json"
+"""State of the random generators, by rank."""
 _FORMAT = 1
 """Format of checkpoints; it changes when their contents do."""
 
@@ -57,21 +65,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class TrainedEngine(Stateful, Protocol):
-    """An engine whose state is shards (see `FSDPEngine.state_dict`); its config has the seed for new ranks."""
-
-    @property
-    def config(self) -> Any: ...
-
-    def get_version(self) -> int: ...
-
-
-class RolloutState(Stateful, Protocol):
-    """Remembers the outcome of each prompt; `state_dict` is empty on ranks other than 0."""
-
-    def note_checkpoint(self, step: int, position: int) -> None: ...
-
-
 class Recover:
     """Finds the checkpoint to resume from, and saves new ones. Every rank calls every method.
 
@@ -85,7 +78,7 @@ class Recover:
         self._run = RunFolder(config)
         self._folder = self._run.recover
         self._frequency = Frequency.from_config(config, ft_spec)
-        self._write: Write | None = None
+        self._write: _Write | None = None
         self._lock = ExitStack()
         self._found: Path | None = None
         if _rank() == 0:
@@ -96,10 +89,10 @@ class Recover:
 
     def load(
         self,
-        engine: TrainedEngine,
+        engine: FSDPEngine,
         dataloader: Stateful,
         *,
-        rollout: RolloutState | None = None,
+        rollout: InferenceEngine | None = None,
         clocks: Mapping[str, Stateful] | None = None,
     ) -> int:
         """Restore all objects from the checkpoint and return the first step to do, 0 without one.
@@ -136,7 +129,7 @@ class Recover:
         self._settle(wait=False)
         if self._frequency.check():
             self._settle(wait=True)
-            self._write = Write(self._folder, step, self._snapshot(step), group=self._group, keep_last=self._keep_last)
+            self._write = self._begin(step)
 
     def __enter__(self) -> Recover:
         return self
@@ -167,7 +160,7 @@ class Recover:
             return None
         error = write.end(timeout_s)
         if error is None:
-            self._note(write.snapshot.facts)
+            self._note(write.facts)
         return error
 
     def _note(self, facts: Mapping[str, Any]) -> None:
@@ -175,17 +168,18 @@ class Recover:
         if self._rollout is not None and _rank() == 0:
             self._rollout.note_checkpoint(facts["step"], facts["rollout"]["ledger_position"])
 
-    def _snapshot(self, step: int) -> Snapshot:
-        """Copy to memory everything that the next step changes."""
+    def _begin(self, step: int) -> _Write:
+        """Copy to memory everything that the next step changes, and start to write it."""
         facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
         facts |= {name: part.state_dict() for name, part in self._parts.items()}
         if self._rollout is not None:
             facts["rollout"] = self._rollout.state_dict()
-        return Snapshot(facts, shards=on_cpu(self._engine.state_dict()), rng=rng_state())
+        shards, path = _on_cpu(self._engine.state_dict()), self._folder / f"step_{step}"
+        return _Write(path, facts, shards, rng_state(), self._group, self._keep_last)
 
     def _read(self, path: Path) -> int:
         """Read a checkpoint (collective) and return its step."""
-        facts = json.loads((path / FACTS).read_bytes())
+        facts = json.loads((path / _FACTS).read_bytes())
         if facts.get("format") != _FORMAT:
             raise CheckpointError(
                 f"{path} must have format {_FORMAT}: got {facts.get('format')}. Use the AReaLite that wrote it."
@@ -195,7 +189,7 @@ class Recover:
             state_dict_loader.load(shards, checkpoint_id=path, process_group=self._group)
         except CheckpointException as failed:
             raise CheckpointError(
-                f"{path} must fit the model: got {cause_of(failed)}. Use the configuration of the run."
+                f"{path} must fit the model: got {_cause_of(failed)}. Use the configuration of the run."
             ) from failed
         self._engine.load_state_dict(shards)
         for name, part in self._parts.items():
@@ -210,9 +204,84 @@ class Recover:
         """Restore the generators of this rank; a new rank is seeded by seed, rank and step."""
         rank = dist.get_rank()
         if rank < facts["world_size"]:
-            set_rng_state(json.loads((path / rng_name(rank)).read_bytes()))
+            set_rng_state(json.loads((path / _RNG.format(rank)).read_bytes()))
         else:
             seed_everything(random.Random(f"{self._engine.config.seed}-{rank}-{facts['step']}").getrandbits(63))
+
+
+@dataclass
+class _Write:
+    """A checkpoint that is being written, in a thread of every rank off the critical path.
+
+    The threads agree after each phase, over a group that nothing else uses, so it is published only if every rank has
+    written its part. DCP's own `async_save` covers the shards alone: hashing and fsync would then block the loop.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    shards: dict[str, Any]
+    rng: dict[str, Any]
+    group: dist.ProcessGroup
+    keep_last: int
+
+    def __post_init__(self) -> None:
+        self._error: CheckpointError | None = None
+        self._unfinished = self.path.with_name(f".{self.path.name}.unfinished")
+        self._thread = threading.Thread(target=self._run, name="arealite-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self, timeout_s: float) -> CheckpointError | None:
+        """Wait for the thread and return its error."""
+        with waiting(f"{self.path.name} to be written to {self.path.parent}", on="disk"):
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return CheckpointError(
+                f"{self.path} must be written within {timeout_s:g} s: it was not. Look at the disk and at other ranks."
+            )
+        return self._error
+
+    def _run(self) -> None:
+        try:
+            agreed(self._prepare, self.group)
+            files = agreed(self._write_files, self.group)
+            entries = [files] * dist.get_world_size(self.group)
+            dist.all_gather_object(entries, files, group=self.group)
+            whole = {name: entry for part in entries for name, entry in part.items()}
+            agreed(lambda: self._publish(whole), self.group)
+        except Exception as error:
+            self._error = CheckpointError(explain(error, self.path))
+            self._error.__cause__ = error
+
+    def _prepare(self) -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir(parents=True)
+
+    def _write_files(self) -> dict[str, checkpoint.Entry]:
+        """Write this rank's files and return their entries of the manifest."""
+        folder, rank = self._unfinished, dist.get_rank()
+        try:
+            state_dict_saver.save(self.shards, checkpoint_id=folder, process_group=self.group)
+        except CheckpointException as failed:
+            raise _cause_of(failed) from None
+        texts = {_RNG.format(rank): self.rng} | ({_FACTS: self.facts} if rank == 0 else {})
+        for name, content in texts.items():
+            (folder / name).write_text(json.dumps(content), encoding="utf-8")
+        shards = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
+        return checkpoint.entries_of(folder, [*texts, *shards, *([".metadata"] if rank == 0 else [])])
+
+    def _publish(self, files: Mapping[str, checkpoint.Entry]) -> None:
+        if dist.get_rank() == 0:
+            checkpoint.seal(self._unfinished, files)
+            checkpoint.publish(self._unfinished, self.path)
+            folder = self.path.parent
+            steps = [step for step, _ in checkpoint.checkpoints(folder)]
+            scores = _scores(read_jsonl(RunFolder(folder.parent).metrics), steps)
+            checkpoint.prune(folder, keep_last=self.keep_last, scores=scores)
 
 
 def _choose(folder: Path, mode: str) -> Path | None:
@@ -260,3 +329,32 @@ def _remove_undone(folder: Path, step: int) -> None:
 def _rank() -> int:
     """Return the rank, also before torch.distributed is initialised."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _on_cpu(state: Any) -> Any:
+    """Copy the tensors in nested dicts and lists."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    return [_on_cpu(value) for value in state] if isinstance(state, list) else state
+
+
+def _cause_of(failed: CheckpointException) -> Exception:
+    """Return the error of the first rank that failed."""
+    cause = failed.failures[min(failed.failures)][0]
+    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
+
+
+def _scores(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[int, float]:
+    """Return the score of the model after each step: accuracy, or minus the loss, of the last evaluation.
+
+    An evaluation at the top of step N + 1 measures the weights after step N.
+    """
+    scores = {}
+    for step in steps:
+        for row in rows:
+            value = row.get("eval/accuracy", -row["eval/loss"] if row.get("eval/loss") is not None else None)
+            if value is not None and row["step"] <= step + 1:
+                scores[step] = value
+    return scores

@@ -14,7 +14,7 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.api.run_folder import RunFolder
-from arealite.utils.distributed import raise_on_every_rank
+from arealite.utils.distributed import agreed
 from arealite.utils.files import publish_folder
 from arealite.utils.frequency import Frequency
 
@@ -43,30 +43,24 @@ class Saver:
         if path == self._last:
             return path
         unfinished = path.with_name(f".{path.name}.unfinished")
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        if is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-        _barrier()
+        is_first = dist.get_rank() == 0
+        agreed(lambda: _prepare(unfinished) if is_first else None)
         engine.save(SaveLoadMeta(path=str(unfinished), tokenizer=tokenizer))
-        _barrier()
-        error = _publish(unfinished, path) if is_first else None
-        if dist.is_initialized():
-            raise_on_every_rank(error)
-        elif error is not None:
-            raise error
+        dist.barrier()
+        agreed(lambda: _publish(unfinished, path) if is_first else None)
         self._last = path
         return path
 
 
-def _publish(unfinished: Path, path: Path) -> CheckpointError | None:
+def _prepare(unfinished: Path) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _publish(unfinished: Path, path: Path) -> None:
     try:
         publish_folder(unfinished, path)
     except OSError as error:
-        return CheckpointError(f"{path} must be free for the finished {unfinished}: got {error}. Move what lies there.")
-    return None
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+        raise CheckpointError(
+            f"{path} must be free for the finished {unfinished}: got {error}. Move what lies there."
+        ) from error

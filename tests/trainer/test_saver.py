@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,16 @@ from arealite.api.cli_args import SaverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.trainer.saver import Saver
+from arealite.utils.distributed import join_default_group, leave_default_group
 
 FT_SPEC = FinetuneSpec(total_train_epochs=2, dataset_size=12, train_batch_size=4)
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    join_default_group(60.0)
+    yield
+    leave_default_group()
 
 
 class FileEngine:
