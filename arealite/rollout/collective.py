@@ -33,10 +33,8 @@ class RankZeroExchange:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._is_open = False
-        """Whether the other ranks receive."""
-        self._has_left = False
-        """Whether rank 0 has left a callback in which the others may still be."""
+        self._is_open = False  # whether the other ranks receive
+        self._has_left = False  # whether rank 0 has left a callback in which the others may still be
 
     @property
     def num_ranks(self) -> int:

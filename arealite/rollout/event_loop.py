@@ -26,8 +26,7 @@ logger = logging.getLogger("arealite.rollout")
 _SWITCH_S = 0.001
 """How long another thread of the process may compute before the loop gets Python's lock back; by default 5 ms."""
 
-_WIND_UP_ROUNDS = 3
-"""A task that is cancelled may have started another."""
+_WIND_UP_ROUNDS = 3  # a task that is cancelled may have started another
 
 
 class Flag:

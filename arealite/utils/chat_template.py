@@ -16,8 +16,7 @@ import jinja2
 _QUESTIONS = ("How much is 2 + 2?", "And how much is 3 + 3?", "Are you sure?")
 _PLAIN = "The answer is 4."
 _THOUGHT = f"<think>\nTwo and two make four.\n</think>\n\n{_PLAIN}"
-_AROUND = 12
-"""Tokens shown after a difference."""
+_AROUND = 12  # tokens shown after a difference
 
 
 PLAIN = "plain answers"
@@ -40,14 +39,10 @@ class Certificate:
 
     breaks: Mapping[str, str]
     """Kinds of conversations that it rewrites, with the first place; empty if it is append-only."""
-    refused: Mapping[str, str]
-    """Kinds of conversations that it can't render, with the reason."""
-    after_answer: str
-    """Text after an answer."""
-    end_id: int | None
-    """First token of that text that ends generation, if any."""
-    garbled: Mapping[str, str]
-    """Texts that encoding and decoding changes, with the result."""
+    refused: Mapping[str, str]  # kinds of conversations that it can't render, with the reason
+    after_answer: str  # text after an answer
+    end_id: int | None  # first token of that text that ends generation, if any
+    garbled: Mapping[str, str]  # texts that encoding and decoding changes, with the result
 
 
 def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:

@@ -32,8 +32,7 @@ from arealite.utils.network import address_toward, interface_of
 
 T = TypeVar("T")
 
-MEETING_TIMEOUT_S = 1800.0
-"""How long ranks wait for the last one at the start, which may still download its data set."""
+MEETING_TIMEOUT_S = 1800.0  # how long ranks wait for the last one at the start, which may still download its data set
 _LOOK_AGAIN_S = 0.02
 
 _lock = threading.Lock()

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-_BLOCK = 2**18
-"""Elements after which factors repeat, times a power of `_FACTOR`; also the size of one computation."""
+_BLOCK = 2**18  # elements after which factors repeat, times a power of `_FACTOR`; also the size of one computation
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

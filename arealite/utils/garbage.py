@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import time
 
-_YOUNG = 50_000
-"""Allocations between two collections of young objects, which take a few milliseconds each."""
+_YOUNG = 50_000  # allocations between two collections of young objects, which take a few milliseconds each
 _PERIOD_S = 60.0
 
 

@@ -30,8 +30,7 @@ logger = logging.getLogger("arealite.hosts")
 _EXIT_STATUS = 1
 _LOOK_AGAIN_S = 0.2
 _GOODBYE = b"."
-_links: list[socket.socket] = []
-"""From other nodes; what is sent there is the goodbye."""
+_links: list[socket.socket] = []  # from other nodes; what is sent there is the goodbye
 
 
 def watch_hosts(store: Store, master: str, timeout_s: float) -> None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FLOAT32 = 4
-LOGITS_CHUNK = 1024
-"""Tokens whose float32 probabilities the losses hold at once."""
+LOGITS_CHUNK = 1024  # tokens whose float32 probabilities the losses hold at once
 _CHUNK_COPIES = 3
 
 
@@ -20,16 +19,12 @@ _CHUNK_COPIES = 3
 class ModelShape:
     """What memory depends on."""
 
-    num_parameters: int
-    """Tied ones count once."""
-    layer_parameters: int
-    """Of the largest layer."""
-    outer_parameters: int
-    """Of what is in no layer: embeddings, head, last norm."""
+    num_parameters: int  # tied ones count once
+    layer_parameters: int  # of the largest layer
+    outer_parameters: int  # of what is in no layer: embeddings, head, last norm
     num_layers: int
     hidden: int
-    mlp: int
-    """What one token activates in a layer's MLP."""
+    mlp: int  # what one token activates in a layer's MLP
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -29,10 +29,8 @@ from arealite.utils.files import write_atomically
 from arealite.utils.network import LOOPBACK
 from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal
 
-POLL_S = 10.0
-"""Longest time that the registry keeps a long-poll open."""
-DEADLINE_S = 5.0
-"""Within which the registry must answer anything else."""
+POLL_S = 10.0  # longest time that the registry keeps a long-poll open
+DEADLINE_S = 5.0  # within which the registry must answer anything else
 _MAX_BYTES = 16 * 1024
 
 T = TypeVar("T")
@@ -51,18 +49,13 @@ class RegistryRefusedError(RegistryError):
 class ServerRecord:
     """What trainers know of a server. Invariant: `ready` was answered by the server itself, at this address."""
 
-    address: str
-    """host:port"""
+    address: str  # host:port
     backend: str
-    node: str
-    """Name of its node."""
-    pid: int
-    """Process id of the program that runs it: another one is another server, even at the same address."""
+    node: str  # name of its node
+    pid: int  # process id of the program that runs it: another one is another server, even at the same address
     state: State
-    detail: str
-    """What it is doing; while it loads, the last line of its log."""
-    since: float
-    """When the state began, in Unix time."""
+    detail: str  # what it is doing; while it loads, the last line of its log
+    since: float  # when the state began, in Unix time
 
 
 @dataclass(frozen=True)
@@ -70,53 +63,36 @@ class Claim:
     """What an owner sends to register a server, and again to renew the lease."""
 
     record: ServerRecord
-    owner: str
-    """Unique to the process that registers."""
-    number: Annotated[int, Field(ge=0)]
-    """Counts what the owner has sent; an older message that arrives late is refused."""
+    owner: str  # unique to the process that registers
+    number: Annotated[int, Field(ge=0)]  # counts what the owner has sent; an older message that arrives late is refused
     lease_s: Annotated[float, Field(gt=0, le=3600)]
-    is_first: bool
-    """Whether the entry of another owner is replaced; later claims must not take the name back."""
+    is_first: bool  # whether the entry of another owner is replaced; later claims must not take the name back
 
 
 @dataclass(frozen=True)
 class View:
     """The registered servers by name, as they were at one moment."""
 
-    moment: str
-    """Differs after every change."""
+    moment: str  # differs after every change
     servers: dict[str, ServerRecord]
-
-
-@dataclass(frozen=True)
-class _Claimed:
-    is_new: bool
-
-
-@dataclass(frozen=True)
-class _Refused:
-    error: str
 
 
 _CLAIM = TypeAdapter(Claim)
 _VIEW = TypeAdapter(View)
-_CLAIMED = TypeAdapter(_Claimed)
-_WITHDRAWN = TypeAdapter(dict[str, str])
-_REFUSED = TypeAdapter(_Refused)
+_IS_NEW = TypeAdapter(bool)
+_NOTHING = TypeAdapter(None)
+_REFUSED = TypeAdapter(dict[str, str])
 
 
 class Registry:
     """Keeps the registry and answers for it over HTTP; lives in one event loop."""
 
     def __init__(self, secret: str | None) -> None:
-        self.address = ""
-        """host:port, once it listens."""
-        self.servers: dict[str, ServerRecord] = {}
-        """The registered servers by name."""
+        self.address = ""  # host:port, once it listens
+        self.servers: dict[str, ServerRecord] = {}  # the registered servers by name
         self._secret = secret
         self._leases: dict[str, asyncio.TimerHandle] = {}
-        self._owners: dict[str, str] = {}
-        """The last owner of each name, also after its lease has ended."""
+        self._owners: dict[str, str] = {}  # the last owner of each name, also after its lease has ended
         self._last: dict[str, float] = {}
         """The last number of each owner; infinite for one that was replaced or removed."""
         self._boot = uuid.uuid4().hex
@@ -209,8 +185,8 @@ class Registry:
 
     def _note_change(self) -> None:
         self._num_changes += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.clear()
 
     # HTTP
 
@@ -234,12 +210,12 @@ class Registry:
 
     async def _put(self, request: web.Request) -> web.Response:
         claim = _CLAIM.validate_json(await request.read())
-        return web.json_response({"is_new": self.claim(request.match_info["name"], claim)})
+        return web.json_response(self.claim(request.match_info["name"], claim))
 
     async def _delete(self, request: web.Request) -> web.Response:
         owner, number = request.query.get("owner", ""), int(request.query.get("number", -1))
         self.withdraw(request.match_info["name"], owner, number)
-        return web.json_response({})
+        return web.json_response(None)
 
 
 def _refuse(status: int, message: str) -> web.Response:
@@ -253,7 +229,6 @@ class RegistryClient:
         """`where` is host:port, or the path of the run's registry.json, which is read for every request: a run that was
         started again has another address."""
         self.address = str(where)
-        """host:port, or the path of registry.json."""
         self._headers = authorization(secret)
 
     async def watch(self, moment: str | None = None, timeout_s: float = POLL_S) -> View:
@@ -263,18 +238,18 @@ class RegistryClient:
 
     async def claim(self, name: str, claim: Claim) -> bool:
         """Register a server or renew its lease, and tell whether it was not registered."""
-        return (await self._ask(_CLAIMED, "PUT", f"/servers/{name}", {}, asdict(claim))).is_new
+        return await self._ask(_IS_NEW, "PUT", f"/servers/{name}", {}, asdict(claim))
 
     async def withdraw(self, name: str, owner: str, number: int) -> None:
         """Remove the entry of an owner, if it has one."""
-        await self._ask(_WITHDRAWN, "DELETE", f"/servers/{name}", {"owner": owner, "number": str(number)})
+        await self._ask(_NOTHING, "DELETE", f"/servers/{name}", {"owner": owner, "number": str(number)})
 
     async def close(self) -> None:
         """Connections are not kept."""
 
     async def _ask(
         self,
-        answer: TypeAdapter[T],
+        form: TypeAdapter[T],
         method: str,
         path: str,
         query: Mapping[str, str],
@@ -284,18 +259,17 @@ class RegistryClient:
     ) -> T:
         """Send a request; what answers it in another form is no registry."""
         address = address_in(self.address)[0]
+        timeout, url = aiohttp.ClientTimeout(total=deadline_s), f"http://{address}{path}"
         try:
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s)) as session,
-                session.request(
-                    method, f"http://{address}{path}", params=query, json=body, headers=self._headers
-                ) as reply,
+                aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
+                session.request(method, url, params=query, json=body) as reply,
             ):
-                told = await reply.json()
+                answer = await reply.json()
                 if reply.status == 200:
-                    return answer.validate_python(told)
-                refused = _REFUSED.validate_python(told).error
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                    return form.validate_python(answer)
+                refused = _REFUSED.validate_python(answer)["error"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             raise RegistryError(
                 f"the registry of the run at {address} must answer within {deadline_s:g} s: got "
                 f"{type(error).__name__}: {error}. Check that the run is alive and that this node reaches it."
@@ -308,8 +282,8 @@ def address_in(where: str) -> tuple[str, str]:
     if not where.endswith(".json"):
         return where, ""
     try:
-        told = json.loads(Path(where).read_text(encoding="utf-8"))
-        return told["address"], told["node"]
+        found = json.loads(Path(where).read_text(encoding="utf-8"))
+        return found["address"], found["node"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RegistryError(
             f"{where} must say where the registry of the run is: got {type(error).__name__}. "

@@ -28,8 +28,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 _LOOPBACKS = (LOOPBACK, "localhost", "::1")
-_FORMED = "formed"
-"""Key that rank 0 sets when every rank is there."""
+_FORMED = "formed"  # key that rank 0 sets when every rank is there
 
 
 class TensorSpec(Protocol):
@@ -50,12 +49,9 @@ class BroadcastGroup:
     name: str
     rank: int
     world_size: int
-    timeout_s: float
-    """Deadline of one bucket."""
-    device: torch.device
-    """Where tensors must lie: NCCL moves only those of a GPU."""
-    backend: Any = field(repr=False)
-    """A backend of c10d, for which torch has no complete types; None once closed."""
+    timeout_s: float  # deadline of one bucket
+    device: torch.device  # where tensors must lie: NCCL moves only those of a GPU
+    backend: Any = field(repr=False)  # a backend of c10d, for which torch has no complete types; None once closed
     store: Store | None = field(repr=False)
 
 
