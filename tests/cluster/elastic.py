@@ -22,12 +22,11 @@ from chaos.experiment import Experiment
 from testing_quickstart import write_tiny_model
 
 from arealite.api.run_folder import RunFolder
-from arealite.utils.files import read_jsonl, write_atomically
+from arealite.utils.files import read_jsonl
 from arealite.utils.processes import kill_tree
 from arealite.utils.registry import RegistryClient, RegistryError
-from cluster import paced
 from cluster.common import Program, last_step, program
-from cluster.followed import ClusterRun, say, tell_result
+from cluster.followed import PACED, ClusterRun, say, tell_result
 
 STEPS = 44
 OVERRIDES = [
@@ -41,7 +40,7 @@ OVERRIDES = [
 ]
 CHART = "Servers, generation and staleness over time"
 _WAIT_S = 300.0
-"""For a step, or for a server to load or to be gone."""
+"""For a server to load or to be gone."""
 _PHASE = 5
 """Steps."""
 _MAX_CATCH_UP = 4
@@ -51,28 +50,17 @@ _MAX_CATCH_UP = 4
 class Elastic:
     """The run, and the phases between which servers come or go."""
 
-    def __init__(self, run: ClusterRun, allowed: Path) -> None:
+    def __init__(self, run: ClusterRun) -> None:
         self.run = run
-        self._allowed = allowed
         self.phases: list[tuple[int, int, int]] = []
         """Servers, first step and last step."""
         self._first = 1
-
-    def allow(self, num_steps: int) -> None:
-        """Let the run do more steps."""
-        _allow(self._allowed, last_step(self.run.experiment) + 1 + num_steps)
-
-    def do(self, num_steps: int) -> None:
-        """Let the run do more steps, and wait for them."""
-        last = last_step(self.run.experiment) + num_steps
-        self.allow(num_steps)
-        self.run.wait(f"step {last}", lambda: last_step(self.run.experiment) >= last, _WAIT_S)
 
     def wait_for_servers(self, number: int) -> None:
         """Begin a phase after the first step for which so many servers had the newest weights."""
         self.run.wait(f"{number} registered servers", lambda: self._num_registered() == number, _WAIT_S)
         for _ in range(_MAX_CATCH_UP):
-            self.do(1)
+            self.run.do(1)
             if self._live() == number:
                 break
         else:
@@ -81,7 +69,7 @@ class Elastic:
 
     def end_phase(self, num_servers: int) -> None:
         """Do the steps of a phase, and note it."""
-        self.do(_PHASE)
+        self.run.do(_PHASE)
         self.phases.append((num_servers, self._first, last_step(self.run.experiment)))
         say(f"steps {self._first}..{self.phases[-1][2]} had {num_servers} servers: {self.rates()[-1]:.0f} tokens/s")
 
@@ -149,7 +137,7 @@ def suffer(elastic: Elastic, stack: contextlib.ExitStack) -> None:
     kill_tree(dying.process.pid)
     elastic.wait_for_servers(1)
     elastic.end_phase(1)
-    elastic.allow(2 * STEPS)
+    run.release()
 
 
 def main() -> int:
@@ -157,15 +145,13 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="arealite-elastic-"))
     model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
     experiment = replace(
-        Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1"), steps=STEPS, group_size=2, entry=Path(paced.__file__)
+        Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1"), steps=STEPS, group_size=2, entry=PACED
     )
-    allowed = folder / "allowed"
-    _allow(allowed, 1)
     with (
         contextlib.ExitStack() as stack,
-        ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES, **{paced.ALLOWED: str(allowed)}) as run,
+        ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES) as run,
     ):
-        elastic = Elastic(run, allowed)
+        elastic = Elastic(run)
         suffer(elastic, stack)
         verdict = run.finish(_WAIT_S)
     verdict.broken += elastic.complaints()
@@ -182,14 +168,11 @@ def main() -> int:
     return status
 
 
-def _allow(file: Path, num_steps: int) -> None:
-    write_atomically(file, str(num_steps))
-
-
 def _mean_rate(rows: list[dict[str, Any]]) -> float:
     """Return the mean over time of what steps tell."""
     times = [row["time/step_s"] for row in rows]
-    return sum(row["perf/generated_tokens_per_s"] * time for row, time in zip(rows, times)) / sum(times)
+    num_tokens = sum(row["perf/generated_tokens_per_s"] * time for row, time in zip(rows, times))
+    return float(num_tokens / sum(times))
 
 
 def _joiner(experiment: Experiment, number: int) -> contextlib.AbstractContextManager[Program]:

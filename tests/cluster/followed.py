@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,7 +20,13 @@ from chaos.victims import marked
 from testing_processes import spawn
 
 from arealite.utils.processes import kill_tree
+from cluster import paced
+from cluster.common import last_step
 
+PACED = Path(paced.__file__)
+"""Entry of experiments that train as many steps as they are allowed (see `ClusterRun.allow`)."""
+STEP_S = 300.0
+"""Timeout of what the steps of `ClusterRun.do` take together."""
 _LOOK_S = 0.1
 _STARTED = time.monotonic()
 
@@ -53,6 +60,7 @@ class ClusterRun:
     def start(cls, experiment: Experiment, module: str, *overrides: str, **env: str) -> Iterator[ClusterRun]:
         """Start `python -m <module>` on the experiment, and kill it if it still is there at last."""
         experiment.temporary.mkdir(parents=True, exist_ok=True)
+        paced.allow(experiment.folder, 1)
         output = experiment.folder / "launcher.txt"
         command = [sys.executable, "-m", module, *experiment.arguments, *overrides]
         with output.open("wb") as file:
@@ -99,6 +107,20 @@ class ClusterRun:
                 sys.stderr.write(self.launcher.output.read_text(errors="replace")[-5000:])
                 raise TimeoutError(f"{what} must come within {timeout_s:g} s while the launcher runs: it did not")
             time.sleep(_LOOK_S)
+
+    def allow(self, num_steps: int) -> None:
+        """Let a paced run do more steps than it has reported."""
+        paced.allow(self.experiment.folder, last_step(self.experiment) + 1 + num_steps)
+
+    def do(self, num_steps: int) -> None:
+        """Let a paced run do more steps, and wait for them."""
+        last = last_step(self.experiment) + num_steps
+        self.allow(num_steps)
+        self.wait(f"step {last}", lambda: last_step(self.experiment) >= last, STEP_S)
+
+    def release(self) -> None:
+        """Let a paced run train to its end."""
+        paced.allow(self.experiment.folder, 2 * self.experiment.steps)
 
     def fault(self, kind: str, text: str, *, is_fatal: bool) -> None:
         """Note what is done to the run; `is_fatal` if the run may have to start again."""

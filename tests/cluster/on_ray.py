@@ -13,14 +13,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from chaos.experiment import ENTRY, Experiment
+from chaos.experiment import Experiment
 from testing_quickstart import write_tiny_model
 
-from cluster.followed import ClusterRun, say, tell_result
+from cluster.followed import PACED, ClusterRun, say, tell_result
 from cluster.ray_cluster import RayCluster, ray_cluster
 
 MACHINES = ("machine-1", "machine-2", "machine-3", "machine-4")
-STEPS = 36
+STEPS = 16
 ALLOCATION = "lite.d3p1t1+d1p1t1"
 OVERRIDES = (
     "cluster.n_nodes=4",
@@ -28,8 +28,8 @@ OVERRIDES = (
     "launcher.node_timeout=10",
     "launcher.trainer_threads=1",
     "rollout.setup_timeout=120",
+    "launcher.stall_timeout=600",  # the suite holds the trainer while servers start
 )
-START_S = 200.0
 BACK_S = 120.0
 END_S = 240.0
 
@@ -38,18 +38,20 @@ def main() -> int:
     """Run everything and print the result."""
     folder = Path(tempfile.mkdtemp(prefix="arealite-ray-"))
     model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
-    experiment = Experiment(folder / "run", model, ALLOCATION, steps=STEPS)
+    experiment = Experiment(folder / "run", model, ALLOCATION, steps=STEPS, entry=PACED)
     with ray_cluster(*MACHINES) as cluster:
         say(f"a Ray cluster of {len(MACHINES)} machines with 4 GPUs each")
         launched = ClusterRun.start(experiment, "arealite.launcher.ray", *OVERRIDES, RAY_ADDRESS=cluster.address)
         with launched as run:
-            run.wait("the first steps", lambda: run.steps >= 2, START_S)
+            run.do(2)
             first, num_processes = machines(cluster, run), len(run.processes)
             say(f"{num_processes} processes: {first}")
             lose(cluster, run, first["server-0"], "lost_server_machine", is_fatal=False)
+            run.do(2)
             run.wait("server-0 again", lambda: run.said("launcher | server-0 is ready at") == 2, BACK_S)
             then = machines(cluster, run)
             say(f"server-0 is back: {then}")
+            run.release()
             lose(cluster, run, then["trainer-0"], "lost_trainer_machine", is_fatal=True)
             verdict = run.finish(END_S)
     if verdict.broken:
@@ -69,7 +71,7 @@ def lose(cluster: RayCluster, run: ClusterRun, machine: str, kind: str, *, is_fa
 def machines(cluster: RayCluster, run: ClusterRun) -> dict[str, str]:
     """Return where the run's jobs are."""
     servers = {f"server-{i}": run.process("arealite.launcher.serve", f"server-{i}") for i in range(3)}
-    jobs = servers | {"trainer-0": run.process("arealite.launcher.place.guard", str(ENTRY))}
+    jobs = servers | {"trainer-0": run.process("arealite.launcher.place.guard", str(PACED))}
     return {name: cluster.machine_of(process) for name, process in jobs.items()}
 
 
