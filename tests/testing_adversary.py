@@ -91,8 +91,8 @@ class CorneredExecutor(RolloutExecutor):
 
     adversary: Adversary
 
-    async def _wait_for_change(self, deadline: float | None) -> bool:
+    async def _wait_for_change(self) -> None:
         while self._is_starting or self.adversary.num_held() != len(self._running):
             await asyncio.sleep(0)
         self.adversary.end_one()
-        return await super()._wait_for_change(deadline)
+        await super()._wait_for_change()

@@ -13,8 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from arealite.rollout.account.audit import Audit, audit
-from arealite.rollout.account.bias import Bias
+from arealite.rollout.account.audit import Audit, Bias, audit
 
 _MAX_NAMES = 10
 _STATES = ("trained", "rejected", "failed", "accepted", "running", "issued", "retried")

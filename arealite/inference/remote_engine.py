@@ -28,7 +28,7 @@ from arealite.inference.completions import Canary, Generator
 from arealite.inference.discovery import Membership, open_registry
 from arealite.inference.pool import ServerSet, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
-from arealite.rollout.account.replay import Replay
+from arealite.rollout.account.store import Replay
 from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.trajectory import split_batch

@@ -23,9 +23,9 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId
-from arealite.rollout import awaits
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, kind_of
+from arealite.rollout.loop_watch import running
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.trajectory import check_trajectory
 
@@ -111,9 +111,9 @@ class EpisodeRunner:
         return Episode(prompt, prompt.attempt, head_version, self.config.seed)
 
     async def run(self, episode: Episode) -> Outcome:
-        """Run one attempt."""
+        """Run one attempt in the caller's task, and return how it ended."""
         try:
-            return await run_attempt(self.engine, episode, timeout_s=self.config.episode_timeout)
+            return await _run_workflow(self.engine, episode, timeout_s=self.config.episode_timeout)
         except Exception as error:
             return error
 
@@ -148,15 +148,15 @@ class EpisodeRunner:
         self.ledger.check()
 
 
-async def run_attempt(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> TensorDict | str:
-    """Run the workflow once, in the caller's task; return its trajectory, or why it was rejected."""
+async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> TensorDict | str:
+    """Return the workflow's trajectory, or why it was rejected."""
     prompt = episode.prompt
     assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
     current_episode.set(episode)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             episode.deadline = deadline
-            with awaits.running(str(prompt.prompt_id)):
+            with running(str(prompt.prompt_id)):
                 trajectory = await prompt.workflow.arun_episode(engine, prompt.row)
     except TimeoutError as error:
         if not deadline.expired():

@@ -1,8 +1,8 @@
 """One asyncio loop in a daemon thread, called from ordinary code.
 
 Invariant: no caller waits for a loop that has ended or does not turn. A loop that dies (KeyboardInterrupt or SystemExit
-in a task, or a defect) fails the call in progress and every later one, with what killed it as the cause; a loop that
-one call blocks for too long fails them with the line of that call. Coroutines have deadlines of their own.
+in a task, or a defect) fails the call in progress and every later one, with what killed it as the cause; one that a
+call blocks for too long fails them with the line of that call. Coroutines have deadlines of their own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
+from collections.abc import Callable, Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, TypeVar, cast
 
-from arealite.rollout import awaits
-from arealite.rollout.loop_watch import LoopWatch
+from arealite.rollout.loop_watch import LoopWatch, oldest_episodes
 from arealite.utils import heartbeat
 
 T = TypeVar("T")
@@ -59,7 +58,7 @@ class EventLoopThread:
         self._thread.start()
         self.loop = self._loop.result()
         heartbeat.report(f"loop {name}", self.watch.describe)
-        heartbeat.report("episodes", awaits.oldest)
+        heartbeat.report("episodes", oldest_episodes)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine and return at once."""
@@ -73,15 +72,13 @@ class EventLoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result; it is cancelled if the caller is interrupted."""
-        with self.running(coroutine) as pending:
-            self.wait(pending)
-        return self.result(pending)
+    def run(
+        self, coroutine: Coroutine[Any, Any, T], flag: Flag | None = None, on_flag: Callable[[], None] | None = None
+    ) -> T:
+        """Run a coroutine and return its result; as often as the flag is set meanwhile, call `on_flag` in this thread.
 
-    @contextlib.contextmanager
-    def running(self, coroutine: Coroutine[Any, Any, T]) -> Iterator[Future[T]]:
-        """Start a coroutine that the block waits for; it is cancelled if the block fails."""
+        The coroutine is cancelled if the caller is interrupted or `on_flag` fails.
+        """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
@@ -89,29 +86,21 @@ class EventLoopThread:
                 "Await agenerate there instead."
             )
         pending = self.submit(coroutine)
+        ends: set[Future[Any]] = {pending, self._ended, self.watch.given_up}
         try:
             with heartbeat.waiting(f"the rollout loop to finish {cast('Any', coroutine).__qualname__}", on="rollout"):
-                yield pending
+                while not wait(ends | ({flag.future} if flag else set()), return_when=FIRST_COMPLETED).done & ends:
+                    assert flag is not None and on_flag is not None, "only the flag ends a wait early"
+                    flag.clear()
+                    on_flag()
         except BaseException:
             pending.cancel()
             raise
-
-    def wait(self, pending: Future[Any], flag: Flag | None = None) -> bool:
-        """Wait until a coroutine or the loop has ended, or the flag is set; return False if it is only the flag."""
-        ends = {pending, self._ended, self.watch.given_up}
-        wait(ends | ({flag.future} if flag else set()), return_when=FIRST_COMPLETED)
-        return any(end.done() for end in ends)
-
-    def result(self, pending: Future[T]) -> T:
-        """Return the result of a coroutine that `wait` has waited for."""
-        if not pending.done():
-            if not self._ended.done():
-                self.watch.given_up.result()
-            raise self._ended_error() from self._cause
-        try:
-            return pending.result()
-        except CancelledError:
-            raise self._ended_error() from self._cause
+        if not pending.done() and not self._ended.done():
+            self.watch.given_up.result()  # raises
+        if not pending.done() or pending.cancelled():
+            raise self._ended_error()
+        return pending.result()
 
     def close(self, timeout_s: float) -> None:
         """Cancel every task and join the thread; one that does not end in time is left to the end of the process."""

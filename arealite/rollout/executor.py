@@ -93,7 +93,8 @@ class RolloutExecutor:
         self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         """Return the next batch of bounded staleness; prompts are pulled in the caller's thread as they are wanted."""
-        batch_size, should_accept = self.config.consumer_batch_size, should_accept or _accept_any
+        batch_size = self.config.consumer_batch_size
+        should_accept = should_accept or (lambda trajectory: True)
         # Asynchronous training asks for one batch more than may start now, so that rejected episodes are replaced.
         spare = batch_size if self.config.max_head_offpolicyness else 0
 
@@ -148,13 +149,9 @@ class RolloutExecutor:
         return self._hand_out(episodes, is_evaluation=is_evaluation)
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for what the loop does; whenever servers ask for it meanwhile, let them catch up and wait again."""
+        """Wait for what the loop does, and let servers catch up whenever they ask for it meanwhile."""
         self.wants_catch_up.set()  # some may have joined when nobody waited
-        with self.loop.running(coroutine) as pending:
-            while not self.loop.wait(pending, self.wants_catch_up):
-                self.wants_catch_up.clear()
-                self.catch_up()
-        return self.loop.result(pending)
+        return self.loop.run(coroutine, self.wants_catch_up, self.catch_up)
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)
@@ -364,37 +361,34 @@ class RolloutExecutor:
 
     async def _wait_until(self, look: Callable[[], T | None], count: int, timeout: float | None = None) -> T:
         """Return what `look` finds as soon as it is not None; `count` episodes are what the caller is after."""
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
         while True:
             self._check()
             if (found := look()) is not None:
                 return found
             if deadline is None:
                 self._refuse_deadlock(count)
-            if not await self._wait_for_change(deadline):
-                raise TimeoutError(
-                    f"{count} episodes must finish within {timeout:g} s: got {len(self._ready)} finished, "
-                    f"{len(self._running)} running, {len(self._queue)} waiting to start. "
-                    "Call wait again: nothing is lost."
-                )
+            stalled_s = self.config.episode_timeout + _GRACE_S
+            try:
+                async with asyncio.timeout_at(loop.time() + stalled_s if deadline is None else deadline):
+                    await self._wait_for_change()
+            except TimeoutError:
+                counts = f"{len(self._running)} running, {len(self._queue)} waiting to start"
+                if deadline is not None:
+                    raise TimeoutError(
+                        f"{count} episodes must finish within {timeout:g} s: got {len(self._ready)} finished, "
+                        f"{counts}. Call wait again: nothing is lost."
+                    ) from None
+                # Requests that wait for any server have a deadline of their own.
+                if not any(one.num_waiting_for_servers for one in self._running):
+                    raise EpisodeTimeoutError(
+                        f"an episode must start or end every {stalled_s:g} s: got none, with {counts}, "
+                        f"{'paused' if self._is_paused else 'not paused'}. Call resume, or look at the workflow."
+                    ) from None
 
-    async def _wait_for_change(self, deadline: float | None) -> bool:
-        """Wait for the next event; False when the caller's deadline passed, an error when nothing ever happens."""
-        stalled = asyncio.get_running_loop().time() + self.config.episode_timeout + _GRACE_S
-        try:
-            async with asyncio.timeout_at(deadline if deadline is not None else stalled):
-                await self._changed.wait()
-        except TimeoutError:
-            if deadline is not None:
-                return False
-            if any(one.num_waiting_for_servers for one in self._running):
-                return True  # they wait for servers, which has a deadline of its own
-            raise EpisodeTimeoutError(
-                f"an episode must start or end every {self.config.episode_timeout + _GRACE_S:g} s: got none, with "
-                f"{len(self._running)} running, {len(self._queue)} waiting to start, "
-                f"{'paused' if self._is_paused else 'not paused'}. Call resume, or look at the workflow."
-            ) from None
-        return True
+    async def _wait_for_change(self) -> None:
+        await self._changed.wait()
 
     def _refuse_deadlock(self, count: int) -> None:
         """Raise when nothing runs and nothing will, unless the caller resumes."""
@@ -410,7 +404,3 @@ class RolloutExecutor:
     def _check(self) -> None:
         self._runner.check()
         self._store.check()
-
-
-def _accept_any(trajectory: TensorDict) -> bool:
-    return True

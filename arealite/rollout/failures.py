@@ -25,8 +25,8 @@ class Budgets:
         self.max_rejected_in_a_row = (
             config.max_rejected_in_a_row or _MAX_REJECTED_BATCHES_IN_A_ROW * config.consumer_batch_size
         )
-        self._recent: deque[str | None] = deque([None] * config.failure_window)
-        """The cause of each failure, None for an episode that ended otherwise."""
+        # The cause of each failure, None for an episode that ended otherwise.
+        self._recent: deque[str | None] = deque([None] * config.failure_window, maxlen=config.failure_window)
         self._causes: Counter[str] = Counter()  # how often each cause occurs in `_recent`
         self._examples: dict[str, Exception] = {}  # the last failure of each cause
         self._rejected: Counter[str] = Counter()
@@ -34,9 +34,9 @@ class Budgets:
     def end(self, error: Exception | None) -> None:
         """Count an episode that ended; `error` is why it failed for good."""
         cause = None if error is None else _cause_of(error)
-        self._recent.append(cause)
-        if (forgotten := self._recent.popleft()) is not None:
+        if (forgotten := self._recent[0]) is not None:
             self._causes[forgotten] -= 1
+        self._recent.append(cause)
         if cause is not None and error is not None:
             self._causes[cause] += 1
             self._examples[cause] = error
@@ -52,12 +52,15 @@ class Budgets:
 
     def check(self) -> None:
         """Raise EpisodeError when a budget is spent."""
-        causes = self._causes
+        causes = +self._causes
         if causes.total() > self.max_failed:
+            shown, num_hidden = causes.most_common(_SHOWN_CAUSES), max(0, len(causes) - _SHOWN_CAUSES)
+            lines = [f"{count} x {cause}, the last:\n{self._traceback_of(cause)}" for cause, count in shown]
+            lines += [f"and {num_hidden} other causes"] * (num_hidden > 0)
             raise EpisodeError(
                 f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
-                f"{causes.total()}. Fix the cause or raise rollout.max_failed_share.\n{self._explain(causes)}"
-            ) from self._examples[causes.most_common(1)[0][0]]
+                f"{causes.total()}. Fix the cause or raise rollout.max_failed_share.\n" + "\n".join(lines)
+            ) from self._examples[shown[0][0]]
         if self._rejected.total() > self.max_rejected_in_a_row:
             reasons = ", ".join(f"{count} by {reason}" for reason, count in self._rejected.most_common())
             raise EpisodeError(
@@ -66,38 +69,32 @@ class Budgets:
                 "rollout.max_rejected_in_a_row."
             )
 
-    def _explain(self, causes: Counter[str]) -> str:
-        causes = +causes
-        shown = causes.most_common(_SHOWN_CAUSES)
-        parts = [f"{count} x {cause}, the last:\n{_traceback_of(self._examples[cause])}" for cause, count in shown]
-        hidden = len(causes) - len(shown)
-        return "\n".join(parts + [f"and {hidden} other causes"] * (hidden > 0))
+    def _traceback_of(self, cause: str) -> str:
+        return "".join(traceback.format_exception(self._examples[cause])).rstrip()
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of a failure; a group of errors has the kind of its first one."""
-    if isinstance(error, BaseExceptionGroup):
-        return kind_of(error.exceptions[0])
+    """Return the kind of a failure."""
+    error = _first(error)
     kind = error.kind if isinstance(error, AReaLiteError) else "workflow"
     return f"reward_{kind}" if isinstance(error, RewardError) else kind
 
 
 def _cause_of(error: BaseException) -> str:
     """Return what failures of one cause share: kind, class, and the line that raised."""
-    if isinstance(error, BaseExceptionGroup):
-        return _cause_of(error.exceptions[0])
+    error = _first(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{kind_of(error)} ({type(error).__name__}{place})"
 
 
-def _traceback_of(error: Exception) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
+def _first(error: BaseException) -> BaseException:
+    """Return what stands for a group of errors: its first one."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def describe(error: BaseException) -> str:
     """Return one short line."""
-    if isinstance(error, BaseExceptionGroup):
-        return describe(error.exceptions[0])
+    error = _first(error)
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"{type(error).__name__}: {text[:300]}"

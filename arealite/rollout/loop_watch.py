@@ -1,29 +1,36 @@
-"""Watches an event loop from another thread: how late it runs, and which line of a workflow blocks it.
+"""What an event loop does now: how late it runs, which line of a workflow blocks it, and what its episodes await.
 
-A callback in the loop measures its own lag; when it is overdue, the thread reads the stack of the loop's thread.
+A callback in the loop measures its own lag; when it is overdue, a thread reads the stack of the loop's thread.
 Invariant: a blocked loop is reported within 1.25 times `blocking_call_s`, while the call still blocks, unless C code
-holds the GIL all the time (then the launcher reports it).
+holds the GIL all the time (then the launcher reports it). Episodes pay nothing for being listed; another thread that
+looks can see a task in the middle of a change.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any
 
 from arealite.api.errors import EpisodeTimeoutError
-from arealite.utils.source_lines import SourceLine, lines_of_frame, users_line
+from arealite.utils import heartbeat
+from arealite.utils.source_lines import SourceLine, line_of, lines_of_frame, users_line
 
 logger = logging.getLogger("arealite.rollout")
 
 BEAT_S = 0.05
 _KEPT_LAGS = 4096
+SHOWN = 8  # oldest episodes
 
 
 @dataclass(frozen=True)
@@ -112,3 +119,63 @@ class LoopWatch:
             f"the rollout loop must turn within {self._max_blocked_s:g} s: {where} blocks it. Await there, or call it "
             "through asyncio.to_thread."
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    name: str
+    since: float
+    task: asyncio.Task[Any]
+
+
+_runs: dict[_Run, None] = {}  # oldest first
+
+
+@contextlib.contextmanager
+def running(name: str) -> Iterator[None]:
+    """List the current task's episode while the block runs; its start and its end count as progress."""
+    task = asyncio.current_task()
+    assert task is not None, "an episode runs in a task"
+    run = _Run(name, time.monotonic(), task)
+    _runs[run] = None
+    heartbeat.tick()
+    try:
+        yield
+    finally:
+        del _runs[run]
+        heartbeat.tick()
+
+
+def oldest_episodes() -> list[dict[str, Any]]:
+    """Describe the episodes that have run longest: name, line, what they wait for, and since when they run."""
+    return [_described(run) for run in itertools.islice(list(_runs), SHOWN)]
+
+
+def _described(run: _Run) -> dict[str, Any]:
+    lines = list(reversed(awaited_lines(run.task)))
+    for line in lines:
+        on = "code" if line.is_users else {"inference": "servers", "reward": "reward"}.get(line.room)
+        if on is not None:
+            shown = next((line for line in lines if line.is_users), line)
+            return {"name": run.name, "since": run.since, "on": on, "line": str(shown)}
+    return {"name": run.name, "since": run.since, "on": "code", "line": str(lines[0]) if lines else "its end"}
+
+
+def awaited_lines(task: asyncio.Task[Any]) -> list[SourceLine]:
+    """Return the lines at which a task and the tasks that it awaits are suspended, outermost first."""
+    lines: list[SourceLine] = []
+    following: Any = task
+    while isinstance(following, asyncio.Task):
+        lines += _lines_of(following.get_coro())
+        following = getattr(following, "_fut_waiter", None)
+        unfinished = [child for child in getattr(following, "_children", ()) if not child.done()]
+        following = unfinished[0] if unfinished else following  # the first of a gather
+    return lines
+
+
+def _lines_of(coroutine: Any) -> Iterator[SourceLine]:
+    """Walk down the `await`s of coroutines; an `async for` hides what it awaits."""
+    while isinstance(coroutine, CoroutineType):
+        frame = coroutine.cr_frame
+        yield line_of(coroutine.cr_code, frame and frame.f_lineno)
+        coroutine = coroutine.cr_await

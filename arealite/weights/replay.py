@@ -1,7 +1,7 @@
 """Replay of a training step: publishing weights means comparing them with what the run published as that version.
 
 The run's own script runs again with `rollout.replay_from` set (`arealite replay` arranges that), without servers. Its
-batches come from `rollout.account.replay`. The first version that differs ends the program.
+batches come from `rollout.account.store`. The first version that differs ends the program.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import StatusError
 from arealite.inference.pool import parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.rollout import awaits
+from arealite.rollout import loop_watch
 from arealite.rollout.episode import Episode, current_episode
 from arealite.utils.stop_strings import StopStrings
 
@@ -323,7 +323,7 @@ def test_an_episode_that_waits_for_a_server_says_so() -> None:
 
     def look() -> None:
         server.wait_until_held()
-        found.extend(awaits.oldest())
+        found.extend(loop_watch.oldest_episodes())
         server.holds_at = None
 
     with connected(server) as engine:

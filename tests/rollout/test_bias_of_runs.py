@@ -20,8 +20,7 @@ from testing_workflows import IdleEngine, waiting_trajectory
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.dataset.loader import PromptLoader
-from arealite.rollout.account.audit import audit
-from arealite.rollout.account.bias import Bias
+from arealite.rollout.account.audit import Bias, audit
 from arealite.rollout.episode import current_episode
 from arealite.rollout.prompts import SampleRecord
 

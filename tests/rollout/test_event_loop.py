@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from arealite.api.errors import EpisodeTimeoutError
-from arealite.rollout import awaits, loop_watch
+from arealite.rollout import loop_watch
 from arealite.rollout.event_loop import EventLoopThread, Flag
 from arealite.utils.source_lines import SourceLine
 
@@ -159,7 +159,7 @@ async def _wait(ended: threading.Event) -> None:
 
 
 async def episode(name: str, coroutine) -> None:
-    with awaits.running(name):
+    with loop_watch.running(name):
         await coroutine
 
 
@@ -203,19 +203,19 @@ async def steps():
 def test_the_line_that_an_episode_awaits_at(loop, coroutine, function, text) -> None:
     running = loop.submit(episode("0-7", coroutine()))
     turn(loop)
-    (found,) = awaits.oldest()
+    (found,) = loop_watch.oldest_episodes()
     running.cancel()
     assert found["name"] == "0-7" and found["on"] == "code" and 0 < time.monotonic() - found["since"] < 120
     assert found["line"] == line_of(function, text) + function.__qualname__
     turn(loop)
-    assert awaits.oldest() == []
+    assert loop_watch.oldest_episodes() == []
 
 
 def test_the_oldest_episodes_come_first(loop) -> None:
-    names = [f"0-{index}" for index in range(awaits.SHOWN + 5)]
+    names = [f"0-{index}" for index in range(loop_watch.SHOWN + 5)]
     running = [loop.submit(episode(name, wait_for_ever())) for name in names]
     turn(loop)
-    assert [one["name"] for one in awaits.oldest()] == names[: awaits.SHOWN]
+    assert [one["name"] for one in loop_watch.oldest_episodes()] == names[: loop_watch.SHOWN]
     for one in running:
         one.cancel()
 
@@ -228,7 +228,7 @@ def test_looking_from_another_thread_never_fails(loop) -> None:
             await asyncio.sleep(0)
 
     running = [loop.submit(episode(str(index), short(index))) for index in range(2000)]
-    look = functools.partial(awaits.oldest)
+    look = functools.partial(loop_watch.oldest_episodes)
     while not all(one.done() for one in running):
         for one in look():
             assert one["line"]
@@ -246,7 +246,7 @@ def test_waits_for_rewards_and_servers_are_told_apart(loop) -> None:
         loop.submit(episode("b", score(coroutine_runner))),
     ]
     turn(loop)
-    plain, coroutine = awaits.oldest()
+    plain, coroutine = loop_watch.oldest_episodes()
     assert (plain["on"], coroutine["on"]) == ("reward", "code")
     assert plain["line"].endswith("in score") and coroutine["line"].endswith("in slow_coroutine_reward")
     for one in running:
@@ -270,7 +270,7 @@ async def slow_coroutine_reward(prompt, completions, prompt_ids, completion_ids)
 
 def test_a_flag_ends_a_wait_early(loop) -> None:
     """Set by any thread, while the coroutine continues."""
-    flag, cleared = Flag(), asyncio.Event()
+    flag, cleared, calls = Flag(), asyncio.Event(), []
 
     async def set_twice() -> str:
         for _ in range(2):
@@ -280,19 +280,18 @@ def test_a_flag_ends_a_wait_early(loop) -> None:
             cleared.clear()
         return "the end"
 
-    num_waits = 0
-    with loop.running(set_twice()) as pending:
-        while not loop.wait(pending, flag):
-            flag.clear()
-            num_waits += 1
-            loop.run(asyncio.sleep(0))  # the loop serves others meanwhile
-            loop.call_soon(cleared.set)
-    assert (num_waits, loop.result(pending)) == (2, "the end")
+    def on_flag() -> None:
+        calls.append(threading.current_thread())
+        loop.run(asyncio.sleep(0))  # the loop serves others meanwhile
+        loop.call_soon(cleared.set)
+
+    assert loop.run(set_twice(), flag, on_flag) == "the end"
+    assert calls == 2 * [threading.current_thread()]
     flag.set()
     assert loop.run(asyncio.sleep(0, "who does not ask for it does not see it"))
 
 
-def test_what_the_block_waits_for_is_cancelled_if_the_block_fails(loop) -> None:
+def test_a_coroutine_is_cancelled_if_what_the_flag_asks_for_fails(loop) -> None:
     cancelled = threading.Event()
 
     async def wait_until_cancelled() -> None:
@@ -301,10 +300,12 @@ def test_what_the_block_waits_for_is_cancelled_if_the_block_fails(loop) -> None:
         finally:
             cancelled.set()
 
+    def fail() -> None:
+        loop.run(asyncio.sleep(0))
+        raise IndexError
+
     flag = Flag()
     flag.set()
-    with pytest.raises(IndexError), loop.running(wait_until_cancelled()) as pending:
-        loop.run(asyncio.sleep(0))
-        assert not loop.wait(pending, flag)
-        raise IndexError
+    with pytest.raises(IndexError):
+        loop.run(wait_until_cancelled(), flag, fail)
     assert cancelled.wait(120)

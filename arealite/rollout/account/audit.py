@@ -1,34 +1,69 @@
-"""Whether a run lost or repeated a prompt, by evidence that does not come from its ledger alone.
+"""Whether a run lost or repeated a prompt, and whether it trains on all prompts alike or on the quick and short ones.
 
 The dataloader's cursor says which prompts the run was to train, `rollouts/step_<N>.jsonl` which ones it did. A prompt
 is *lost* if it lies before the cursor, is in no such file, and the ledger does not call it rejected, failed or pending
-(`trained` explains nothing). It is *repeated* if it is in the files of two steps, or a sample of it is twice in one. A
-line cut off by a crash does not count. An audit may run beside the run: the batch handed out last can then count as
-lost until its rollouts are written.
+(`trained` explains nothing). It is *repeated* if it is in the files of two steps, or a sample of it is twice in one.
+During a run, the batch handed out last can count as lost until its rollouts are written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.api.run_folder import RunFolder
-from arealite.rollout.account.bias import Bias, EndedPrompt, bias_of
-from arealite.rollout.account.ledger_file import OUTCOME, count_states, open_for_reading, transaction
+from arealite.rollout.account.ledger_file import OUTCOME, count_states, last_ticket, open_for_reading, transaction
 from arealite.utils.data_order import passed_prompts
 
 _OPEN = ("issued", "running", "accepted")
 _LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "sample": (\d+)')
 """How a line of a rollout file starts; the rest is large and not read."""
+
+Measure = Literal["latency_s", "tokens"]
+
+
+@dataclass(frozen=True)
+class EndedPrompt:
+    """A prompt that was trained, rejected or failed."""
+
+    outcome: str  # `trained`, `rejected_<reason>` or `failed_<kind>`
+    latency_s: float | None
+    tokens: float | None  # mean over the group
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tenth of the prompts that ended."""
+
+    low: float  # smallest value of the measure
+    high: float  # largest value of the measure
+    settled: int
+    trained_share: float
+    dropped_shares: dict[str, float]  # by outcome
+
+
+@dataclass(frozen=True)
+class Bias:
+    """How outcomes depend on one measure."""
+
+    measure: Measure
+    unmeasured: int  # prompts without a value, which are in no part
+    parts: list[Part]  # ascending; fewer than ten if there are fewer prompts
+    difference: float | None
+    """Trained share of the highest part minus that of the lowest; None with fewer than two parts."""
+    standard_error: float | None
 
 
 @dataclass(frozen=True)
@@ -68,12 +103,10 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
     """Compare cursor, rollouts and ledger of a run."""
     run = RunFolder(run_folder)
     with _reading(run.ledger) as database:
-        (issued,) = database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()
+        issued = last_ticket(database)
         (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
-        last_step = -1 if checkpoint_step is None else checkpoint_step
-        (provisional,) = database.execute(
-            "SELECT count(*) FROM prompts WHERE trained_version > ?", (last_step,)
-        ).fetchone()
+        later = "SELECT count(*) FROM prompts WHERE trained_version > coalesce(?, -1)"
+        (provisional,) = database.execute(later, (checkpoint_step,)).fetchone()
         cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
         explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'").fetchall()
         counts, samples, ended = count_states(database), _sample_totals(database), _ended(database)
@@ -120,8 +153,13 @@ def read_trained(folder: Path) -> tuple[set[PromptId], set[PromptId]]:
     return {_parsed(name) for name in step_of}, {_parsed(name) for name in repeated}
 
 
+def _parsed(name: bytes) -> PromptId:
+    epoch, _, index = name.rpartition(b"-")
+    return PromptId(int(epoch), int(index))
+
+
 def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield prompt and sample of each line, as they are written: a run has millions."""
+    """Yield prompt and sample of each whole line, as they are written: a run has millions."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -133,11 +171,6 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
                     "Restore the file as the run wrote it."
                 )
             yield found[1], found[2]
-
-
-def _parsed(name: bytes) -> PromptId:
-    epoch, _, index = name.rpartition(b"-")
-    return PromptId(int(epoch), int(index))
 
 
 def _lost(cursor: Mapping[str, Any] | None, found: set[PromptId]) -> tuple[set[PromptId] | None, list[str]]:
@@ -173,3 +206,35 @@ def _ended(database: sqlite3.Connection) -> list[EndedPrompt]:
         "WHERE state NOT IN ('issued', 'running', 'accepted') GROUP BY ticket ORDER BY ticket"
     )
     return [EndedPrompt(*row) for row in rows]
+
+
+def bias_of(ended: Sequence[EndedPrompt], *, by: Measure, num_parts: int = 10) -> Bias:
+    """Compare the trained share of the tenth of slowest (longest) prompts with that of the fastest (shortest).
+
+    Standard error of p_high - p_low, with the pooled share p: sqrt(p (1 - p) (1 / n_high + 1 / n_low)). A difference
+    within two errors is what chance gives if dropping ignores the measure.
+    """
+    measured = [(value, one) for one in ended if (value := getattr(one, by)) is not None]
+    measured.sort(key=lambda pair: pair[0])
+    num_parts = min(num_parts, len(measured))
+    cuts = [len(measured) * part // num_parts for part in range(num_parts + 1)] if measured else []
+    parts = [_part(measured[start:end]) for start, end in itertools.pairwise(cuts)]
+    difference = error = None
+    if len(parts) > 1:
+        difference = parts[-1].trained_share - parts[0].trained_share
+        error = _pooled_error(parts[0], parts[-1])
+    return Bias(by, len(ended) - len(measured), parts, difference, error)
+
+
+def _part(measured: Sequence[tuple[float, EndedPrompt]]) -> Part:
+    count = len(measured)
+    outcomes = Counter(one.outcome for _, one in measured)
+    trained = outcomes.pop("trained", 0)
+    dropped = {outcome: number / count for outcome, number in outcomes.most_common()}
+    return Part(measured[0][0], measured[-1][0], count, trained / count, dropped)
+
+
+def _pooled_error(one: Part, other: Part) -> float:
+    count = one.settled + other.settled
+    share = (one.trained_share * one.settled + other.trained_share * other.settled) / count
+    return math.sqrt(share * (1 - share) * (1 / one.settled + 1 / other.settled))

@@ -45,13 +45,6 @@ CREATE VIEW IF NOT EXISTS sample_states AS
     SELECT samples.*, prompts.state, prompts.reason FROM samples JOIN prompts USING (ticket);
 """
 OUTCOME = "state || coalesce('_' || reason, '')"  # SQL for `<state>[_<reason>]`
-_NUM_COLUMNS = {"prompts": 14, "samples": 6, "retries": 3, "cursors": 2, "checkpoints": 2, "meta": 2}
-_WRITE = {
-    table: f"INSERT OR REPLACE INTO {table} SELECT "
-    + ", ".join(f"json_extract(value, '$[{column}]')" for column in range(count))
-    + " FROM json_each(?)"
-    for table, count in _NUM_COLUMNS.items()
-}
 _REDONE = "(changed_at > :position OR state IN ('issued', 'running', 'accepted'))"
 _ROLLBACK = (
     f"DELETE FROM samples WHERE ticket IN (SELECT ticket FROM prompts WHERE {_REDONE})",
@@ -147,8 +140,7 @@ class LedgerFile:
 
     def read_counts(self) -> tuple[int, Counter[str]]:
         """Return the last ticket and how many prompts are in which state, and were retried for which reason."""
-        (last_ticket,) = self._database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()
-        return last_ticket, count_states(self._database)
+        return last_ticket(self._database), count_states(self._database)
 
     # The writer thread
 
@@ -177,14 +169,17 @@ class LedgerFile:
         rows: dict[str, dict[Row, Row]] = {}
         for _, event in events:
             for table, changed in event.items():
-                key_length = 2 if table == "samples" else 1
-                rows.setdefault(table, {}).update((row[:key_length], row) for row in changed)
+                for row in changed:
+                    rows.setdefault(table, {})[row[: 2 if table == "samples" else 1]] = row
         self._last_position = max(self._last_position, *(position for position, _ in events))
         rows["meta"] = {("position",): ("position", self._last_position)}
         with transaction(self._database):
-            for table, changed in rows.items():
+            for table, by_key in rows.items():
+                written = list(by_key.values())
+                columns = ", ".join(f"json_extract(value, '$[{column}]')" for column in range(len(written[0])))
                 # One statement per table: one per row would ask a busy event loop for the GIL each time, and lag.
-                self._database.execute(_WRITE[table], (json.dumps(list(changed.values())),))
+                statement = f"INSERT OR REPLACE INTO {table} SELECT {columns} FROM json_each(?)"
+                self._database.execute(statement, (json.dumps(written),))
 
 
 def open_for_reading(path: str | os.PathLike[str]) -> sqlite3.Connection:
@@ -206,6 +201,11 @@ def transaction(database: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterat
         database.execute("ROLLBACK")
         raise
     database.execute("COMMIT")
+
+
+def last_ticket(database: sqlite3.Connection) -> int:
+    """Return how many tickets were given out."""
+    return int(database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()[0])
 
 
 def count_states(database: sqlite3.Connection) -> Counter[str]:

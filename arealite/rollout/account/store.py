@@ -1,24 +1,44 @@
-"""The rollouts of a run on disk: one JSON line per sample, appended by a thread of its own.
+"""The rollouts of a run on disk: one JSON line per sample, and batches read back bit for bit as they were handed out.
 
 Invariant: lines of one file are in the order in which batches were handed out, and a write that failed raises at the
-next call, so a run never continues without its record.
+next call, so a run never continues without its record. A line holds one row without its padding (batches that are read
+back are padded to their longest row, with zeros): `more` has the keys beyond the usual ones, `dtypes` the types that
+are not the usual ones.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from arealite.rollout.account.stored_batch import columns_of
+import torch
+from tensordict import TensorDict
+
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
+from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.episode import Episode
-from arealite.utils.files import writing
+from arealite.rollout.prompts import Row, ShouldAccept
+from arealite.rollout.trajectory import assemble_batch
+from arealite.utils.files import iter_jsonl, writing
+from arealite.utils.tensors import concat_padded_tensors
 
 _FLUSH_S = 120.0  # deadline for writing what is queued
+_PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
+_DTYPES = {
+    "input_ids": "int64",
+    "attention_mask": "bool",
+    "loss_mask": "int64",
+    "logprobs": "float32",
+    "versions": "int64",
+    "rewards": "float32",
+}
 
 
 class RolloutStore:
@@ -105,3 +125,78 @@ class RolloutStore:
         if id(original) not in self._tokenizers:
             self._tokenizers[id(original)] = (original, copy.deepcopy(original))  # kept, so that its id stays its own
         return self._tokenizers[id(original)][1]
+
+
+class Replay:
+    """Takes the executor's place on rank 0: returns the run's batches of the engine's version in their order."""
+
+    def __init__(self, folder: str, engine: InferenceEngine) -> None:
+        self._folder = RunFolder(folder).rollouts
+        self._engine = engine
+        self._left: dict[Path, deque[TensorDict]] = {}
+
+    def submit(self, row: Row, workflow: RolloutWorkflow) -> None:
+        """Start nothing: what became of the episode is stored."""
+
+    def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
+        """Return the next batch."""
+        return self._next("step")
+
+    def prepare_batch(
+        self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
+    ) -> TensorDict:
+        """Return the next batch."""
+        return self._next("step")
+
+    def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
+        """Return the next batch, or the next one that was evaluated."""
+        return self._next("eval_step" if is_evaluation else "step")
+
+    def _next(self, name: str) -> TensorDict:
+        path = self._folder / f"{name}_{self._engine.get_version()}.jsonl"
+        if path not in self._left:
+            self._left[path] = deque(read_batches(path) if path.exists() else [])
+        if not self._left[path]:
+            raise ConfigError(
+                f"{path} must hold each batch that the script asks for: got no more. "
+                "Replay with the script and config of the run."
+            )
+        return self._left[path].popleft()
+
+
+def columns_of(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a row of a trajectory as JSON values; `read_batches` inverts it."""
+    is_real = row["attention_mask"].bool()
+    dtypes = {key: str(row[key].dtype).removeprefix("torch.") for key in sorted(row)}
+    return {
+        **{key: row[key][is_real].tolist() for key in _PER_TOKEN},
+        "reward": row["rewards"].item(),
+        "more": {key: _real(row[key], is_real).tolist() for key in sorted(dtypes.keys() - _DTYPES.keys())},
+        "dtypes": {key: dtype for key, dtype in dtypes.items() if dtype != _DTYPES.get(key)},
+    }
+
+
+def read_batches(path: Path) -> list[TensorDict]:
+    """Return the batches of a file in the order in which they were handed out."""
+    batches: list[list[list[TensorDict]]] = []
+    for line in iter_jsonl(path):
+        if line["batch"] == len(batches):
+            batches.append([])
+        if line["sample"] == 0:
+            batches[-1].append([])
+        batches[-1][-1].append(_row(line))
+    return [assemble_batch([concat_padded_tensors(rows) for rows in episodes]) for episodes in batches]
+
+
+def _row(line: Mapping[str, Any]) -> TensorDict:
+    """Return the one row of a line as a trajectory."""
+    values = {key: line[key] for key in _PER_TOKEN} | line["more"]
+    values |= {"attention_mask": [1] * len(line["input_ids"]), "rewards": line["reward"]}
+    dtypes = _DTYPES | line["dtypes"]
+    row = {key: torch.tensor([value], dtype=getattr(torch, dtypes[key])) for key, value in values.items()}
+    return TensorDict(row, batch_size=[1])
+
+
+def _real(values: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+    """Drop the padding of a key that has an entry per token."""
+    return values[is_real] if values.shape[:1] == is_real.shape else values

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
-from arealite.rollout.account.audit import audit, passed_ids
-from arealite.rollout.account.bias import EndedPrompt, bias_of
+from arealite.rollout.account.audit import EndedPrompt, audit, bias_of, passed_ids
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount

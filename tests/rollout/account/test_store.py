@@ -14,8 +14,7 @@ from tensordict import TensorDict
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import PromptId
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.account.stored_batch import read_batches
+from arealite.rollout.account.store import RolloutStore, read_batches
 from arealite.rollout.episode import Episode
 from arealite.rollout.prompts import Prompt
 from arealite.rollout.trajectory import assemble_batch
