@@ -19,8 +19,8 @@ from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
-from arealite.launcher.plan.jobs import check_model, server_job, visible_gpus
-from arealite.launcher.plan.plan import Placement, rollout_of
+from arealite.launcher.plan.jobs import server_job, visible_gpus
+from arealite.launcher.plan.plan import Placement, check_model, rollout_of
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
 from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, address_in
@@ -38,7 +38,7 @@ def serve(args: argparse.Namespace) -> int:
         host = _check_registry(config, registry, secret, host=args.host, may_wait=args.config is not None)
     name = f"{platform.node()}-{os.getpid()}"
     placement = Placement(name, "server", node=0, devices=tuple(range(len(gpus))), index=os.getpid())
-    job = server_job(config, placement, host, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, secret, registry)
+    job = server_job(config, placement, host, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
     command = job.command
     if args.port:
         at = command.index("--host")
@@ -46,7 +46,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(shlex.join(command))
         return 0
-    os.execve(command[0], command, os.environ | job.env)
+    os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry, **job.env})
 
 
 def _joined_config(args: argparse.Namespace) -> BaseExperimentConfig:

@@ -23,16 +23,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
-from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
-from arealite.api.run_folder import RunFolder
-from arealite.inference.backends import kind_of
-from arealite.launcher.plan.jobs import check_model
-from arealite.launcher.plan.plan import Plan, make_plan
+from arealite.launcher.place.slurm import ask_slurm
+from arealite.launcher.plan.plan import Run, cpus_and_mebibytes
 from arealite.launcher.plan.text import plan_lines
-from arealite.launcher.supervise import run
-from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST
+from arealite.launcher.supervise.run import parse, settle
+from arealite.launcher.supervise.supervisor import NODE_LOST
 
 _LOOK_S = 0.2
 """Between two looks at the job's output."""
@@ -40,7 +36,7 @@ _ASK_S = 2.0
 """Between two questions to Slurm."""
 _SILENCE_S = 600.0
 """So long may Slurm not answer; its controller may be started again meanwhile."""
-_COMMAND_S = 60.0
+_CANCEL_S = 60.0
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
@@ -50,43 +46,37 @@ _OVER = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    args = run.parse(
+    args = parse(
         argv,
         prog="python3 -m arealite.launcher.slurm",
         description="Submit a job to Slurm that starts inference servers and trainer, as allocation_mode says, and "
         "follow it.",
         flags={"--no-wait": "submit only, and print the number of the job"},
     )
-    try:
-        entry = run.entry_script(args.entry)
-        config = load_run_config(args.argv, entry)
-        plan = make_plan(config)
-        check_model(config)
-        if plan.servers:
-            kind_of(config).check_block(config)
-        script = batch_script(config, plan, entry=entry, argv=args.argv)
+
+    def act(run: Run) -> int:
+        script = batch_script(run)
         if args.dry_run:
-            print("\n".join(plan_lines(config, plan, by="Slurm", entry=entry, argv=args.argv)))
-            print(f"\n{RunFolder(config).path / 'job.sbatch'}:\n{script}", end="")
+            print("\n".join(plan_lines(run, by="Slurm")))
+            print(f"\n{run.folder.path / 'job.sbatch'}:\n{script}", end="")
             return 0
-        folder = RunFolder(config).path.absolute()
+        folder = run.folder.path.absolute()
         job = _submit(folder, script)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return CONFIG_FAILED
-    if args.no_wait:
-        print(job)
-        return 0
-    return follow(job, folder / f"slurm-{job}.log")
+        if args.no_wait:
+            print(job)
+            return 0
+        return follow(job, folder / f"slurm-{job}.log")
+
+    return settle(args.entry, args.argv, act)
 
 
-def batch_script(config: BaseExperimentConfig, plan: Plan, *, entry: Path, argv: Sequence[str]) -> str:
+def batch_script(run: Run) -> str:
     """Return the script for sbatch. The user's arguments come last, as the last of two equal ones counts."""
-    launcher, folder = config.launcher, RunFolder(config).path.absolute()
-    cpus, mebibytes = _needs(launcher, plan)
-    may_restart = config.recover.mode in ("auto", "fault")
+    plan, launcher, folder = run.plan, run.config.launcher, run.folder.path.absolute()
+    cpus, mebibytes = _needs(run)
+    may_restart = run.config.recover.mode in ("auto", "fault")
     options = [
-        f"--job-name={config.experiment_name}:{config.trial_name}",
+        f"--job-name={run.config.experiment_name}:{run.config.trial_name}",
         f"--nodes={plan.num_nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={cpus}",
@@ -101,7 +91,7 @@ def batch_script(config: BaseExperimentConfig, plan: Plan, *, entry: Path, argv:
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     if launcher.slurm.sbatch_additional_args:
         lines.append(f"#SBATCH {launcher.slurm.sbatch_additional_args}")
-    command = [sys.executable, "-m", "arealite.launcher.place.slurm", str(entry), *argv]
+    command = [sys.executable, "-m", "arealite.launcher.place.slurm", str(run.entry), *run.argv]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
 
 
@@ -119,15 +109,13 @@ def follow(job: str, output: Path) -> int:
             signal.signal(number, handler)
 
 
-def _needs(config: LauncherConfig, plan: Plan) -> tuple[int, int]:
-    """Return CPUs and MiB of memory for the node that needs most; without GPUs, each job counts as one."""
-    cpus, mebibytes = [0] * plan.num_nodes, [0] * plan.num_nodes
-    for one in plan.placements:
-        number, is_server = len(one.devices) or 1, one.role == "server"
-        cpus[one.node] += number * (config.inference_server_cpus_per_gpu if is_server else config.trainer_cpus_per_gpu)
-        mebibytes[one.node] += number * (
-            config.inference_server_mem_per_gpu if is_server else config.trainer_mem_per_gpu
-        )
+def _needs(run: Run) -> tuple[int, int]:
+    """Return CPUs and MiB of memory for the node that needs most."""
+    cpus, mebibytes = [0] * run.plan.num_nodes, [0] * run.plan.num_nodes
+    for one in run.plan.placements:
+        more_cpus, more_mebibytes = cpus_and_mebibytes(run.config.launcher, one)
+        cpus[one.node] += more_cpus
+        mebibytes[one.node] += more_mebibytes
     return max(cpus), max(mebibytes)
 
 
@@ -138,15 +126,11 @@ def _submit(folder: Path, script: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
     path.write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=_COMMAND_S, check=False
-    )
-    if done.returncode != 0:
-        raise ConfigError(
-            f"Slurm must accept {path}: got {done.stderr.strip()}. Change cluster, launcher.*_per_gpu or "
-            "launcher.slurm.sbatch_additional_args."
-        )
-    return done.stdout.strip().partition(";")[0]  # <job>[;<cluster>]
+    try:
+        return ask_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]  # <job>[;<cluster>]
+    except ConfigError as error:
+        advice = "Change cluster, launcher.*_per_gpu or launcher.slurm.sbatch_additional_args."
+        raise ConfigError(f"{error}. {advice}") from error
 
 
 class _Follower:
@@ -188,7 +172,7 @@ class _Follower:
             os._exit(128 + number)
         self._signals.append(number)
         self._say(f"received {signal.Signals(number).name}: cancelling the job")
-        subprocess.run(["scancel", self._job], timeout=_COMMAND_S, check=False)
+        subprocess.run(["scancel", self._job], timeout=_CANCEL_S, check=False)
 
     def _tell(self, state: Mapping[str, str]) -> None:
         """Say what has changed."""
@@ -226,14 +210,10 @@ class _Follower:
 
 def job_state(job: str) -> dict[str, str] | None:
     """Return the fields of `scontrol show job`, none if Slurm has forgotten the job; None if it does not answer."""
-    command = ["scontrol", "show", "job", job, "--oneliner"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    if done.returncode != 0:
-        return {} if "Invalid job id" in done.stderr else None
-    return dict(re.findall(r"(\S+?)=(\S*)", done.stdout))
+        return dict(re.findall(r"(\S+?)=(\S*)", ask_slurm("scontrol", "show", "job", job, "--oneliner")))
+    except ConfigError as error:
+        return {} if "Invalid job id" in str(error) else None
 
 
 if __name__ == "__main__":

@@ -13,14 +13,9 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from arealite.api.cli_args import BaseExperimentConfig
-from arealite.api.config.run import load_run_config
-from arealite.api.errors import ConfigError
-from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import trainer_threads
-from arealite.launcher.plan.plan import Placement, Plan
-from arealite.launcher.supervise.run import checked_plan, entry_script, parse
-from arealite.launcher.supervise.supervisor import CONFIG_FAILED
+from arealite.launcher.plan.plan import Placement, Run
+from arealite.launcher.supervise import run
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import ensure_secret
 
@@ -30,47 +25,48 @@ MAX_RESTARTS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the commands and return the exit status."""
-    args = parse(
+    args = run.parse(
         argv,
         prog="python3 -m arealite.launcher.torchrun",
         description="Print the commands that start a run by hand, and write the secret that its nodes share.",
         epilog="exit status: 0 done, 2 config error",
     )
-    try:
-        config = load_run_config(args.argv, entry_script(args.entry))
-        plan = checked_plan(config)
+
+    def act(settled: Run) -> int:
         if not args.dry_run:
-            RunFolder(config).path.mkdir(parents=True, exist_ok=True)
-            ensure_secret(RunFolder(config).path)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return CONFIG_FAILED
-    print("\n".join(command_lines(config, plan, entry=args.entry, argv=args.argv)))
-    return 0
+            settled.folder.path.mkdir(parents=True, exist_ok=True)
+            ensure_secret(settled.folder.path)
+        print("\n".join(command_lines(settled)))
+        return 0
+
+    return run.settle(args.entry, args.argv, act)
 
 
-def command_lines(config: BaseExperimentConfig, plan: Plan, *, entry: str, argv: Sequence[str]) -> Iterator[str]:
+def command_lines(settled: Run) -> Iterator[str]:
     """Return the lines to paste into a shell of each node, all in the same folder of a shared file system."""
+    plan = settled.plan
     yield "# on every node, with the addresses by which they reach each other"
     yield "export " + " ".join(f"HOST{node}=ADDRESS" for node in range(plan.num_nodes))
-    yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(RunFolder(config).secret))})"
+    yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(settled.folder.secret))})"
     for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
         yield f"# node {node}"
         for one in placements:
             if one.role == "server":
-                yield f"{_server_command(config, one, argv)} &"
+                yield f"{_server_command(settled, one)} &"
         if node in plan.trainer_nodes:
-            yield _trainer_command(config, plan, node, entry, argv)
+            yield _trainer_command(settled, node)
 
 
-def _server_command(config: BaseExperimentConfig, placement: Placement, argv: Sequence[str]) -> str:
+def _server_command(settled: Run, placement: Placement) -> str:
+    config = settled.config
     serve = f"arealite serve --join {config.experiment_name}/{config.trial_name}"
     variables = _variables(placement.devices, config.launcher.inference_server_env_vars, {})
-    return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(argv)}"
+    return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(settled.argv)}"
 
 
-def _trainer_command(config: BaseExperimentConfig, plan: Plan, node: int, entry: str, argv: Sequence[str]) -> str:
+def _trainer_command(settled: Run, node: int) -> str:
     """Spell a torchrun that finds the others at the trainer's first node."""
+    config, plan = settled.config, settled.plan
     ranks, first = plan.ranks_on(node), plan.trainer_nodes[0]
     threads = {"OMP_NUM_THREADS": str(trainer_threads(config, plan, num_ranks=len(ranks)))}
     devices = [device for one in ranks for device in one.devices]
@@ -78,7 +74,8 @@ def _trainer_command(config: BaseExperimentConfig, plan: Plan, node: int, entry:
     torchrun += f" --max-restarts {MAX_RESTARTS} --local-addr $HOST{node} --rdzv-backend c10d"
     # Its own guess of who is the first node fails where a node's name resolves to its loopback.
     torchrun += f" --rdzv-endpoint $HOST{first}:{RENDEZVOUS_PORT} --rdzv-conf is_host={int(node == first)}"
-    return f"{_variables(devices, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join([entry, *argv])}"
+    words = [str(settled.entry), *settled.argv]
+    return f"{_variables(devices, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join(words)}"
 
 
 def _variables(devices: Sequence[int], of_user: str, ours: Mapping[str, str]) -> str:

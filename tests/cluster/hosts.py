@@ -25,6 +25,7 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import make_plan
+from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone
 from arealite.utils.secret import ensure_secret
 from cluster.common import Broken, Program, last_step, program, skip, wait_until
@@ -66,11 +67,12 @@ class Hosts:
         arguments = [*experiment.arguments, *OVERRIDES]
         config, _ = load_expr_config(arguments[1:], GRPOConfig)
         experiment.run_folder.mkdir(parents=True)
-        secret, registry = ensure_secret(experiment.run_folder), RunFolder(config).registry
+        env = {SECRET_VARIABLE: ensure_secret(experiment.run_folder)}
+        env[REGISTRY_VARIABLE] = str(RunFolder(config).registry)
         with contextlib.ExitStack() as stack:
             for host, placement in zip(SERVERS, make_plan(config).servers, strict=True):
-                job = server_job(config, placement, self.net.address(host), {}, secret, str(registry))
-                self.servers[host] = stack.enter_context(self._program(host, job.name, job.command, job.env))
+                job = server_job(config, placement, self.net.address(host), {})
+                self.servers[host] = stack.enter_context(self._program(host, job.name, job.command, env | job.env))
             for host in TRAINERS:
                 torchrun = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "8", "--monitor-interval", "1"]
                 torchrun += ["--local-addr", self.net.address(host), "--rdzv-backend", "c10d"]

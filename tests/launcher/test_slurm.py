@@ -14,7 +14,7 @@ import pytest
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.launcher import slurm
 from arealite.launcher.place.slurm import step_command
-from arealite.launcher.plan.plan import Placement, make_plan
+from arealite.launcher.plan.plan import Placement, Run, make_plan
 from arealite.utils.processes import wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def config_of(*overrides: str) -> RunConfig:
 
 def options_of(*overrides: str) -> list[str]:
     config = config_of(*overrides)
-    lines = slurm.batch_script(config, make_plan(config), entry=ENTRY, argv=[]).splitlines()
+    lines = slurm.batch_script(Run(config, make_plan(config), ENTRY, [])).splitlines()
     return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
 
 

@@ -25,10 +25,9 @@ from arealite.cli.check.model import check_model, check_weights
 from arealite.cli.check.text import check_data, check_template, check_tokenizer
 from arealite.inference.backends import kind_of
 from arealite.inference.http import ServerConnection, deadline_in, open_session
-from arealite.launcher import local
+from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import environment, visible_gpus
-from arealite.launcher.plan.plan import Plan, foreign_servers
-from arealite.launcher.supervise.run import checked_plan, entry_script
+from arealite.launcher.plan.plan import Plan, checked_plan, entry_script, foreign_servers
 from arealite.utils.secret import secret_of_environment
 
 _PROGRAM_S = 300.0
@@ -60,7 +59,7 @@ def check(entry: str, argv: Sequence[str]) -> int:
 def _check_processes(found: Findings, config: Config) -> Plan:
     plan = checked_plan(config)
     if plan.num_nodes == 1:
-        local.check(config, plan)
+        LocalPlace().check(config, plan)
     num_gpus = sum(len(one.devices) for one in plan.placements)
     where = f"on {num_gpus} GPUs" if num_gpus else "on the CPU"
     if plan.num_nodes > 1:

@@ -1,7 +1,7 @@
-"""What a launcher starts and where: a job, and the slot on some node in which it runs.
+"""What a launcher starts and where: a job, the slot on some node in which it runs, and the place that gives slots.
 
-A slot is taken before its job is known, because jobs must be told each other's addresses. Local, Ray and Slurm differ
-only in how they give slots; everything above (`supervise`) knows this file alone.
+A slot is taken before its job is known, because jobs must be told each other's addresses. Launchers differ only in
+their places; everything above (`supervise`) knows this file alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from arealite.launcher.plan.plan import Placement
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.launcher.plan.plan import Placement, Plan
+from arealite.utils.network import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Slot(Protocol):
         """Run a job to its end and return its exit status; NodeLostError if that can't be known."""
 
     def terminate(self) -> None:
-        """Send the job SIGTERM."""
+        """Send the job SIGTERM; one that has not begun yet never does."""
 
     def kill(self) -> None:
         """SIGKILL the job with all its descendants; if its node is gone, return from `run` all the same."""
@@ -54,11 +56,26 @@ class Slot(Protocol):
         """Give the slot back, after `run` has ended or was cancelled; nothing of the job is left."""
 
 
-class Place(Protocol):
-    """The nodes of a run, and how to take slots there."""
+class Place:
+    """The nodes of a run: what is a launcher's own. It is opened and closed once per attempt."""
 
-    async def take(self, placements: Sequence[Placement]) -> list[Slot]:
-        """Take a slot for each placement; TimeoutError or ConfigError tell what is missing."""
+    def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
+        """Refuse by ConfigError what the nodes can't do, before anything starts."""
+
+    def registry_host(self, plan: Plan) -> str:
+        """Return the address of this node by which the jobs of a plan reach the run's registry."""
+        return LOOPBACK
+
+    def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
+        """Ask for the nodes of a plan, without waiting; `log` tells the user of waits."""
+
+    async def take(self, placements: Sequence[Placement]) -> Sequence[Slot]:
+        """Take a slot for each placement; TimeoutError, ConfigError or NodeLostError tell what is missing."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Give everything back."""
+
+    def nodes_answer(self) -> bool:
+        """Tell whether a run that has lost a node may start again on those it has, or on others that replace them."""
+        return True

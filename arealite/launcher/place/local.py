@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from arealite.launcher.place.base import Job, Slot
-from arealite.launcher.plan.plan import Placement
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.backends import kind_of
+from arealite.launcher.place.base import Job, Place, Slot
+from arealite.launcher.plan.jobs import visible_gpus
+from arealite.launcher.plan.plan import Placement, Plan
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.processes import exit_status
 
-_READ_BYTES = 1 << 16
+READ_BYTES = 1 << 16
 
 
 class JobRun:
@@ -25,8 +30,8 @@ class JobRun:
         self._killed = asyncio.Event()
 
     async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
-        """Run the job to its end and return its exit status."""
-        if self._killed.is_set():  # before it began
+        """Run a job to its end and return its exit status; one that was killed before never begins."""
+        if self._killed.is_set():
             return exit_status(-signal.SIGKILL)
         with _pipe_to(output) as writer:
             self._guard = await asyncio.create_subprocess_exec(
@@ -43,7 +48,7 @@ class JobRun:
             return exit_status(await self._guard.wait())
 
     def terminate(self) -> None:
-        """Send the job SIGTERM; one that has not begun yet never does."""
+        """Send the job SIGTERM; one that has not begun never does."""
         if self._guard is None:
             self._killed.set()
         else:
@@ -71,23 +76,34 @@ class LocalSlot(JobRun):
         self.port = port_of(self._holder)
 
     async def close(self) -> None:
-        """Give the port back."""
         self._holder.close()
 
 
-class LocalPlace:
+class LocalPlace(Place):
     """This node as a place for all jobs."""
 
-    def __init__(self, gpus: Sequence[str]) -> None:
-        """`gpus` are the names of those that the run may use."""
-        self._gpus = gpus
+    def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
+        if config.cluster.n_nodes != 1:
+            raise ConfigError(
+                f"cluster.n_nodes must be 1 for the local launcher: got {config.cluster.n_nodes}. Set "
+                "cluster.n_nodes=1, or use arealite.launcher.ray, slurm or torchrun."
+            )
+        if plan.servers:
+            kind_of(config).check_installed(config)
+        needed = sum(len(one.devices) for one in plan.placements)
+        if needed > len(self._gpus):
+            raise ConfigError(
+                f"allocation_mode must fit the GPUs: got {config.allocation}, which needs {needed}, and "
+                f"{len(self._gpus)} GPUs on this node. Make it smaller, or set cluster.n_gpus_per_node=0 to run on the "
+                "CPU."
+            )
 
-    async def take(self, placements: Sequence[Placement]) -> list[Slot]:
-        """Return a slot for each placement."""
+    async def take(self, placements: Sequence[Placement]) -> Sequence[Slot]:
         return [LocalSlot([self._gpus[device] for device in one.devices]) for one in placements]
 
-    async def close(self) -> None:
-        """There is nothing to give back."""
+    @functools.cached_property
+    def _gpus(self) -> list[str]:
+        return visible_gpus()
 
 
 @contextlib.contextmanager
@@ -98,7 +114,7 @@ def _pipe_to(output: Callable[[bytes], None]) -> Iterator[int]:
 
     def read() -> bool:
         try:
-            data = os.read(reader, _READ_BYTES)
+            data = os.read(reader, READ_BYTES)
         except BlockingIOError:
             return False
         output(data)

@@ -20,11 +20,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from arealite.api.cli_args import LauncherConfig
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher.place.base import NodeLostError, Slot
-from arealite.launcher.place.relay import RelaySlot, take_all
-from arealite.launcher.plan.plan import Placement, Plan
+from arealite.inference.backends import kind_of
+from arealite.launcher.place.base import NodeLostError
+from arealite.launcher.place.local import READ_BYTES
+from arealite.launcher.place.relay import RelayPlace, RelaySlot
+from arealite.launcher.plan.plan import Placement, Plan, cpus_and_mebibytes
 
 with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `connect` tells of its absence
     import ray
@@ -32,7 +34,6 @@ with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `c
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-_READ_BYTES = 1 << 16
 _CONNECT_S = 10.0
 _RETRY_S = 1.0
 _CLOSE_S = 10.0
@@ -86,7 +87,7 @@ class Worker:
     async def read(self) -> bytes:
         """Return what the relay writes next, nothing at its end."""
         assert self._relay.stdout is not None
-        return await self._relay.stdout.read(_READ_BYTES)
+        return await self._relay.stdout.read(READ_BYTES)
 
     async def write(self, data: bytes) -> None:
         """Write to the relay."""
@@ -103,7 +104,8 @@ class RaySlot(RelaySlot):
     """A slot that an actor keeps. It reads from the moment it exists, so that the loss of a node is noticed."""
 
     def __init__(self, node: str, actor: Any, *, timeout_s: float) -> None:
-        super().__init__(node, self._chunks(), self._send_to_actor, self._close_actor_input, timeout_s=timeout_s)
+        write, close_input = actor.write.remote, actor.close_input.remote
+        super().__init__(node, self._chunks(), write, close_input, timeout_s=timeout_s)
         self._actor = actor
         self._read: asyncio.Queue[bytes | NodeLostError] = asyncio.Queue()
         self._reading = asyncio.create_task(self._keep_reading())
@@ -130,44 +132,37 @@ class RaySlot(RelaySlot):
                 raise chunk
             yield chunk
 
-    def _send_to_actor(self, data: bytes) -> None:
-        self._actor.write.remote(data)
 
-    def _close_actor_input(self) -> None:
-        self._actor.close_input.remote()
+class RayPlace(RelayPlace):
+    """The part of a Ray cluster that a run has."""
 
+    _ADVICE = (
+        "Add nodes, wait for others to finish, or lower allocation_mode or launcher.*_cpus_per_gpu and *_mem_per_gpu."
+    )
 
-class RayPlace:
-    """The part of a Ray cluster that a run has; this process is connected to the cluster."""
+    _group: Any = None
 
-    def __init__(
-        self, plan: Plan, config: LauncherConfig, *, setup_timeout_s: float, log: Callable[[str], None]
-    ) -> None:
-        """Ask for the plan's nodes, without waiting; `log` tells the user of waits."""
-        self._config = config
-        self._setup_timeout_s = setup_timeout_s
-        self._log = log
+    def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
+        """Connect to the cluster. Whether it has room is no question of now: a slot is waited for."""
+        if plan.servers:
+            kind_of(config).check_installed(config)
+        connect()
+
+    def registry_host(self, plan: Plan) -> str:
+        return own_address()
+
+    def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
+        super().open(config, plan, log)
         self._actor_class = ray.remote(Worker)
         self._nodes = sorted({placement.node for placement in plan.placements})
         bundles = [_sum(self._needs(one) for one in plan.placements if one.node == node) for node in self._nodes]
         self._group = placement_group(bundles, strategy="SPREAD")
 
-    async def take(self, placements: Sequence[Placement]) -> list[Slot]:
-        """Take a slot for each placement; TimeoutError if the cluster has no room for `setup_timeout_s`."""
-        slots = await take_all(
-            placements,
-            self._take,
-            timeout_s=self._setup_timeout_s,
-            log=self._log,
-            describe=self._describe,
-            advice="Add nodes, wait for others to finish, or lower allocation_mode or launcher.*_cpus_per_gpu and "
-            "*_mem_per_gpu.",
-        )
-        return list(slots)
-
     async def close(self) -> None:
         """Give everything back, which ends actors that still are."""
-        await asyncio.to_thread(remove_placement_group, self._group)
+        if self._group is not None:
+            await asyncio.to_thread(remove_placement_group, self._group)
+        self._group = None
 
     async def _take(self, placement: Placement) -> RaySlot:
         """Wait for an actor that could start its relay; when its node dies meanwhile, for another one."""
@@ -195,12 +190,9 @@ class RayPlace:
             await asyncio.sleep(_RETRY_S)
 
     def _needs(self, placement: Placement) -> dict[str, float]:
-        """Return what a job reserves; without GPUs, a job counts as one."""
-        config, is_server = self._config, placement.role == "server"
-        number = len(placement.devices) or 1
-        cpus = config.inference_server_cpus_per_gpu if is_server else config.trainer_cpus_per_gpu
-        mebibytes = config.inference_server_mem_per_gpu if is_server else config.trainer_mem_per_gpu
-        needs = {"CPU": number * cpus, "GPU": len(placement.devices), "memory": number * mebibytes << 20}
+        """Return what a job reserves."""
+        cpus, mebibytes = cpus_and_mebibytes(self._config, placement)
+        needs = {"CPU": cpus, "GPU": len(placement.devices), "memory": mebibytes << 20}
         return {name: float(amount) for name, amount in needs.items() if amount}
 
     def _describe(self, missing: Sequence[Placement]) -> str:

@@ -23,14 +23,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import arealite
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
-from arealite.launcher.place.base import Job, NodeLostError
+from arealite.launcher.place.base import Job, NodeLostError, Place
 from arealite.launcher.place.local import JobRun
-from arealite.launcher.plan.plan import Placement
+from arealite.launcher.plan.plan import Placement, Plan, setup_timeout_s
 from arealite.utils.network import hold_port, host_ip, port_of
 from arealite.utils.processes import adopt_orphans, descendants, kill_tree
 
@@ -41,7 +42,6 @@ _KILLED_S = 5.0
 _LINE_BYTES = 1 << 24
 _JOB_S = 3600.0
 """A job that has not come by then never will."""
-S = TypeVar("S", bound="RelaySlot")
 
 
 class RelaySlot:
@@ -81,7 +81,6 @@ class RelaySlot:
         self.gpus = hello["gpus"]
 
     async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
-        """Run a job to its end and return its exit status; NodeLostError if that can't be known."""
         if self._is_over:
             raise NodeLostError(f"{job.name} on {self.node} was given up before it began")
         self._has_job = True
@@ -92,14 +91,12 @@ class RelaySlot:
             self._deadline = None
 
     def terminate(self) -> None:
-        """Send the job SIGTERM; one that was not sent yet never begins."""
         if self._has_job:
             self._write({"do": "terminate"})
         else:
             self.kill()
 
     def kill(self) -> None:
-        """End the job with all its descendants."""
         self._is_over = True
         self._over_at = min(self._over_at, asyncio.get_running_loop().time() + _KILLED_S)
         self._close_input()
@@ -107,7 +104,6 @@ class RelaySlot:
             self._deadline.reschedule(self._over_at)
 
     async def close(self) -> None:
-        """Let the relay end."""
         self._close_input()
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -140,44 +136,55 @@ class RelaySlot:
         raise NodeLostError(f"our program on {self.node} must end with a word: got its end without one")
 
 
-async def take_all(
-    placements: Sequence[Placement],
-    take: Callable[[Placement], Coroutine[None, None, S]],
-    *,
-    timeout_s: float,
-    log: Callable[[str], None],
-    describe: Callable[[Sequence[Placement]], str],
-    advice: str,
-) -> list[S]:
-    """Take a slot for each placement at once: all of them, or none and TimeoutError.
+class RelayPlace(Place):
+    """Nodes on each of which a relay keeps a slot."""
 
-    `describe` says what the missing ones wait for; that is logged from time to time.
-    """
-    tasks = [asyncio.create_task(take(one)) for one in placements]
-    waiting, started = set(tasks), time.monotonic()
-    try:
-        while True:
-            left_s = timeout_s - (time.monotonic() - started)
-            done, waiting = await asyncio.wait(
-                waiting, timeout=max(0.0, min(_PROGRESS_S, left_s)), return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in done:
-                task.result()
-            if not waiting:
-                return [task.result() for task in tasks]
-            missing = [one for one, task in zip(placements, tasks, strict=True) if task in waiting]
-            text, waited_s = await asyncio.to_thread(describe, missing), time.monotonic() - started
-            if waited_s >= timeout_s:
-                raise TimeoutError(f"all jobs must start within {timeout_s:g} s: still waiting for {text}. {advice}")
-            if waited_s >= _PROGRESS_S:
-                log(f"waiting for {text} ({waited_s:.0f} s of {timeout_s:g} s)")
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        taken = [slot for slot in outcomes if not isinstance(slot, BaseException)]
-        await asyncio.gather(*(slot.close() for slot in taken), return_exceptions=True)
-        raise
+    _ADVICE: str
+    """What the user can do about nodes that don't come."""
+
+    def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
+        self._config = config.launcher
+        self._plan = plan
+        self._timeout_s = setup_timeout_s(config)
+        self._log = log
+
+    async def take(self, placements: Sequence[Placement]) -> Sequence[RelaySlot]:
+        """Take all slots at once, or none and TimeoutError. What is missing is logged from time to time."""
+        tasks = [asyncio.create_task(self._take(one)) for one in placements]
+        waiting, started = set(tasks), time.monotonic()
+        try:
+            while True:
+                left_s = self._timeout_s - (time.monotonic() - started)
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=max(0.0, min(_PROGRESS_S, left_s)), return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in done:
+                    task.result()
+                if not waiting:
+                    return [task.result() for task in tasks]
+                missing = [one for one, task in zip(placements, tasks, strict=True) if task in waiting]
+                text, waited_s = await asyncio.to_thread(self._describe, missing), time.monotonic() - started
+                if waited_s >= self._timeout_s:
+                    raise TimeoutError(
+                        f"all jobs must start within {self._timeout_s:g} s: still waiting for {text}. {self._ADVICE}"
+                    )
+                if waited_s >= _PROGRESS_S:
+                    self._log(f"waiting for {text} ({waited_s:.0f} s of {self._timeout_s:g} s)")
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            taken = [slot for slot in outcomes if not isinstance(slot, BaseException)]
+            await asyncio.gather(*(slot.close() for slot in taken), return_exceptions=True)
+            raise
+
+    async def _take(self, placement: Placement) -> RelaySlot:
+        """Start a relay and meet it."""
+        raise NotImplementedError
+
+    def _describe(self, missing: Sequence[Placement]) -> str:
+        """Say what the missing slots wait for."""
+        raise NotImplementedError
 
 
 async def _frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The jobs of a run: one per inference server and one per rank of the trainer. Pure descriptions.
 
-Every launcher starts the same jobs; a job's environment holds only what it has besides that of its node.
+Every launcher starts the same jobs; a job's environment holds only what it has besides that of its node and of its run.
 """
 
 from __future__ import annotations
@@ -12,25 +12,16 @@ import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import arealite
 from arealite.api.cli_args import BaseExperimentConfig
-from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job
-from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, rollout_of
-from arealite.utils.environment import REGISTRY_VARIABLE, RESTART_VARIABLE, SECRET_VARIABLE
+from arealite.launcher.plan.plan import Placement, Plan, Run, foreign_servers, rollout_of
+from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.network import LOOPBACK
-
-
-def check_model(config: BaseExperimentConfig) -> None:
-    """Refuse a folder that is not there."""
-    key, block = config.trained
-    path = block.path
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
-        raise ConfigError(f"{key}.path must be a folder or a hub id: got {path}, which does not exist. Correct it.")
 
 
 def server_job(
@@ -38,10 +29,8 @@ def server_job(
     placement: Placement,
     host: str,
     devices: Mapping[str, str],
-    secret: str,
-    registry: str,
 ) -> Job:
-    """Describe a server, which listens at `host`, picks its own port and registers with `registry`."""
+    """Describe a server, which listens at `host` and picks its own port."""
     rollout = rollout_of(config)
     kind = kind_of(config)
     command = kind.command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
@@ -52,41 +41,30 @@ def server_job(
         python=command[0],
         **devices,
         **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
-        **{SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry},
     )
     return Job(placement.name, [*serve, "--", *command], env)
 
 
 def trainer_job(
-    config: BaseExperimentConfig,
-    plan: Plan,
-    placement: Placement,
-    devices: Mapping[str, str],
-    secret: str,
-    registry: str,
-    *,
-    master: tuple[str, int | str],
-    entry: Path,
-    argv: Sequence[str],
-    is_restart: bool,
+    run: Run, placement: Placement, devices: Mapping[str, str], *, master: tuple[str, int | str], is_restart: bool
 ) -> Job:
     """Describe a rank of the trainer, with the variables that torchrun sets; `master` is where rank 0 listens."""
-    beside, nodes = plan.ranks_on(placement.node), plan.trainer_nodes
+    beside, nodes = run.plan.ranks_on(placement.node), run.plan.trainer_nodes
     env = environment(
-        config.launcher.trainer_env_vars,
+        run.config.launcher.trainer_env_vars,
         **devices,
-        OMP_NUM_THREADS=str(trainer_threads(config, plan, num_ranks=len(beside))),
+        OMP_NUM_THREADS=str(trainer_threads(run.config, run.plan, num_ranks=len(beside))),
         RANK=str(placement.index),
-        WORLD_SIZE=str(len(plan.trainers)),
+        WORLD_SIZE=str(len(run.plan.trainers)),
         LOCAL_RANK=str(beside.index(placement)),
         LOCAL_WORLD_SIZE=str(len(beside)),
         GROUP_RANK=str(nodes.index(placement.node)),
         GROUP_WORLD_SIZE=str(len(nodes)),
         MASTER_ADDR=master[0],
         MASTER_PORT=str(master[1]),
-        **{RESTART_VARIABLE: str(int(is_restart)), SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry},
+        **{RESTART_VARIABLE: str(int(is_restart))},
     )
-    return Job(placement.name, [sys.executable, str(entry), *argv], env)
+    return Job(placement.name, [sys.executable, str(run.entry), *run.argv], env)
 
 
 def visible_gpus() -> list[str]:

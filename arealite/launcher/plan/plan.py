@@ -7,14 +7,21 @@ follow. Every launcher places the same plan; only how differs.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
-from arealite.api.cli_args import BaseExperimentConfig, InferenceEngineConfig
+from arealite.api.cli_args import BaseExperimentConfig, InferenceEngineConfig, LauncherConfig
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+
+_SETUP_TIMEOUT_S = 600.0
+"""Of fine-tuning, whose start is the loading of its model."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +66,61 @@ class Plan:
         return tuple(one for one in self.trainers if one.node == node)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a command line asks for, after every check that needs no node of the run."""
+
+    config: BaseExperimentConfig
+    plan: Plan
+    entry: Path
+    argv: Sequence[str]
+    """`--config FILE key=value ...`, as the script gets it."""
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.config)
+
+    @classmethod
+    def load(cls, entry: str | Path, argv: Sequence[str]) -> Run:
+        """Read the config that the script will read. Raises ConfigError."""
+        script = entry_script(entry)
+        config = load_run_config(argv, script)
+        return cls(config, checked_plan(config), script, argv)
+
+
+def entry_script(entry: str | Path) -> Path:
+    """Return the absolute path of the script, which must be a file."""
+    path = Path(entry)
+    if not path.is_file():
+        raise ConfigError(f"the entry script must be a file: got {entry}, which does not exist. Correct its path.")
+    return path.resolve()
+
+
+def checked_plan(config: BaseExperimentConfig) -> Plan:
+    """Return the plan of a run whose model and flags of servers are checked as well."""
+    plan = make_plan(config)
+    check_model(config)
+    if plan.servers:
+        kind_of(config).check_block(config)
+    return plan
+
+
+def check_model(config: BaseExperimentConfig) -> None:
+    """Refuse a folder that is not there."""
+    key, block = config.trained
+    path = block.path
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"{key}.path must be a folder or a hub id: got {path}, which does not exist. Correct it.")
+
+
 def make_plan(config: BaseExperimentConfig) -> Plan:
     """Work out the processes of a run and refuse what can't be, before anything starts."""
-    if not config.allocation_mode:
+    mode, cluster = config.allocation, config.cluster
+    if mode is None:
         raise ConfigError(
             "allocation_mode must be given to a launcher: got nothing. "
             "Add e.g. allocation_mode=lite.d1p1t1+d1p1t1 (servers and trainers) or allocation_mode=d1 (trainers only)."
         )
-    mode, cluster = AllocationMode.from_str(config.allocation_mode), config.cluster
     _check_trainers(mode)
     num_servers = _num_servers(config, mode)
     is_evaluation = mode.type_ is AllocationType.DECOUPLED_EVAL
@@ -101,6 +155,19 @@ def rollout_of(config: BaseExperimentConfig) -> InferenceEngineConfig:
     """Return the block that an experiment with servers has."""
     assert config.rollout is not None, type(config)
     return config.rollout
+
+
+def setup_timeout_s(config: BaseExperimentConfig) -> float:
+    """Return how long nodes may take to be there, and servers to be ready."""
+    return config.rollout.setup_timeout if config.rollout is not None else _SETUP_TIMEOUT_S
+
+
+def cpus_and_mebibytes(config: LauncherConfig, placement: Placement) -> tuple[int, int]:
+    """Return the CPUs and the memory that a job reserves; without GPUs, it counts as one."""
+    number = len(placement.devices) or 1
+    if placement.role == "server":
+        return number * config.inference_server_cpus_per_gpu, number * config.inference_server_mem_per_gpu
+    return number * config.trainer_cpus_per_gpu, number * config.trainer_mem_per_gpu
 
 
 def _num_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:

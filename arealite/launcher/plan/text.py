@@ -6,27 +6,22 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
-from arealite.api.cli_args import BaseExperimentConfig
-from arealite.api.run_folder import RunFolder
-from arealite.launcher.place.base import Job
 from arealite.launcher.plan.jobs import server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Plan, foreign_servers
+from arealite.launcher.plan.plan import Run, foreign_servers
 
 _SHOWN_VARIABLES = (
     *("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 
-def plan_lines(
-    config: BaseExperimentConfig, plan: Plan, *, by: str, entry: str | Path, argv: Sequence[str]
-) -> Iterator[str]:
+def plan_lines(run: Run, *, by: str) -> Iterator[str]:
     """Tell all of a plan."""
+    config, plan = run.config, run.plan
     devices = f"{plan.gpus_per_node} GPUs each" if plan.gpus_per_node else "CPUs only"
     nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
     yield f"{config.experiment_name}/{config.trial_name}: {config.allocation_mode} on {nodes}, {devices} ({by})"
-    yield f"run folder: {RunFolder(config).path}"
+    yield f"run folder: {run.folder.path}"
     for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
         yield f"node {node}"
         servers = [(one,) for one in placements if one.role == "server"]
@@ -41,27 +36,13 @@ def plan_lines(
         yield f"{idle} of {plan.num_nodes * plan.gpus_per_node} GPUs stay idle"
     if foreign := foreign_servers(config):
         yield f"servers of someone else: {foreign}"
-    for jobs in (_servers(config, plan.servers[:1]), _trainers(config, plan, entry=entry, argv=argv)):
-        for job in jobs:
-            variables = [f"{name}={job.env[name]}" for name in _SHOWN_VARIABLES if name in job.env]
-            yield f"{job.name} runs"
-            yield "  " + " ".join([*variables, _spelled(job.command)])
-
-
-def _servers(config: BaseExperimentConfig, placements: Sequence[Placement]) -> Iterator[Job]:
-    for one in placements:
-        yield server_job(config, one, f"<node {one.node}>", {}, "", "")
-
-
-def _trainers(config: BaseExperimentConfig, plan: Plan, *, entry: str | Path, argv: Sequence[str]) -> Iterator[Job]:
+    jobs = [server_job(config, one, f"<node {one.node}>", {}) for one in plan.servers[:1]]
     for one in plan.trainers[:1]:
-        yield trainer_job(
-            *(config, plan, one, {}, "", ""),
-            master=(f"<node {one.node}>", "<a free port>"),
-            entry=Path(entry),
-            argv=argv,
-            is_restart=False,
-        )
+        jobs.append(trainer_job(run, one, {}, master=(f"<node {one.node}>", "<a free port>"), is_restart=False))
+    for job in jobs:
+        variables = [f"{name}={job.env[name]}" for name in _SHOWN_VARIABLES if name in job.env]
+        yield f"{job.name} runs"
+        yield "  " + " ".join([*variables, _spelled(job.command)])
 
 
 def _spelled(command: Iterable[str]) -> str:

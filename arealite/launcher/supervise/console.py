@@ -52,7 +52,7 @@ class Console:
         except OSError:  # the reader went away, as in `| head`: the run continues, its logs are complete
             self._stream, self._terminal = open(os.devnull, "wb"), None  # noqa: SIM115
 
-    def show_progress(self, *, step: int, total_steps: int, phase: str) -> None:
+    def show_progress(self, step: int, total_steps: int, phase: str) -> None:
         """Draw the bar, on a terminal: steps done and what the trainer is doing."""
         if self._terminal is None:
             return

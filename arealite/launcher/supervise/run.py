@@ -1,8 +1,4 @@
-"""What all launchers share: from a command line to a run that is watched to its end, and started again if it may be.
-
-A launcher is its own command plus a `Backend`: what it calls itself, what it checks of its nodes, and the place that
-gives slots there.
-"""
+"""What all launchers share: from a command line to a run that is watched to its end, and started again if it may be."""
 
 from __future__ import annotations
 
@@ -12,29 +8,22 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from arealite.api.cli_args import BaseExperimentConfig
-from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
-from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, Place, Slot
-from arealite.launcher.plan.jobs import check_model, server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Plan, foreign_servers, make_plan, rollout_of
+from arealite.launcher.plan.jobs import server_job, trainer_job
+from arealite.launcher.plan.plan import Placement, Run, foreign_servers, rollout_of, setup_timeout_s
 from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
-from arealite.utils.environment import SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
+from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.file_lock import file_lock
 from arealite.utils.files import write_atomically
-from arealite.utils.network import LOOPBACK
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
 from arealite.watchdog.stall import StallPolicy
 
-_SETUP_TIMEOUT_S = 600.0
-"""Of fine-tuning, whose start is the loading of its model."""
 _LOCK_TIMEOUT_S = 5.0
 """How long another launcher of the same run may take to end."""
 EPILOG = (
@@ -43,20 +32,17 @@ EPILOG = (
 )
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What is a launcher's own."""
+def main(argv: Sequence[str] | None, place: Place, *, by: str, description: str) -> int:
+    """Run the command line of a launcher and return its exit status; `by` is what it calls itself."""
+    args = parse(argv, prog=f"python3 -m arealite.launcher.{by.lower()}", description=description)
 
-    name: str
-    """As in `by Ray`."""
-    open_place: Callable[[BaseExperimentConfig, Plan, Supervisor], Place]
-    """Called anew for each attempt."""
-    check: Callable[[BaseExperimentConfig, Plan], None]
-    """Refuses by ConfigError what the nodes can't do, before anything starts."""
-    registry_host: Callable[[Plan], str] = lambda plan: LOOPBACK
-    """Address of this node by which the jobs of a plan reach the run's registry."""
-    nodes_answer: Callable[[], bool] = lambda: True
-    """Whether a run that has lost a node may start again on those it has, or on others that replace them."""
+    def act(run: Run) -> int:
+        if args.dry_run:
+            print("\n".join(plan_lines(run, by=by)))
+            return 0
+        return launch(run, place)
+
+    return settle(args.entry, args.argv, act)
 
 
 def parse(
@@ -80,146 +66,96 @@ def parse(
     return args
 
 
-def dry_run(entry: str | Path, argv: Sequence[str], *, by: str) -> int:
-    """Print the plan of a run."""
+def settle(entry: str | Path, argv: Sequence[str], act: Callable[[Run], int]) -> int:
+    """Read and check a command line and return what `act` makes of it; a ConfigError is printed, and exit status 2."""
     try:
-        config = load_run_config(argv, entry_script(entry))
-        plan = checked_plan(config)
+        return act(Run.load(entry, argv))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED
-    print("\n".join(plan_lines(config, plan, by=by, entry=entry, argv=argv)))
-    return 0
 
 
-def launch(entry: str | Path, argv: Sequence[str], backend: Backend, *, restart: str | None = None) -> int:
-    """Run `entry` with `--config FILE key=value ...`, wait for its end and return the launcher's exit status.
+def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> int:
+    """Start a run, wait for its end and return the launcher's exit status. Raises ConfigError before anything starts.
 
     `restart` tells why this is not the first start of the run, if it is not. Must be called from the main thread, which
     takes SIGINT and SIGTERM meanwhile: a caller that gets 128 or more should end as well. The caller's other child
     processes must not be started meanwhile.
     """
+    place.check(run.config, run.plan)
+    _check_resume(run)
     with contextlib.ExitStack() as held:
         try:
-            entry = entry_script(entry)
-            config = load_run_config(argv, entry)
-            plan = checked_plan(config)
-            backend.check(config, plan)
-            _check_resume(config)
-            held.enter_context(file_lock(RunFolder(config).launcher_lock, timeout_s=_LOCK_TIMEOUT_S))
-        except (ConfigError, TimeoutError) as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return CONFIG_FAILED
-        return asyncio.run(_run(_Run(config, plan, entry, list(argv), backend), restart))
+            held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
+        except TimeoutError as error:
+            raise ConfigError(str(error)) from error
+        return asyncio.run(_run(run, place, restart))
 
 
-def checked_plan(config: BaseExperimentConfig) -> Plan:
-    """Return the plan, after every check that needs no node of the run."""
-    plan = make_plan(config)
-    check_model(config)
-    if plan.servers:
-        kind_of(config).check_block(config)
-    return plan
-
-
-def setup_timeout_s(config: BaseExperimentConfig) -> float:
-    """Return how long nodes may take to be there, and servers to be ready."""
-    return config.rollout.setup_timeout if config.rollout is not None else _SETUP_TIMEOUT_S
-
-
-def entry_script(entry: str | Path) -> Path:
-    """Return the absolute path of the script, which must be a file."""
-    path = Path(entry)
-    if not path.is_file():
-        raise ConfigError(f"the entry script must be a file: got {entry}, which does not exist. Correct its path.")
-    return path.resolve()
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One command line, settled."""
-
-    config: BaseExperimentConfig
-    plan: Plan
-    entry: Path
-    argv: list[str]
-    backend: Backend
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder(self.config)
-
-
-async def _run(run: _Run, restart: str | None) -> int:
+async def _run(run: Run, place: Place, restart: str | None) -> int:
     """Run to the end, and start again what failed as often as `recover` allows."""
     config, folder = run.config, run.folder
     if not folder.recover.exists() and restart is None:
         for log in folder.logs.glob("*.log"):  # of a run that this one replaces
             log.unlink()
-    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.logs.mkdir(parents=True, exist_ok=True)
     record = {"entry": str(run.entry), "argv": run.argv}
     write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
     secret = ensure_secret(folder.path)
     registry = Registry(secret)
     try:
         if run.plan.servers:
-            await registry.start(run.backend.registry_host(run.plan), folder.registry)
+            await registry.start(place.registry_host(run.plan), folder.registry)
         retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
         for attempt in range(retries + 1):
-            supervisor = await _attempt(run, secret, registry, restart)
+            supervisor = await _attempt(run, place, secret, registry, restart)
             end = supervisor.exit_reason  # a signal while everything was being stopped counts as well
             restart = f"restart {attempt + 1} of {retries}, because {end.reason}"
             if not end.is_failure or end.status == CONFIG_FAILED or end.is_refusal:
                 break
-            if not await asyncio.to_thread(run.backend.nodes_answer):
+            if not await asyncio.to_thread(place.nodes_answer):
                 return NODE_LOST
         return end.status
     finally:
         await registry.close()
 
 
-async def _attempt(run: _Run, secret: str, registry: Registry, restart: str | None) -> Supervisor:
+async def _attempt(run: Run, place: Place, secret: str, registry: Registry, restart: str | None) -> Supervisor:
     """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
-    config, plan = run.config, run.plan
-    log_folder = run.folder.logs
-    log_folder.mkdir(parents=True, exist_ok=True)
-    place: Place | None = None
+    config, plan, logs = run.config, run.plan, run.folder.logs
+    stall = StallPolicy(
+        timeout_s=config.launcher.stall_timeout,
+        setup_timeout_s=setup_timeout_s(config),
+        on_stall=config.launcher.on_stall,
+        foreign_servers={address: address for address in foreign_servers(config).split(",") if address},
+        secret=secret,
+    )
+    env = {SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry.address}
     try:
-        async with Supervisor(log_folder=log_folder, stall=_stall_policy(run, secret)) as supervisor:
-            supervisor.log(restart or f"{config.allocation_mode}; logs in {log_folder}")
-            place = run.backend.open_place(config, plan, supervisor)
+        async with Supervisor(log_folder=logs, stall=stall, env=env) as supervisor:
+            supervisor.log(restart or f"{config.allocation_mode}; logs in {logs}")
+            place.open(config, plan, supervisor.log)
             slots = await supervisor.take_slots(place, plan.placements)
             if slots is not None:
                 by_name = {one.name: slot for one, slot in zip(plan.placements, slots, strict=True)}
                 if plan.servers:
-                    _start_servers(run, supervisor, place, by_name, secret, registry)
+                    _start_servers(run, supervisor, place, by_name, registry)
                 if plan.trainers:
-                    is_restart = restart is not None
-                    jobs = _trainer_jobs(run, by_name, secret, registry.address, is_restart=is_restart)
-                    supervisor.start_trainer(jobs)
+                    supervisor.start_trainer(_trainer_jobs(run, by_name, is_restart=restart is not None))
             await supervisor.wait()
         return supervisor
     finally:
-        if place is not None:
-            await place.close()
+        await place.close()
 
 
-def _trainer_jobs(
-    run: _Run, slots: Mapping[str, Slot], secret: str, registry: str, *, is_restart: bool
-) -> list[tuple[Slot, Job]]:
+def _trainer_jobs(run: Run, slots: Mapping[str, Slot], *, is_restart: bool) -> list[tuple[Slot, Job]]:
     """Return each rank's slot and job. Ranks see all GPUs of the ranks on their node, because NCCL links only GPUs
     that both sides see; LOCAL_RANK picks one."""
-    plan, first = run.plan, slots[run.plan.trainers[0].name]
+    first = slots[run.plan.trainers[0].name]
     jobs = []
-    for one in plan.trainers:
-        gpus = [gpu for rank in plan.ranks_on(one.node) for gpu in slots[rank.name].gpus]
-        job = trainer_job(
-            *(run.config, plan, one, _visible(gpus), secret, registry),
-            master=(first.address, first.port),
-            entry=run.entry,
-            argv=run.argv,
-            is_restart=is_restart,
-        )
+    for one in run.plan.trainers:
+        gpus = [gpu for rank in run.plan.ranks_on(one.node) for gpu in slots[rank.name].gpus]
+        job = trainer_job(run, one, _visible(gpus), master=(first.address, first.port), is_restart=is_restart)
         jobs.append((slots[one.name], job))
     return jobs
 
@@ -229,43 +165,29 @@ def _visible(gpus: Sequence[str]) -> dict[str, str]:
 
 
 def _start_servers(
-    run: _Run, supervisor: Supervisor, place: Place, slots: Mapping[str, Slot], secret: str, registry: Registry
+    run: Run, supervisor: Supervisor, place: Place, slots: Mapping[str, Slot], registry: Registry
 ) -> None:
-    config, servers = run.config, run.plan.servers
-    rollout = rollout_of(config)
-
     def describe(placement: Placement, slot: Slot) -> Job:
-        return server_job(config, placement, slot.address, _visible(slot.gpus), secret, registry.address)
+        return server_job(run.config, placement, slot.address, _visible(slot.gpus))
 
     policy = ServerPolicy(
-        setup_timeout_s=rollout.setup_timeout,
-        restarts=config.launcher.server_restarts,
+        setup_timeout_s=rollout_of(run.config).setup_timeout,
+        restarts=run.config.launcher.server_restarts,
         registry=registry,
-        publish_progress=kind_of(config).is_embedded,
+        publish_progress=kind_of(run.config).is_embedded,
         invitation=None
         if run.plan.trainers
         else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
         f"{run.folder.secret}) {SERVER_ADDRS_VARIABLE}=",
     )
+    servers = run.plan.servers
     supervisor.start_servers(place, servers, [slots[one.name] for one in servers], describe, policy)
 
 
-def _check_resume(config: BaseExperimentConfig) -> None:
+def _check_resume(run: Run) -> None:
     """Refuse to resume what has no checkpoint, before anything starts; whether one is whole is the trainer's to say."""
-    folder = RunFolder(config).recover
-    if config.recover.mode == "resume" and not any(folder.glob("step_*")):
+    folder = run.folder.recover
+    if run.config.recover.mode == "resume" and not any(folder.glob("step_*")):
         raise ConfigError(
             f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."
         )
-
-
-def _stall_policy(run: _Run, secret: str) -> StallPolicy:
-    """Servers must become ready in `setup_timeout` anyhow; that is then also what the start of ranks may take."""
-    foreign = foreign_servers(run.config)
-    return StallPolicy(
-        timeout_s=run.config.launcher.stall_timeout,
-        setup_timeout_s=setup_timeout_s(run.config),
-        on_stall=run.config.launcher.on_stall,
-        foreign_servers={address: address for address in foreign.split(",") if address},
-        secret=secret,
-    )

@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ _REFUSAL = re.compile(r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoin
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|gloo/transport|NCCL communicator was aborted")
 _CAUSE_S = 5.0
 """How long a rank that has lost its peer is not blamed, as the peer may still be writing its traceback."""
+_SERVER_END_S = 0.5
+"""How long a server's end is waited for, which may be why the trainer failed."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -86,17 +88,18 @@ class ServerPolicy:
 class Supervisor:
     """The jobs of one run, their outputs and the console. Leaving its context ends everything and tells why."""
 
-    def __init__(self, *, log_folder: Path, stall: StallPolicy) -> None:
+    def __init__(self, *, log_folder: Path, stall: StallPolicy, env: Mapping[str, str]) -> None:
+        """`env` is added to the environment of every job."""
         self.console = Console()
         self._log_folder = log_folder
         self._stall = stall
+        self._env = env
         forget_progress(log_folder)
         self._log = Output("launcher", log_folder / "launcher.log", self.console)
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[str, Output] = {}
-        self._slots: dict[str, Slot] = {}
-        """Of the jobs that run."""
-        self._ended: dict[str, asyncio.Event] = {}
+        self._running: dict[asyncio.Task[int], Slot] = {}
+        """The jobs that run, and where."""
         self._closing: list[asyncio.Task[None]] = []
         """Of slots whose jobs have ended."""
         self._addresses: dict[str, str] = dict(stall.foreign_servers)
@@ -105,12 +108,13 @@ class Supervisor:
         self._expected: list[str] = []
         """Names of the processes that will tell the stall watch what they do."""
         self._num_output_bytes = 0
-        self._exit_reasons: list[asyncio.Future[ExitReason]] = []
+        self._watches: list[asyncio.Future[ExitReason]] = []
+        """Each ends with a reason to end the run."""
         self._before = set(descendants(os.getpid()))
         self._adopted_before = adopt_orphans()
         self._exit_reason: ExitReason | None = None
-        self._signal: asyncio.Future[int] = self._loop.create_future()
-        self._watch(self._signalled())
+        self._signal: asyncio.Future[ExitReason] = self._loop.create_future()
+        """Done by the first signal of the user."""
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 self._loop.add_signal_handler(number, self._take_signal, number)
@@ -134,20 +138,21 @@ class Supervisor:
 
     # Starting
 
-    async def take_slots(self, place: Place, placements: Sequence[Placement]) -> list[Slot] | None:
+    async def take_slots(self, place: Place, placements: Sequence[Placement]) -> Sequence[Slot] | None:
         """Return the slots of all jobs; None if the run ended meanwhile, or has to because there are none."""
         taking = self._loop.create_task(place.take(placements))
-        waits: list[asyncio.Future[Any]] = [taking, *self._exit_reasons]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [taking, self._signal]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
-            await _cancelled([taking])
+            taking.cancel()
+            await asyncio.wait([taking], timeout=_CLEAN_UP_S)
             return None
         try:
             return taking.result()
         except (NodeLostError, TimeoutError, ConfigError) as error:
             status = CONFIG_FAILED if isinstance(error, ConfigError) else NODE_LOST
-            self._exit_reasons.append(self._loop.create_future())
-            self._exit_reasons[-1].set_result(ExitReason(status, f"{type(error).__name__}: {error}"))
+            self._watches.append(self._loop.create_future())
+            self._watches[-1].set_result(ExitReason(status, f"{type(error).__name__}: {error}"))
             return None
 
     def start_servers(
@@ -178,10 +183,12 @@ class Supervisor:
     async def wait(self) -> int:
         """Wait for what ends the run and return the launcher's exit status. A server's end explains a failure of the
         trainer, so it is told first; the user's signal explains everything."""
-        await asyncio.wait(self._exit_reasons, return_when=asyncio.FIRST_COMPLETED)
-        if all(reason.is_failure and reason.status != SERVER_FAILED for reason in self._told()):
-            await asyncio.wait([end for end in self._exit_reasons if not end.done()], timeout=0.5)
-        self._exit_reason = min(self._told(), key=lambda reason: (reason.is_failure, reason.status != SERVER_FAILED))
+        ends = [self._signal, *self._watches]
+        done, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if all(end.result().is_failure and end.result().status != SERVER_FAILED for end in done):
+            done |= (await asyncio.wait(others, timeout=_SERVER_END_S))[0]
+        reasons = [end.result() for end in ends if end in done]
+        self._exit_reason = min(reasons, key=lambda reason: (reason.is_failure, reason.status != SERVER_FAILED))
         if self._exit_reason.status != 0:
             self.log(f"{self._exit_reason.reason}: stopping everything")
         return self._exit_reason.status
@@ -190,7 +197,7 @@ class Supervisor:
     def exit_reason(self) -> ExitReason:
         """Why the run ended; a signal that came while everything was being stopped is the user's last word."""
         if self._signal.done():
-            return _signalled(self._signal.result())
+            return self._signal.result()
         assert self._exit_reason is not None, "only a run that has ended knows why"
         return self._exit_reason
 
@@ -285,8 +292,8 @@ class Supervisor:
         """Draw the progress that rank 0 publishes."""
         while True:
             for progress in read_progress(self._log_folder / "progress", "trainer-0").values():
-                if progress.status:
-                    self.console.show_progress(**progress.status)
+                if status := progress.status:
+                    self.console.show_progress(status["step"], status["total_steps"], status["phase"])
             await asyncio.sleep(PERIOD_S)
 
     async def _stalled(self) -> ExitReason:
@@ -306,27 +313,19 @@ class Supervisor:
             await watch.movement()
             self.log("the run moves again")
 
-    async def _signalled(self) -> ExitReason:
-        return _signalled(await asyncio.shield(self._signal))
-
     async def _run(self, slot: Slot, job: Job) -> int:
         """Run a job on a slot to its end; a cancelled one is ended by `_stop`."""
-        env = job.env | {FOLDER_VARIABLE: str(self._log_folder.absolute() / "progress"), NAME_VARIABLE: job.name}
+        progress = {FOLDER_VARIABLE: str(self._log_folder.absolute() / "progress"), NAME_VARIABLE: job.name}
         output = self._output(job.name)
-        ended = self._ended[job.name] = asyncio.Event()
-        self._slots[job.name] = slot
 
         def take(data: bytes) -> None:
             self._num_output_bytes += len(data)
             output.feed(data)
 
-        run = self._loop.create_task(slot.run(dataclasses.replace(job, env=env), take))
-
-        def note_end(_: object) -> None:
-            del self._slots[job.name]
-            ended.set()
-
-        run.add_done_callback(note_end)
+        job = dataclasses.replace(job, env={**self._env, **job.env, **progress})
+        run = self._loop.create_task(slot.run(job, take))
+        self._running[run] = slot
+        run.add_done_callback(self._running.pop)
         try:
             return await asyncio.shield(run)
         finally:
@@ -334,10 +333,7 @@ class Supervisor:
                 self._closing.append(self._loop.create_task(slot.close()))
 
     def _watch(self, reason: Coroutine[None, None, ExitReason]) -> None:
-        self._exit_reasons.append(self._loop.create_task(reason))
-
-    def _told(self) -> list[ExitReason]:
-        return [end.result() for end in self._exit_reasons if end.done()]
+        self._watches.append(self._loop.create_task(reason))
 
     def _output(self, name: str) -> Output:
         """Return the output of a process; of servers only warnings are shown."""
@@ -356,24 +352,27 @@ class Supervisor:
     def _take_signal(self, number: int) -> None:
         """End the run at the first signal, and without grace at the second."""
         if not self._signal.done():
-            self._signal.set_result(number)
+            self._signal.set_result(ExitReason(128 + number, f"received {signal.Signals(number).name}"))
         else:
-            for slot in self._slots.values():
+            for slot in self._running.values():
                 slot.kill()
 
     async def _stop(self) -> None:
         """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
-        for task in self._exit_reasons:
+        for task in self._watches:
             task.cancel()
-        slots = dict(self._slots)
-        for slot in slots.values():
+        running = dict(self._running)
+        for slot in running.values():
             slot.terminate()
-        if not await self._all_end(slots):
-            for name in slots.keys() & self._slots.keys():
-                slots[name].kill()
-            await self._all_end(slots)
-        await _cancelled(self._exit_reasons)
-        closing = [*self._closing, *(slot.close() for slot in slots.values())]
+        if running:
+            _, stubborn = await asyncio.wait(running, timeout=_GRACE_S)
+            for run in stubborn:
+                running[run].kill()
+            if stubborn:
+                await asyncio.wait(stubborn, timeout=_GRACE_S)
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=_CLEAN_UP_S)
+        closing = [*self._closing, *(slot.close() for slot in running.values())]
         await asyncio.gather(*closing, return_exceptions=True)  # they have deadlines of their own
         for pid in set(descendants(os.getpid())) - self._before:
             kill_tree(pid)
@@ -381,28 +380,9 @@ class Supervisor:
                 os.waitpid(pid, os.WNOHANG)
         adopt_orphans(self._adopted_before)
 
-    async def _all_end(self, slots: dict[str, Slot]) -> bool:
-        """Wait a grace for jobs to end, and tell whether all have."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GRACE_S):
-                for name in slots:
-                    await self._ended[name].wait()
-        return not self._slots.keys() & slots.keys()
-
     def _explain(self, reason: ExitReason, output: Output) -> None:
         last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
         self.log(f"{reason.reason}; {last}")
         for line in output.tail:
             self.console.line(f"    {line}")
         self.log(f"its whole log: {output.path}")
-
-
-async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and let them clean up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks, timeout=_CLEAN_UP_S)
-
-
-def _signalled(number: int) -> ExitReason:
-    return ExitReason(128 + number, f"received {signal.Signals(number).name}")

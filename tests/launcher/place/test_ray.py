@@ -16,7 +16,8 @@ import psutil
 import pytest
 from testing_processes import spawn
 
-from arealite.api.cli_args import LauncherConfig
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.config.run import load_run_config
 from arealite.launcher.place.base import Job, NodeLostError, Slot
 from arealite.launcher.plan.plan import Placement, Plan
 from arealite.utils.processes import exit_status, kill_tree, wait_gone
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.slow
 SERVER = Placement("server-0", "server", 0, (0,), 0)
 RANK = Placement("trainer-0", "trainer", 1, (0, 1), 0)
 PLAN = Plan(2, 4, (SERVER, RANK))
+CONFIG = Path(__file__).parents[3] / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
 NODE_TIMEOUT_S = 6.0
 END_S = 15.0
 
@@ -49,7 +51,9 @@ from arealite.launcher.place.base import Job
 from arealite.launcher.place.ray import RayPlace, connect
 async def main():
     connect()
-    (slot,) = await RayPlace(PLAN, config(), setup_timeout_s=60, log=print).take([SERVER])
+    place = RayPlace()
+    place.open(config(), PLAN, print)
+    (slot,) = await place.take([SERVER])
     heard = Heard()
     running = asyncio.create_task(slot.run(Job("job", [sys.executable, "-c", NOTE_PIDS], {}), heard))
     while not heard.text:
@@ -81,13 +85,15 @@ def cluster() -> Iterator[RayCluster]:
         ray.shutdown()
 
 
-def config(**changes: object) -> LauncherConfig:
-    return LauncherConfig(node_timeout=NODE_TIMEOUT_S, **changes)
+def config(*, setup_timeout_s: float = 60) -> BaseExperimentConfig:
+    timeouts = [f"launcher.node_timeout={NODE_TIMEOUT_S}", f"rollout.setup_timeout={setup_timeout_s}"]
+    return load_run_config(["--config", str(CONFIG), *timeouts])
 
 
 @contextlib.asynccontextmanager
 async def place(plan: Plan = PLAN, *, setup_timeout_s: float = 60) -> AsyncIterator[RayPlace]:
-    opened = RayPlace(plan, config(), setup_timeout_s=setup_timeout_s, log=print)
+    opened = RayPlace()
+    opened.open(config(setup_timeout_s=setup_timeout_s), plan, print)
     try:
         yield opened
     finally:

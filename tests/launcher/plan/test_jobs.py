@@ -13,12 +13,10 @@ import pytest
 import arealite
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
-from arealite.launcher import local
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import server_job, trainer_job, visible_gpus
-from arealite.launcher.plan.plan import Plan, make_plan
-from arealite.launcher.supervise.run import checked_plan
+from arealite.launcher.plan.plan import Plan, Run, checked_plan, make_plan
 
 COMMON = """
 experiment_name: e
@@ -74,12 +72,12 @@ def nvidia_smi(tmp_path, monkeypatch):
 def plan_of(config: RunConfig) -> Plan:
     """Check as the local launcher does."""
     plan = checked_plan(config)
-    local.check(config, plan)
+    LocalPlace().check(config, plan)
     return plan
 
 
 def server_jobs(config: RunConfig) -> list[Job]:
-    return [server_job(config, one, "127.0.0.1", {}, "s", "h:1") for one in plan_of(config).servers]
+    return [server_job(config, one, "127.0.0.1", {}) for one in plan_of(config).servers]
 
 
 def program(job: Job) -> list[str]:
@@ -116,8 +114,6 @@ def test_lite_servers(load):
         "--host": "127.0.0.1",
         "--setup-timeout": "600.0",
     }
-    assert jobs[0].env["AREALITE_SECRET"] == "s" and "s" not in jobs[0].command
-    assert jobs[0].env["AREALITE_REGISTRY"] == "h:1"
     assert jobs[0].env["OMP_NUM_THREADS"] == "2"
 
 
@@ -144,17 +140,9 @@ def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
 
 def test_ranks_know_each_other_as_under_torchrun(load):
     config = load("allocation_mode=d5", "model.path=tiny", "cluster.n_nodes=2", "launcher.trainer_env_vars=RANK_ZERO=b")
-    plan = make_plan(config)
-    jobs = [
-        trainer_job(
-            *(config, plan, one, {"CUDA_VISIBLE_DEVICES": "7,6"}, "s", "h:1"),
-            master=("h", 9),
-            entry=Path("e.py"),
-            argv=["a=b"],
-            is_restart=True,
-        )
-        for one in plan.trainers
-    ]
+    run = Run(config, make_plan(config), Path("e.py"), ["a=b"])
+    gpus = {"CUDA_VISIBLE_DEVICES": "7,6"}
+    jobs = [trainer_job(run, one, gpus, master=("h", 9), is_restart=True) for one in run.plan.trainers]
     names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
     assert [[job.env[name] for name in names] for job in jobs] == [
         *(["0", "0", "3", "0"], ["1", "1", "3", "0"], ["2", "2", "3", "0"], ["3", "0", "2", "1"], ["4", "1", "2", "1"])
@@ -225,7 +213,7 @@ def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
     assert visible_gpus() == [str(index) for index in range(8)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
     config = load("allocation_mode=lite.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8")
-    slots = asyncio.run(LocalPlace(visible_gpus()).take(plan_of(config).placements))
+    slots = asyncio.run(LocalPlace().take(plan_of(config).placements))
     assert [slot.gpus for slot in slots] == [["6"], ["3"]]
 
 
