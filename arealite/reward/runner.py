@@ -9,24 +9,42 @@ the entry script if the function is defined in it (which then needs the usual `i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import json
 import logging
 import multiprocessing.spawn
+import os
 import pickle
+import socket
+import struct
+import subprocess
+import sys
 import threading
+import time
 import traceback
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
+
+import psutil
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
 from arealite.reward.worker import Reply, checked
-from arealite.reward.worker_process import WorkerProcess
 from arealite.utils import heartbeat
+from arealite.utils.processes import describe_exit, exit_status, kill_tree
 
 logger = logging.getLogger("arealite.reward")
 
-_PREPARATION = ("name", "sys_path", "sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
+STARTUP_TIMEOUT_S = 60.0
+_CHECK_S = 0.1  # interval of checks on a running call
+_END_S = 10.0  # deadline for the end of a process that was killed or closed its socket
+_GIB = 2**30
+_BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from arealite.reward.worker import main"
+_PREPARATION = ("name", "sys_path", "sys_argv", "dir", "orig_dir")
+_MAIN = ("init_main_from_name", "init_main_from_path")
 
 
 class RewardRunner:
@@ -54,10 +72,9 @@ class RewardRunner:
         if not self.is_async:
             self._start_message = _start_message(reward_fn, self.name)
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._workers: set[WorkerProcess] = set()  # all workers, the spare one too
-        self._spare: WorkerProcess | None = None  # imports the function while others work
+        self._workers: set[WorkerProcess] = set()  # all of them
+        self._idle: deque[WorkerProcess] = deque()  # a spare one first, which imports the function while others work
         self._is_closed = False
 
     async def __call__(self, **call: Any) -> float:
@@ -95,12 +112,10 @@ class RewardRunner:
             return "exception", traceback.format_exc()
 
     def _run_in_worker(self, call: dict[str, Any]) -> Reply:
-        """Run a call in the worker of this thread, or in a new one."""
-        worker: WorkerProcess | None = getattr(self._of_thread, "worker", None)
+        worker = self._take()
         if worker is None:
-            worker = self._take_spare()
-            if worker is None:
-                return "crash", "the end of its runner"
+            return "crash", "the end of its runner"
+        if not worker.is_ready:
             what = f"a worker of reward function {self.name} to start"
             with heartbeat.waiting(what, on="reward", pid=worker.process.pid):
                 kind, value = worker.wait_ready()
@@ -108,29 +123,38 @@ class RewardRunner:
             if kind != "ready":
                 self._discard(worker)
                 return kind, value
-            self._of_thread.worker = worker
             with self._lock:
-                self._spare = self._spare or self._new_worker()
+                if all(one.is_ready for one in self._idle) and (spare := self._new_worker()):
+                    self._idle.appendleft(spare)
         with heartbeat.waiting(f"reward function {self.name}", on="reward", pid=worker.process.pid):
             kind, value = worker.call(call, self.timeout)
         heartbeat.tick()
         if kind in ("timeout", "crash"):
             self._discard(worker)
-        elif worker.is_too_big:
+        elif worker.growth_gib > self.max_growth_gib:
             message = "replacing a worker of reward %s: it grew by %.1f GiB, more than %g"
             logger.info(message, self.name, worker.growth_gib, self.max_growth_gib)
             self._discard(worker)
+        else:
+            with self._lock:
+                self._idle.append(worker)
         return kind, value
 
-    def _take_spare(self) -> WorkerProcess | None:
-        """Return the spare worker, or a new one if there is none alive; None when closed."""
+    def _take(self) -> WorkerProcess | None:
+        """Return the worker that was used last, else the spare one, else a new one; None when closed."""
         with self._lock:
-            worker, self._spare = self._spare, None
-            if worker is not None and worker.process.poll() is not None:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.process.poll() is None:
+                    return worker
                 self._workers.discard(worker)
                 worker.close()
-                worker = None
-            return worker or self._new_worker()
+            return self._new_worker()
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+        worker.close()
 
     def _new_worker(self) -> WorkerProcess | None:
         """Start a worker unless closed; the caller holds the lock."""
@@ -139,12 +163,6 @@ class RewardRunner:
         worker = WorkerProcess(self._start_message, self.max_growth_gib)
         self._workers.add(worker)
         return worker
-
-    def _discard(self, worker: WorkerProcess) -> None:
-        self._of_thread.worker = None
-        with self._lock:
-            self._workers.discard(worker)
-        worker.close()
 
     def _fail(self, kind: Any, detail: Any) -> NoReturn:
         if kind == "timeout":
@@ -166,12 +184,111 @@ def _start_message(reward_fn: RewardFunction, name: str) -> bytes:
             "Define it at module level, or make it an `async def`."
         ) from error
     data = multiprocessing.spawn.get_preparation_data("reward")
-    preparation = {key: data[key] for key in _PREPARATION if key in data}
-    has_script = any(key.startswith("init_main") for key in preparation)
-    if b"__main__" not in pickled:
-        preparation = {key: value for key, value in preparation.items() if not key.startswith("init_main")}
-    elif not has_script:
+    needs_main = b"__main__" in pickled
+    if needs_main and not data.keys() & set(_MAIN):
         raise ValueError(
             f"reward_fn must be defined in a file: got {name}, typed at a prompt or a notebook. Put it into a module."
         )
-    return pickle.dumps((preparation, pickled))
+    keys = _PREPARATION + _MAIN if needs_main else _PREPARATION
+    return pickle.dumps(({key: data[key] for key in keys if key in data}, pickled))
+
+
+class WorkerProcess:
+    """The parent's side of one worker, which imports the function at once, in the background.
+
+    Every exchange ends by its deadline, whatever the process does: it may hang in C code, be stopped, die, or take all
+    memory. After `timeout` or `crash` it must be killed. Used by one thread at a time, except `kill`.
+    """
+
+    def __init__(self, start_message: bytes, max_growth_gib: float) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._max_growth_gib = max_growth_gib
+        self._first_gib = 0.0
+        self.is_ready = False
+        with theirs:
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"{_BOOTSTRAP}; main()", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._psutil = psutil.Process(self.process.pid)
+        self._ready_by = time.monotonic() + STARTUP_TIMEOUT_S
+        with contextlib.suppress(OSError):  # `wait_ready` reports it
+            self._send(start_message, self._ready_by)
+
+    def wait_ready(self) -> Reply:
+        """Wait until the function is imported."""
+        kind, value = self._receive(self._ready_by)
+        self.is_ready, self._first_gib = kind == "ready", self._memory_gib()
+        if kind == "timeout":
+            return "crash", f"no worker that was ready within {STARTUP_TIMEOUT_S:g} s: its module imports slowly"
+        return kind, value
+
+    def call(self, call: dict[str, Any], timeout: float) -> Reply:
+        """Run the function."""
+        deadline = time.monotonic() + timeout
+        try:
+            message = pickle.dumps(call)
+        except Exception:
+            return "exception", traceback.format_exc()
+        try:
+            self._send(message, deadline)
+        except BlockingIOError:
+            return "timeout", None
+        except OSError:
+            return "crash", self._end()
+        return self._receive(deadline)
+
+    @property
+    def growth_gib(self) -> float:
+        """Memory that it took since it was ready."""
+        return self._memory_gib() - self._first_gib
+
+    def kill(self) -> None:
+        """End the process at once, with what the reward function may have started."""
+        if self.process.poll() is None:
+            kill_tree(self.process.pid)
+        self.process.wait(_END_S)
+
+    def close(self) -> None:
+        """Kill the process and close the socket."""
+        self.kill()
+        self._connection.close()
+        self._socket.close()
+
+    def _send(self, message: bytes, deadline: float) -> None:
+        """Send a message; raise BlockingIOError if the process does not read it by the deadline."""
+        left_s = max(0.001, deadline - time.monotonic())
+        timeval = struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._connection.send_bytes(message)
+
+    def _receive(self, deadline: float) -> Reply:
+        try:
+            while not self._connection.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    return "timeout", None
+                if self.process.poll() is not None:  # what it has started may keep the socket open
+                    return "crash", self._end()
+                if self.is_ready and self.growth_gib > self._max_growth_gib:
+                    return "crash", f"{self.growth_gib:.1f} GiB taken in one call, more than {self._max_growth_gib:g}"
+            reply: Reply = self._connection.recv()  # short, and sent in one piece
+        except (EOFError, OSError):
+            return "crash", self._end()
+        return reply
+
+    def _end(self) -> str:
+        """Describe how the process ended."""
+        try:
+            return describe_exit(exit_status(self.process.wait(_END_S)))
+        except subprocess.TimeoutExpired:
+            return "a socket that was closed"
+
+    def _memory_gib(self) -> float:
+        """Return the resident memory; 0 when the process has ended."""
+        try:
+            return self._psutil.memory_info().rss / _GIB
+        except psutil.NoSuchProcess:
+            return 0.0

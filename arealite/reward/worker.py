@@ -1,7 +1,7 @@
 """The process in which a plain reward function runs: one function, one call at a time, over one socket.
 
 What the function prints goes to stderr, Ctrl-C is left to the parent. It ends when the socket closes or, stuck in a
-call, is killed by the kernel when its parent dies. Started by `WorkerProcess`.
+call, is killed by the kernel when its parent dies. Started by `runner.WorkerProcess`.
 """
 
 from __future__ import annotations

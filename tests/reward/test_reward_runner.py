@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import RewardError
-from arealite.reward.runner import RewardRunner
+from arealite.reward.runner import RewardRunner, WorkerProcess
 from arealite.utils.processes import is_alive
 
 
@@ -203,6 +203,11 @@ async def test_while_one_call_computes_for_ever_in_c_others_go_on(runner_of, rew
         assert await runner(completions="1") == 1.0
 
 
+def spare_of(runner: RewardRunner) -> WorkerProcess:
+    """Return the worker that waits to replace another; it is started before a first call is made."""
+    return next(one for one in runner._idle if not one.is_ready)
+
+
 async def test_a_replacement_is_ready_before_it_is_needed(tmp_path: Path, monkeypatch, runner_of) -> None:
     (tmp_path / "slow_to_import.py").write_text(
         "import ctypes, time\ntime.sleep(0.8)\n"
@@ -212,18 +217,18 @@ async def test_a_replacement_is_ready_before_it_is_needed(tmp_path: Path, monkey
     runner = runner_of(importlib.import_module("slow_to_import").score, timeout=1.0, num_workers=1)
     assert await runner(completions="fine") == 1.0
     for _ in range(2):
-        while (spare := runner._spare) is None:
-            await asyncio.sleep(0.01)
+        spare = spare_of(runner)
         assert (await failure(runner, completions="hang")).kind == "timeout"
         assert await runner(completions="fine") == 1.0
-        assert spare in runner._workers and spare is not runner._spare, "it took over"
+        assert spare in runner._workers and spare is not spare_of(runner), "it took over"
 
 
 async def test_a_spare_that_died_is_not_used(runner_of) -> None:
     runner = runner_of(dies, num_workers=1)
     assert await runner(completions="fine") == 1.0
-    runner._spare.process.kill()
-    runner._spare.process.wait()
+    spare = spare_of(runner)
+    spare.process.kill()
+    spare.process.wait()
     assert (await failure(runner, completions="die")).kind == "crash"
     assert await runner(completions="fine") == 1.0
 
@@ -258,7 +263,7 @@ async def test_a_worker_killed_in_the_middle_of_a_call_is_a_crash(runner_of) -> 
     assert await runner(completions="fine") == 1.0
     call = asyncio.create_task(failure(runner, completions="hang"))
     await asyncio.sleep(0.1)
-    (worker,) = (one for one in runner._workers if one is not runner._spare)
+    (worker,) = (one for one in runner._workers if one.is_ready)
     os.kill(worker.process.pid, signal.SIGKILL)
     error = await call
     assert error.kind == "crash" and "SIGKILL" in str(error)
@@ -355,7 +360,7 @@ def test_a_reward_of_the_entry_script_works(tmp_path: Path) -> None:
         tmp_path,
         """
         import asyncio
-        from arealite.reward.runner import RewardRunner
+        from arealite.reward.runner import RewardRunner, WorkerProcess
 
         def score(completions, **kwargs):
             return 2.0 * len(completions)
@@ -375,7 +380,7 @@ def test_the_entry_script_is_imported_only_for_its_own_rewards(tmp_path: Path) -
         """
         import asyncio, pathlib
         from arealite.reward import gsm8k_reward_fn
-        from arealite.reward.runner import RewardRunner
+        from arealite.reward.runner import RewardRunner, WorkerProcess
 
         with pathlib.Path("imports").open("a") as file:
             file.write(__name__ + " ")
@@ -394,7 +399,7 @@ def test_no_worker_survives_a_killed_parent_even_in_the_middle_of_a_call(tmp_pat
         tmp_path,
         """
         import asyncio, ctypes, os
-        from arealite.reward.runner import RewardRunner
+        from arealite.reward.runner import RewardRunner, WorkerProcess
 
         def hang(**kwargs):
             with open("pid", "w") as file:
