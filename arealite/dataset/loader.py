@@ -1,8 +1,7 @@
 """The order in which a run meets its data, as a cursor that can be saved.
 
-Which prompt comes when is a pure function of (seed, epoch, position), see `utils/data_order.py`: the cursor is two
-numbers, and an iterator is only a view of it. A loader that resumes from a saved cursor yields exactly what the
-original would have, and a saved cursor tells which prompts lie before it.
+Which prompt comes when is a pure function of (seed, epoch, position), see `utils/data_order.py`. A loader that resumes
+from a saved cursor yields exactly what the original would have, and the cursor tells which prompts lie before it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class PromptLoader:
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.dataset), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        return -(-self._epoch_end // self.batch_size)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         while True:
