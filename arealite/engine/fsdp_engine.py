@@ -121,13 +121,9 @@ class FSDPEngine(TrainEngine):
 
     def _copy_whole_model(self, model: PreTrainedModel, path: str, init_from_scratch: bool = False) -> None:
         """Read a model on rank 0 and distribute it (collective)."""
-        whole, error = None, None
-        if self.data_parallel_rank == 0:
-            try:
-                whole = hf_model.load_whole_model(path, init_from_scratch=init_from_scratch, seed=self.config.seed)
-            except Exception as caught:
-                error = caught
-        distributed.raise_on_every_rank(error, self._group)
+        is_first, seed = self.data_parallel_rank == 0, self.config.seed
+        load = functools.partial(hf_model.load_whole_model, path, init_from_scratch=init_from_scratch, seed=seed)
+        whole = distributed.agreed(lambda: load() if is_first else None, self._group)
         hf_model.copy_from_rank0(model, whole, self.device)
 
     def destroy(self) -> None:
@@ -160,7 +156,6 @@ class FSDPEngine(TrainEngine):
         return dist.get_world_size()
 
     def train(self, mode: bool = True) -> None:
-        """Switch dropout and gradient checkpointing on or off."""
         self.model.train(mode)
 
     def set_version(self, version: int) -> None:

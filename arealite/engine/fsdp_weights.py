@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,43 +22,48 @@ from transformers import PreTrainedModel
 
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
-from arealite.utils.distributed import all_reduce, raise_on_every_rank
+from arealite.utils.distributed import agreed, all_reduce, raise_on_every_rank
 from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
 
-T = TypeVar("T")
-
 OPTIMIZER_FOLDER = "optimizer"
 
 
-def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Write a Hugging Face checkpoint (collective); returns the written tensors on rank 0."""
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in iter_full_params(model, dtype):
-        if dist.get_rank() == 0:
-            # A gathered tensor may be a view of padded storage, which safetensors refuses: copy it out.
-            state[name] = tensor.to("cpu", copy=True)
-    return _on_rank0(lambda: write_checkpoint(model, state, path, dtype)) or {}
+def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> None:
+    """Write a Hugging Face checkpoint (collective)."""
+    state = _gather(model, dtype)
+    _on_rank0(lambda: write_checkpoint(model, state, path, dtype))
 
 
 def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
     """Write a checkpoint that appears whole at `meta.path`, in place of an existing one (collective)."""
-    partial = f"{meta.path}.partial"
-    _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True))
-    written = write_whole_model(model, partial, dtype)
+    state = _gather(model, dtype)
 
     def publish() -> None:
+        written = _publish(model, state, meta, dtype)
         if meta.wants_fingerprints:
             meta.fingerprints |= fingerprints(written)
-        _show(partial, meta)
 
     _on_rank0(publish)
 
 
-def _show(partial: str, meta: WeightUpdateMeta) -> None:
+def _gather(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return all tensors on rank 0, none on others (collective)."""
+    # A gathered tensor may be a view of padded storage, which safetensors refuses: copy it out.
+    params = iter_full_params(model, dtype)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in params if dist.get_rank() == 0}
+
+
+def _publish(
+    model: PreTrainedModel, state: dict[str, torch.Tensor], meta: WeightUpdateMeta, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     assert meta.path is not None, "an update through the disk needs a path"
+    partial = f"{meta.path}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    written = write_checkpoint(model, state, partial, dtype)
     publish_folder(Path(partial), Path(meta.path))
+    return written
 
 
 def send_whole_model(
@@ -79,20 +84,14 @@ def send_whole_model(
                 if meta.nccl_world_size > 1:
                     group = _joined(meta, group)
                     send_bucket(group, tensors, timeout_s=meta.timeout_s)
-                if meta.also_disk:
-                    state |= {spec.name: one.to("cpu", copy=True) for spec, one in zip(specs, tensors)}
                 if meta.wants_fingerprints:
                     meta.fingerprints |= fingerprints({spec.name: one for spec, one in zip(specs, tensors)})
+                if meta.also_disk:
+                    state |= {spec.name: one.to("cpu", copy=True) for spec, one in zip(specs, tensors)}
+                    if specs is meta.nccl_param_specs[-1]:
+                        _publish(model, state, meta, dtype)
             except Exception as caught:
                 error = caught
-    if state and error is None:
-        try:
-            partial = f"{meta.path}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            write_checkpoint(model, state, partial, dtype)
-            _show(partial, meta)
-        except Exception as caught:
-            error = caught
     if error is not None and group is not None:
         close_group(group)
     raise_on_every_rank(error)
@@ -172,13 +171,6 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, pat
     return int(state["num_steps"])
 
 
-def _on_rank0(action: Callable[[], T]) -> T | None:
-    """Run `action` on rank 0 and return its result there; every rank waits, and raises if it fails."""
-    error, result = None, None
-    if dist.get_rank() == 0:
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-    raise_on_every_rank(error)
-    return result
+def _on_rank0(action: Callable[[], object]) -> None:
+    """Run `action` on rank 0; every rank waits, and raises if it fails."""
+    agreed(lambda: action() if dist.get_rank() == 0 else None)
