@@ -6,23 +6,13 @@ import importlib
 import uuid
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from arealite.api.cli_args import StatsLoggerConfig
 from arealite.api.errors import ConfigError
 
 SERVICES = ("wandb", "swanlab", "trackio")
 """Packages with `init`, `log` and `finish`; the config block of that name is passed to `init`."""
-
-
-class Sink(Protocol):
-    """Takes the finite numbers of every step."""
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Take one step."""
-
-    def close(self) -> None:
-        """Flush."""
 
 
 def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, Any], start_step: int = 0) -> list[Sink]:
@@ -71,6 +61,10 @@ class ServiceSink:
 
     def close(self) -> None:
         self._service.finish()
+
+
+Sink = TensorBoardSink | ServiceSink
+"""Takes the finite numbers of every step."""
 
 
 def _adapted(service: str, options: dict[str, Any], *, folder: Path, start_step: int) -> dict[str, Any]:

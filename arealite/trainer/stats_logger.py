@@ -95,39 +95,36 @@ class _Writer:
     """Rank 0's outputs."""
 
     def __init__(
-        self,
-        config: StatsLoggerConfig,
-        ft_spec: FinetuneSpec,
-        experiment: BaseExperimentConfig | None,
-        start_step: int,
+        self, config: StatsLoggerConfig, ft_spec: FinetuneSpec, experiment: BaseExperimentConfig | None, start_step: int
     ) -> None:
         self._run = run = RunFolder(config)
         run.path.mkdir(parents=True, exist_ok=True)
         undo_from(run, start_step)
         resolved: dict[str, Any] = {}
-        bound = None
+        self._bound: int | None = None
         if experiment is not None:
             write_config(run, to_yaml(experiment), start_step=start_step)
             resolved = dataclasses.asdict(experiment)
-            bound = experiment.rollout.max_head_offpolicyness if experiment.rollout is not None else None
-        self._bound = bound
+            self._bound = experiment.rollout.max_head_offpolicyness if experiment.rollout is not None else None
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
         self._line_freq_steps = config.line_freq_steps
-        self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=bound)
+        self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=self._bound)
         heartbeat.show(step=start_step, total_steps=ft_spec.total_train_steps, phase="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row everywhere."""
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
-        self._warn_of_nulls(step, metrics.keys() - finite.keys())
+        new_nulls = metrics.keys() - finite.keys() - self._null_keys
+        if new_nulls:  # once per metric, so that a diverged run does not flood its log
+            logger.warning("step %d: %s not finite: stored as null", step, ", ".join(sorted(new_nulls)))
+            self._null_keys |= new_nulls
         row = {"step": step} | {key: finite.get(key) for key in metrics}
         with writing(self._rows.name):
             self._rows.write(json.dumps(row, allow_nan=False) + "\n")
             self._rows.flush()
-        is_shown = step % self._line_freq_steps == 0 or "eval/version" in metrics or "eval/loss" in metrics
-        if is_shown:
+        if step % self._line_freq_steps == 0 or "eval/version" in metrics or "eval/loss" in metrics:
             print(self._line.render(step, metrics), flush=True)
         heartbeat.show(step=step + 1)
         for sink in self._sinks:
@@ -140,12 +137,4 @@ class _Writer:
             sink.close()
         whole = summarize(read_jsonl(self._run.metrics), max_head_offpolicyness=self._bound) | dict(summary)
         write_atomically(self._run.summary, json.dumps(whole, indent=2) + "\n")
-        report = write_report(self._run.path)
-        print(f"done: {report}", flush=True)
-
-    def _warn_of_nulls(self, step: int, keys: set[str]) -> None:
-        """Warn once per metric, so that a diverged run does not flood its log."""
-        new = keys - self._null_keys
-        self._null_keys |= new
-        if new:
-            logger.warning("step %d: %s not finite: stored as null", step, ", ".join(sorted(new)))
+        print(f"done: {write_report(self._run.path)}", flush=True)

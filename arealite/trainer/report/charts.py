@@ -63,7 +63,7 @@ def _chart(
     return {"title": title, "unit": unit, "traces": traces, "layout": layout}
 
 
-def _points(rows: Sequence[Row], key: str, *, x: str = "step") -> tuple[list[float], list[float | None]]:
+def _points(rows: Sequence[Row], key: str, x: str = "step") -> tuple[list[float], list[float | None]]:
     """Return the rows that know the key; a null in between stays, as a gap in the curve."""
     found = [row for row in rows if key in row]
     if all(row[key] is None for row in found):
@@ -71,8 +71,10 @@ def _points(rows: Sequence[Row], key: str, *, x: str = "step") -> tuple[list[flo
     return [row[x] if x in row else row["step"] for row in found], [row[key] for row in found]
 
 
-def _line(rows: Sequence[Row], key: str, colour: str, name: str = "", **options: Any) -> list[Trace]:
-    xs, ys = _points(rows, key)
+def _line(
+    rows: Sequence[Row], key: str, colour: str, name: str = "", *, x: str = "step", **options: Any
+) -> list[Trace]:
+    xs, ys = _points(rows, key, x)
     trace = {"type": "scatter", "mode": "lines" if len(xs) > 1 else "markers", "x": xs, "y": ys, "name": name or key}
     return [trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | options] if xs else []
 
@@ -84,13 +86,8 @@ def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
         return raw
     window = max(3, len(xs) // 20)
     raw[0] |= {"opacity": 0.35, "line": {"color": colour, "width": 1}, "name": "each step"}
-    mean = {
-        "x": xs,
-        "y": _moving_mean(ys, window),
-        "name": f"mean of {window}",
-        "line": {"color": colour, "width": 2.5},
-    }
-    return [*raw, {"type": "scatter", "mode": "lines", **mean}]
+    mean = {"x": xs, "y": _moving_mean(ys, window), "name": f"mean of {window}"}
+    return [*raw, {"type": "scatter", "mode": "lines", "line": {"color": colour, "width": 2.5}, **mean}]
 
 
 def _moving_mean(values: Sequence[float | None], window: int) -> list[float | None]:
@@ -103,10 +100,8 @@ def _moving_mean(values: Sequence[float | None], window: int) -> list[float | No
 
 
 def _evaluation(rows: Sequence[Row], key: str, colour: str, name: str = "") -> list[Trace]:
-    xs, ys = _points(rows, key, x="eval/version")
-    trace = {"type": "scatter", "mode": "lines+markers", "x": xs, "y": ys, "name": name or key}
-    style = {"line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
-    return [trace | style] if xs else []
+    style = {"mode": "lines+markers", "line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
+    return _line(rows, key, colour, name, x="eval/version", **style)
 
 
 def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:

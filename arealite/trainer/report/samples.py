@@ -38,23 +38,17 @@ def before_after(folder: Path) -> dict[str, Any] | None:
         return None
     first, last = min(steps), max(steps)
     before, after = _first_answers(steps[first]), _first_answers(steps[last])
-    pairs: list[dict[str, Any]] = [
-        {
-            "prompt": _clip(before[index]["prompt"]),
-            "before": _clip(before[index]["completion"]),
-            "after": _clip(after[index]["completion"]),
-            "rewards": [before[index]["reward"], after[index]["reward"]],
-            "change": _change(before[index]["reward"] > 0, after[index]["reward"] > 0),
-        }
-        for index in sorted(before.keys() & after.keys())
-    ]
     counts = dict.fromkeys(CHANGES, 0)
-    shown = []
-    for pair in pairs:
-        counts[pair["change"]] += 1
-        if counts[pair["change"]] <= MAX_PAIRS_OF_A_KIND:
-            shown.append(pair)
-    return {"first": first, "last": last, "counts": counts, "num_pairs": len(pairs), "pairs": shown}
+    pairs = []
+    for index in sorted(before.keys() & after.keys()):
+        old, new = before[index], after[index]
+        change = _change(old["reward"] > 0, new["reward"] > 0)
+        counts[change] += 1
+        if counts[change] <= MAX_PAIRS_OF_A_KIND:
+            texts = {"before": _clip(old["completion"]), "after": _clip(new["completion"])}
+            rewards = [old["reward"], new["reward"]]
+            pairs.append({"prompt": _clip(old["prompt"]), **texts, "rewards": rewards, "change": change})
+    return {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
 
 
 CHANGES = ("learned", "kept", "lost", "never")
@@ -83,13 +77,9 @@ def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:
     sampled = [i for i, mask in enumerate(line["loss_mask"]) if mask]
     versions = [line["versions"][i] for i in sampled]
     logprobs = [line["logprobs"][i] for i in sampled]
-    return {
+    copied = {key: line[key] for key in ("prompt_id", "sample", "attempt", "reward", "server")}
+    return copied | {
         "step": step,
-        "prompt_id": line["prompt_id"],
-        "sample": line["sample"],
-        "attempt": line["attempt"],
-        "reward": line["reward"],
-        "server": line["server"],
         "num_tokens": len(sampled),
         "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
         "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
