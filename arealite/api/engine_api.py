@@ -132,10 +132,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def wait(
-        self,
-        count: int,
-        timeout: float | None = None,
-        should_accept: Callable[[TensorDict], bool] | None = None,
+        self, count: int, timeout: float | None = None, should_accept: Callable[[TensorDict], bool] | None = None
     ) -> TensorDict:
         """Return `count` accepted trajectories, oldest first (rank 0). Raises TimeoutError, and then loses nothing."""
 

@@ -26,18 +26,13 @@ class ServerLimits:
     """Whether stop strings are searched for only after `min_new_tokens`."""
 
 
-_LIMITS = {
+LIMITS: dict[str, ServerLimits] = {
     "lite": ServerLimits(is_embedded=True),
     "sglang": ServerLimits(has_narrowed_logprobs=False, delays_stop_strings=False),
     "vllm": ServerLimits(pause_modes=("abort", "retract", "in_place", "wait"), max_temperature=2.0),
 }
 
 
-def limits_of(backend: str) -> ServerLimits:
-    """Return the limits of a kind of server."""
-    return _LIMITS.get(backend, ServerLimits())
-
-
 def backends_where(is_supported: Callable[[ServerLimits], bool]) -> str:
     """Name the kinds of servers to use instead."""
-    return " or ".join(name for name in BACKENDS if is_supported(limits_of(name)))
+    return " or ".join(name for name in BACKENDS if is_supported(LIMITS[name]))

@@ -13,7 +13,7 @@ from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import ALL_TOKENS, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.errors import ConfigError
-from arealite.api.server_limits import backends_where, limits_of
+from arealite.api.server_limits import LIMITS, backends_where
 
 logger = logging.getLogger("arealite.config")
 
@@ -103,7 +103,7 @@ def check_servers(
     eval_gconfig: GenerationHyperparameters,
 ) -> None:
     """The chosen servers must do what is asked of them, and as other servers would do it."""
-    backend, limits = rollout.backend, limits_of(rollout.backend)
+    backend, limits = rollout.backend, LIMITS[rollout.backend]
     modes = limits.pause_modes
     require(
         rollout.pause_mode in modes,
@@ -129,7 +129,7 @@ def check_servers(
 
 def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) -> None:
     """The block `key` must be possible, and possible for the servers."""
-    limits, temperature = limits_of(backend), gconfig.temperature
+    limits, temperature = LIMITS[backend], gconfig.temperature
     require(
         gconfig.min_new_tokens <= gconfig.max_new_tokens,
         f"{key}.min_new_tokens must be at most {key}.max_new_tokens: got {gconfig.min_new_tokens} and "
