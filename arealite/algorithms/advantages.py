@@ -5,8 +5,6 @@ Rows may lie on several ranks: statistics take a `reduce` that sums a tensor ove
 
 # B sequences, T padded tokens, N values, G groups
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Estimators of KL(p || q) from single tokens sampled from p."""
 
-from __future__ import annotations
-
 import torch
 
 

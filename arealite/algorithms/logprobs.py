@@ -6,8 +6,6 @@ tokens before it in its sequence, and 0 for the first token of a sequence, which
 
 # B sequences, T padded tokens, N packed tokens, V vocabulary
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

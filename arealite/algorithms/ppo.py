@@ -2,8 +2,6 @@
 
 # N packed tokens
 
-from __future__ import annotations
-
 import torch
 
 from arealite.algorithms.kl import k3

@@ -2,8 +2,6 @@
 
 # N packed tokens
 
-from __future__ import annotations
-
 import torch
 from tensordict import TensorDict
 

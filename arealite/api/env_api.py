@@ -1,7 +1,5 @@
 """What an agent acts in: tools with asynchronous calls."""
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 

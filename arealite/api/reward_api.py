@@ -1,7 +1,5 @@
 """What a reward function looks like."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Where a run keeps its files: below `<fileroot>/<experiment_name>/<trial_name>/`. Nothing is created here."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """What a config may ask of each kind of inference server; the rest of a kind is its file in `inference.backends`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

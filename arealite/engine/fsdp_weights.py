@@ -4,8 +4,6 @@ Invariant: when writing or sending fails on rank 0, it keeps gathering to the en
 left, and every rank raises.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

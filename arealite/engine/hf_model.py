@@ -4,8 +4,6 @@ Only rank 0 ever holds a whole model. Invariant: after `copy_from_rank0` all ran
 rank 0's model, also buffers that no checkpoint contains.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """AdamW and its learning-rate schedule, a pure function of the number of steps taken."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

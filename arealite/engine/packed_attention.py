@@ -6,8 +6,6 @@ whose layers mix tokens in another way (chunked or linear attention, sinks, soft
 
 # H heads, K key/value heads, N packed tokens, L tokens of one sequence, D head size
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inference on servers that speak SGLang's protocol: SGLang itself, and our embedded server."""
 
-from __future__ import annotations
-
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.remote_engine import RemoteInferenceEngine
 

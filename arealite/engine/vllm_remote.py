@@ -1,7 +1,5 @@
 """Inference on vLLM, and on nothing else."""
 
-from __future__ import annotations
-
 from arealite.inference.backends.vllm import VLLMBackend
 from arealite.inference.remote_engine import RemoteInferenceEngine
 

@@ -4,8 +4,6 @@ A folder `step_<N>` appears by one rename, after all of it is on the disk. Its `
 of every other file and of its own contents, so it detects files that are missing, truncated or changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Evaluates the policy on held-out prompts at intervals, through the servers that sample for training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

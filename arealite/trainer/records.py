@@ -1,7 +1,5 @@
 """Records of a run's steps: configs, metrics and summary. A run that resumes drops those of steps it redoes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

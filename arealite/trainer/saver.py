@@ -1,7 +1,5 @@
 """Saves the model at intervals as a Hugging Face folder, `<run>/checkpoints/step_<N>`, which appears whole."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

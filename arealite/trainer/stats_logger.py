@@ -4,8 +4,6 @@ Row N holds the metrics of the update from version N to N + 1, trained on `rollo
 its weights by `eval/version`. A number that is not finite is stored as null.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

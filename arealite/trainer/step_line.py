@@ -1,7 +1,5 @@
 """The console's line per step: columns in a fixed order, numbers as in `metrics.jsonl`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

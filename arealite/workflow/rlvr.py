@@ -6,8 +6,6 @@ and the episode fails with the original error: a group is trained on as a whole 
 
 # B = 1 sequence, S tokens
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from typing import Any

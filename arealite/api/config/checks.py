@@ -3,8 +3,6 @@
 The `validate()` of each experiment calls the groups that apply to it.
 """
 
-from __future__ import annotations
-
 import logging
 
 from arealite.api.alloc_mode import AllocationMode

@@ -1,7 +1,5 @@
 """What a run reads and writes: data sets, metrics, and when it saves, evaluates and writes checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Experiments: the top level of a YAML file, its keys that follow others, and its checks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 

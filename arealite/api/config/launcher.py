@@ -1,7 +1,5 @@
 """The nodes of a run and how processes start on them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -4,8 +4,6 @@ Renamed keys move to their new place. Deprecated keys are dropped; one that woul
 the value that we implement.
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 import os

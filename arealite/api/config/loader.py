@@ -5,8 +5,6 @@ its value, `${...}` is resolved, pydantic checks types and ranges, and the confi
 Every failure is a ConfigError that names key, value and fix. Only the YAML file is read and nothing is written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import logging

@@ -1,7 +1,5 @@
 """A model and how it is trained: optimizer, sharding, micro-batches, the policy's objective."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 

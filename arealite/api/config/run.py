@@ -1,7 +1,5 @@
 """The config of a run as launchers see it, whatever experiment the script makes of it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What keys a config class has: found by walking its dataclass fields, explained by the strings under them."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

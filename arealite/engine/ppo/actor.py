@@ -6,8 +6,6 @@ minibatches depend on `group_index`, a row's group in the global batch, and neve
 
 # B rows of this rank, T padded tokens, N packed tokens
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict

@@ -4,8 +4,6 @@ A batch has `input_ids`, `attention_mask` and `loss_mask`, all `[B, T]`; the los
 `loss_mask` of the whole batch on all ranks.
 """
 
-from __future__ import annotations
-
 import math
 
 from tensordict import TensorDict

@@ -3,8 +3,6 @@
 Colours are names of CSS variables (`--blue`), which the page resolves for its light and dark scheme.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

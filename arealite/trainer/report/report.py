@@ -4,8 +4,6 @@ Works for any run, finished or not: what a missing file would have told is left 
 data to the page, never markup.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

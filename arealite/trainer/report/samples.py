@@ -1,7 +1,5 @@
 """Selects the stored samples of the report: spread over training steps, and held-out prompts before and after."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
