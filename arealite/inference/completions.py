@@ -11,16 +11,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, replace
 from typing import Any
+
+import aiohttp
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ContextOverflowError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment
-from arealite.inference.health import Liveness
-from arealite.inference.http import ServerConnection, StatusError, deadline_in, open_session
-from arealite.inference.pool import Server, ServerFacts, ServerSet
+from arealite.inference.health import Health
+from arealite.inference.http import ServerConnection, StatusError, deadline_in
+from arealite.inference.pool import Server, ServerFacts, ServerPool
 from arealite.rollout.episode import current_episode, sampling_seed
 from arealite.rollout.prompts import SampleRecord
 from arealite.utils import heartbeat
@@ -35,23 +36,12 @@ _RESUME_GRACE_S = 60.0
 """How much longer than a weight update may take a request waits for its end."""
 
 
-@dataclass(frozen=True)
-class Canary:
-    """What one server sampled so that its weights can be verified."""
-
-    address: str
-    dtype: str | None
-    """In which it computes; None if unknown."""
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int] | None
-
-
-class Generator:
+class Completions:
     """Lets servers complete requests; must be created and used in one event loop."""
 
-    def __init__(self, config: InferenceEngineConfig, backend: Backend, servers: ServerSet, secret: str | None) -> None:
-        self.session = open_session(secret)
+    def __init__(
+        self, config: InferenceEngineConfig, backend: Backend, servers: ServerPool, session: aiohttp.ClientSession
+    ) -> None:
         self.may_generate = asyncio.Event()
         """Cleared while a weight update pauses the servers."""
         self.may_generate.set()
@@ -60,10 +50,11 @@ class Generator:
         self.num_tokens = 0
         """Sampled so far."""
         self.num_stale_kv_tokens = 0
+        self.health = Health(session, servers, self.may_generate)
+        self._session = session
         self._config = config
         self._backend = backend
         self._servers = servers
-        self.liveness = Liveness(self.session, servers, self.may_generate)
         self._changed = asyncio.Event()
         """Set and replaced when the servers have changed."""
         self._deserted_at: float | None = None
@@ -74,42 +65,36 @@ class Generator:
         """Unknown without a tokenizer path."""
 
     async def connect(self, addresses: list[str]) -> None:
-        """Wait until all servers are ready, check what they support, and add them to the set."""
-        deadline = deadline_in(self._config.setup_timeout)
-        facts = await asyncio.gather(*(self.meet(address, deadline) for address in addresses))
+        """Wait until all servers are ready, check what they support, and add them to the pool."""
+        facts = await asyncio.gather(*map(self.meet, addresses))
         for address, one in zip(addresses, facts, strict=True):
             self._servers.add(address, facts=one)
 
-    async def load_vocabulary(self) -> None:
-        """Find out which token ids the model has, if the tokenizer is known."""
-        if self._config.tokenizer_path:
-            self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
-
-    async def meet(self, address: str, deadline: float) -> ServerFacts:
+    async def meet(self, address: str) -> ServerFacts:
         """Wait until a server is ready, and inspect it; its weights may be any until the first weight update."""
-        connection = ServerConnection(self.session, address, deadline)
-        if await self.liveness.answers_by(address, deadline):
+        deadline = deadline_in(self._config.setup_timeout)
+        if await self.health.answers_by(deadline, address, "/"):
+            connection = self.connection(address, deadline)
             facts = await self._backend.meet(connection)
             await self._backend.take_over(connection)
-            if await self.liveness.is_healthy_by(address, deadline):
+            if await self.health.answers_by(deadline, address):
                 return facts
         raise ServerError(
             f"every inference server must answer GET /health within {self._config.setup_timeout:g} s: got no answer "
             f"from {address}. Look at its log, or raise rollout.setup_timeout."
         )
 
-    async def wait_for_updatable(self) -> bool:
-        """Wait until a server may take part in a weight update; return whether one does by `rollout.setup_timeout`."""
-        deadline = deadline_in(self._config.setup_timeout)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                while not self._servers.updatable:
-                    await self._changed.wait()
-                return True
-        return False
+    def connection(self, address: str, deadline: float) -> ServerConnection:
+        """Return what sends an operation's requests to one server."""
+        return ServerConnection(self._session, address, deadline)
+
+    async def load_vocabulary(self) -> None:
+        """Find out which token ids the model has, if the tokenizer is known."""
+        if self._config.tokenizer_path:
+            self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
 
     def note_change(self) -> None:
-        """Wake requests that wait for a server (called when servers have changed)."""
+        """Wake what waits for a server (called when servers have changed)."""
         if self._servers.healthy:
             self._deserted_at = None
         elif self._deserted_at is None:
@@ -117,23 +102,57 @@ class Generator:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def wait_for_updatable(self) -> bool:
+        """Wait until a server may take part in a weight update; return whether one does by `rollout.setup_timeout`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.setup_timeout):
+                while not self._servers.updatable:
+                    await self._changed.wait()
+                return True
+        return False
+
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion. Raises ValueError for token ids that the model does not have."""
         self._check_ids(req.input_ids)
-        started = time.monotonic()
+        started = progressed = time.monotonic()
         sample, seed = self._next_sample()
+        episode = current_episode.get()
+        max_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        failed: list[Server] = []
         num_interrupts = num_fruitless = 0
-        progressed = started
         while True:
-            server, segment = await self._sample(req, tokens, seed)
+            server = await self._pick(req.rid, max_tokens, failed)
+            version, began = server.version, time.monotonic()
+            connection = self.connection(server.address, deadline_in(self._config.request_timeout))
+            try:
+                async with self.health.in_flight(server):
+                    segment = await self._backend.complete(connection, req, tokens, seed)
+            except ServerError as error:
+                failed.append(server)
+                if len(failed) > self._config.request_retries or not _may_retry(error):
+                    raise
+                self.health.suspect(server)
+                await asyncio.sleep(_backoff_s(len(failed)))
+                continue
+            finally:
+                self._servers.release(server, max_tokens)
+            heartbeat.tick()
+            self.health.trust(server)
+            self._servers.measure(server, len(segment.tokens), time.monotonic() - began)
+            segment_versions = self._versions_of(segment, server, version)
+            if segment_versions is None:
+                continue
+            failed.clear()
+            if episode is not None:
+                episode.servers.add(server.address)
             tokens += segment.tokens
             logprobs += segment.logprobs
+            versions += segment_versions
             self.num_tokens += len(segment.tokens)
             self.num_stale_kv_tokens += segment.stale_kv_tokens
-            versions += segment.versions or []
             if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
                 break
             num_interrupts += 1
@@ -143,13 +162,12 @@ class Generator:
                 del tokens[num_settled:], logprobs[num_settled:], versions[num_settled:]
             num_fruitless = 0 if segment.tokens else num_fruitless + 1
             if num_fruitless > 1:
-                # Someone else paused this server; our own pauses are waited for in `_sample`.
+                # Someone else paused this server; our own pauses are waited for in `_pick`.
                 self._refuse_standstill(server, progressed, num_fruitless)
                 await asyncio.sleep(_backoff_s(num_fruitless))
             else:
                 progressed = time.monotonic()
         latency_s = time.monotonic() - started
-        episode = current_episode.get()
         if episode is not None:
             episode.samples.append(SampleRecord(sample, len(tokens), latency_s, num_interrupts, server.address))
         return ModelResponse(
@@ -163,54 +181,21 @@ class Generator:
             latency_s=latency_s,
         )
 
-    async def sample_canaries(self, req: ModelRequest, servers: list[Server]) -> dict[Server, Canary | ServerError]:
-        """Let every server complete `req`, whatever pauses episodes; return its error if it failed."""
-        outcomes = await asyncio.gather(*(self._sample_canary(server, req) for server in servers))
-        return dict(zip(servers, outcomes, strict=True))
-
-    async def _sample(self, req: ModelRequest, tokens: list[int], seed: int) -> tuple[Server, Segment]:
-        """Return the next segment after `tokens`, from any server."""
-        num_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
-        failed: list[Server] = []
-        while True:
-            server = await self._pick(req.rid, num_tokens, failed)
-            version = server.version
-            began = time.monotonic()
-            try:
-                async with self.liveness.in_flight(server):
-                    deadline = deadline_in(self._config.request_timeout)
-                    connection = ServerConnection(self.session, server.address, deadline)
-                    segment = await self._backend.complete(connection, req, tokens, seed)
-            except ServerError as error:
-                failed.append(server)
-                if len(failed) > self._config.request_retries or not _may_retry(error):
-                    raise
-                self.liveness.suspect(server)
-                await asyncio.sleep(_backoff_s(len(failed)))
-                continue
-            finally:
-                self._servers.release(server, num_tokens)
-            heartbeat.tick()
-            self.liveness.trust(server)
-            self._servers.measure(server, len(segment.tokens), time.monotonic() - began)
-            if segment.versions is None and not server.tells_versions:
-                if server.version != version:
-                    continue  # which weights sampled which token can't be known: ask again
-                segment = replace(segment, versions=[version] * len(segment.tokens))
-            elif segment.versions is None or min(segment.versions, default=version) < version:
-                self._servers.mark_weights_lost(server, version)
-                logger.warning(
-                    "server %s has lost weights %d and idles until the next update: it sampled from %s. It must have "
-                    "restarted.",
-                    *(server.address, version, "no version" if segment.versions is None else min(segment.versions)),
-                )
-                continue
-            elif segment.versions:
-                server.tells_versions = True
-            episode = current_episode.get()
-            if episode is not None:
-                episode.servers.add(server.address)
-            return server, segment
+    def _versions_of(self, segment: Segment, server: Server, version: int) -> list[int] | None:
+        """Return the version of each token of a request that was sent at `version`; None means to ask again."""
+        if segment.versions is None and not server.tells_versions:
+            # Which weights sampled which token can't be known if they have changed meanwhile.
+            return [version] * len(segment.tokens) if server.version == version else None
+        if segment.versions is None or min(segment.versions, default=version) < version:
+            self._servers.mark_weights_lost(server, version)
+            logger.warning(
+                "server %s has lost weights %d and idles until the next update: it sampled from %s. It must have "
+                "restarted.",
+                *(server.address, version, "no version" if segment.versions is None else min(segment.versions)),
+            )
+            return None
+        server.tells_versions |= bool(segment.versions)
+        return segment.versions
 
     async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
         """Choose a server; wait while there is none."""
@@ -226,20 +211,16 @@ class Generator:
                 server = self._servers.pick(rid, num_tokens, avoid=set(failed))
                 if server is not None:
                     return server
-                now = asyncio.get_running_loop().time()
-                self._deserted_at = self._deserted_at or now
+                self._deserted_at = self._deserted_at or asyncio.get_running_loop().time()
                 try:
                     async with asyncio.timeout_at(self._deserted_at + self._config.setup_timeout):
                         await changed.wait()
                 except TimeoutError:
-                    raise self._no_server() from None
-
-    def _no_server(self) -> ServerError:
-        return ServerError(
-            f"an inference server with weights of version {self._servers.version} must be there within "
-            f"{self._config.setup_timeout:g} s: got {self._servers.describe()}. Look at the servers' logs, start "
-            "others, or raise rollout.setup_timeout."
-        )
+                    raise ServerError(
+                        f"an inference server with weights of version {self._servers.version} must be there within "
+                        f"{self._config.setup_timeout:g} s: got {self._servers.describe()}. Look at the servers' "
+                        "logs, start others, or raise rollout.setup_timeout."
+                    ) from None
 
     async def _wait_for_update(self) -> None:
         """Wait while a weight update pauses the servers."""
@@ -288,30 +269,28 @@ class Generator:
         self._num_loose_requests += 1
         return 0, sampling_seed(self._config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 
-    async def _sample_canary(self, server: Server, req: ModelRequest) -> Canary | ServerError:
-        """Return what the server sampled, or what went wrong in the last of as many tries as any request has."""
-        loop, num_failures = asyncio.get_running_loop(), 0
-        deadline = loop.time() + self._config.weight_update_timeout
+    async def sample_canary(self, server: Server, req: ModelRequest) -> Segment | ServerError:
+        """Return what a server samples, whatever pauses episodes, or its error after as many tries as any request."""
+        seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
+        connection = self.connection(server.address, deadline_in(self._config.weight_update_timeout))
+        num_failures = 0
         while True:
             try:
-                return await self._ask_canary(server, req, deadline)
+                segment = await self._backend.complete(connection, req, [], seed, ignore_eos=True)
+                if not segment.tokens:
+                    raise ServerError(
+                        f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us."
+                    )
+                server.tells_versions |= segment.versions is not None
+                return segment
             except ServerError as error:
                 num_failures += 1
                 backoff_s = _backoff_s(num_failures)
-                is_left = num_failures <= self._config.request_retries and loop.time() + backoff_s < deadline
+                is_left = num_failures <= self._config.request_retries and deadline_in(backoff_s) < connection.deadline
                 if not (is_left and _may_retry(error)):
-                    await self.liveness.dead_among([server])
+                    await self.health.dead_among([server])
                     return error
                 await asyncio.sleep(backoff_s)
-
-    async def _ask_canary(self, server: Server, req: ModelRequest, deadline: float) -> Canary:
-        connection = ServerConnection(self.session, server.address, deadline)
-        seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
-        segment = await self._backend.complete(connection, req, [], seed, ignore_eos=True)
-        if not segment.tokens:
-            raise ServerError(f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us.")
-        server.tells_versions |= segment.versions is not None
-        return Canary(server.address, server.facts.dtype, segment.tokens, segment.logprobs, segment.versions)
 
 
 def _may_retry(error: ServerError) -> bool:

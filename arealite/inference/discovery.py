@@ -13,30 +13,30 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.run_folder import RunFolder
-from arealite.inference.health import Liveness
+from arealite.inference.completions import Completions
 from arealite.inference.http import StatusError
-from arealite.inference.pool import ServerFacts, ServerSet
+from arealite.inference.pool import ServerPool
 from arealite.utils.network import LOOPBACK
 from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord, registry_of_environment
 
 logger = logging.getLogger("arealite.client")
 
 _LOOK_AGAIN_S = 1.0
-"""Between two checks of a member without an entry, and between two checks of a wait for servers."""
+"""Between two checks of a member without an entry."""
+_COUNT_AGAIN_S = 0.1
+"""Between two checks of a wait for servers."""
 _TELL_S = 10.0
 """Between two log lines of a wait for servers."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
 """Between two attempts to contact a server."""
 _MAX_OUTAGE_PAUSE_S = 5.0
 """Between two tries to reach the registry."""
-
-Meet = Callable[[str, float], Awaitable[ServerFacts]]
-"""Checks by a deadline that the server at an address can do what we need."""
 
 
 async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Registry | RegistryClient:
@@ -56,17 +56,15 @@ class Membership:
     def __init__(
         self,
         config: InferenceEngineConfig,
-        servers: ServerSet,
-        liveness: Liveness,
-        meet: Meet,
+        servers: ServerPool,
+        completions: Completions,
         registry: Registry | RegistryClient,
     ) -> None:
         self.num_joined = self.num_left = 0
         """Members that joined after the run had started, and members that were removed."""
         self._config = config
         self._servers = servers
-        self._liveness = liveness
-        self._meet = meet
+        self._completions = completions
         self._registry = registry
         self._records: dict[str, ServerRecord] = {}
         """By name, as last seen."""
@@ -77,32 +75,27 @@ class Membership:
         self._looked_after: set[str] = set()
         self._outage: RegistryError | None = None
         self._is_started = False
-        self._moved = asyncio.Event()
-        """Set and replaced after every look and every meeting."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(_tell_if_failed)
 
     async def wait_for(self, count: int) -> None:
         """Wait until so many servers are members; raise at once if one does not fit the run."""
-        loop = asyncio.get_running_loop()
-        deadline, told = loop.time() + self._config.setup_timeout, loop.time()
+        deadline, told = time.monotonic() + self._config.setup_timeout, time.monotonic()
         while len(self._servers.servers) < count:
             for error in self._failures.values():
                 if isinstance(error, ConfigError):
                     raise error
-            if loop.time() > deadline:
+            if time.monotonic() > deadline:
                 raise ServerError(
                     f"{count} inference servers must be ready within {self._config.setup_timeout:g} s: "
                     f"{self._describe(count)}. Look at their logs, or raise rollout.setup_timeout."
                 )
-            if loop.time() - told >= _TELL_S:
-                told = loop.time()
+            if time.monotonic() - told >= _TELL_S:
+                told = time.monotonic()
                 logger.warning("waiting for inference servers: %s", self._describe(count))
-            moved = asyncio.create_task(self._moved.wait())
-            await asyncio.wait({moved, self._watching}, timeout=_LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
-            moved.cancel()
-            if self._watching.done():
+            done, _ = await asyncio.wait([self._watching], timeout=_COUNT_AGAIN_S)
+            if done:
                 self._watching.result()
         self._is_started = True
 
@@ -130,7 +123,6 @@ class Membership:
                 if self._outage is None:
                     logger.warning("servers that come and go are not noticed for the time being: %s", error)
                 self._outage = error
-                self._move()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_OUTAGE_PAUSE_S)
                 continue
@@ -140,7 +132,6 @@ class Membership:
             if view.moment != moment:
                 moment = view.moment
                 self._compare(view.servers)
-            self._move()
 
     def _compare(self, records: dict[str, ServerRecord]) -> None:
         """Remove servers whose entry changed or vanished, and contact new ones."""
@@ -170,44 +161,39 @@ class Membership:
         """Contact a server until that succeeds, and add it to the pool, unless it has left meanwhile."""
         address, pause_s = record.address, _FIRST_PAUSE_S
         while True:
-            outcome = await self._try_to_meet(record)
+            failure: Exception | None = None
+            try:
+                if record.backend != self._config.backend:
+                    raise ConfigError(
+                        f"servers of this run must be {self._config.backend}: got {record.backend} at {address}. "
+                        "Start that one with the run's config."
+                    )
+                facts = await self._completions.meet(address)
+            except (ServerError, ConfigError) as error:
+                failure = error
             if self._taken.get(address) is not record:
                 return
-            if isinstance(outcome, ServerFacts):
+            if failure is None:
                 break
-            self._failures[address] = outcome
-            self._move()
-            is_final = isinstance(outcome, ConfigError) or (isinstance(outcome, StatusError) and outcome.status < 500)
+            self._failures[address] = failure
+            is_final = isinstance(failure, ConfigError) or (isinstance(failure, StatusError) and failure.status < 500)
             if self._is_started:  # else who waits for it tells
                 what = "is turned away" if is_final else f"could not be met, once more in {pause_s:g} s"
-                logger.warning("server %s %s: %s", address, what, outcome)
+                logger.warning("server %s %s: %s", address, what, failure)
             if is_final:
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         self._failures.pop(address, None)
-        self._servers.add(address, facts=outcome)
+        self._servers.add(address, facts=facts)
         if self._is_started:
             self.num_joined += 1
             logger.warning("server %s has joined and gets requests once it has the current weights", address)
-        self._move()
-
-    async def _try_to_meet(self, record: ServerRecord) -> ServerFacts | ServerError | ConfigError:
-        deadline = asyncio.get_running_loop().time() + self._config.setup_timeout
-        try:
-            if record.backend != self._config.backend:
-                raise ConfigError(
-                    f"servers of this run must be {self._config.backend}: got {record.backend} at {record.address}. "
-                    "Start that one with the run's config."
-                )
-            return await self._meet(record.address, deadline)
-        except (ServerError, ConfigError) as error:
-            return error
 
     async def _look_after(self, address: str) -> None:
         """Ask a member without an entry for /health until it has one again, or remove it when it does not answer."""
         while address in self._taken and all(record.address != address for record in self._records.values()):
-            await self._liveness.dead_among([one for one in self._servers.servers if one.address == address])
+            await self._completions.health.dead_among([one for one in self._servers.servers if one.address == address])
             if not self._is_reachable(address):
                 break
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -222,12 +208,8 @@ class Membership:
             left = len(self._servers.healthy)
             logger.warning("server %s %s: %d with the current weights are left", address, why, left)
 
-    def _move(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
-
-    def _start(self, coroutine: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any
 
 import aiohttp
 
 from arealite.api.errors import ServerError, UnreachableError
 from arealite.inference.http import ServerConnection, StatusError, deadline_in
-from arealite.inference.pool import Server, ServerSet
+from arealite.inference.pool import Server, ServerPool
 
 logger = logging.getLogger("arealite.client")
 
@@ -27,22 +27,22 @@ _MAX_PAUSE_S = 1.0
 _MAX_SICK_PAUSE_S = 60.0
 
 
-class Liveness:
+class Health:
     """Watches the servers that have requests in flight; lives in one event loop."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        servers: ServerSet,
+        servers: ServerPool,
         may_generate: asyncio.Event,
         *,
         quiet_s: float = 4.0,
         health_s: float = 8.0,
     ) -> None:
+        """No server is examined while `may_generate` is cleared: a paused one may be silent."""
         self.session = session
         self._servers = servers
-        self.may_generate = may_generate
-        """No server is examined while it is cleared: a paused one may be silent."""
+        self._may_generate = may_generate
         self._quiet_s = quiet_s
         self._health_s = health_s
         self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)
@@ -84,7 +84,7 @@ class Liveness:
     async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
         """Return the servers that don't answer /health, and treat them as unreachable."""
         asked = list(servers)
-        answers = await asyncio.gather(*(self._is_healthy(server.address, self._health_s) for server in asked))
+        answers = await asyncio.gather(*(self._is_healthy(server) for server in asked))
         dead = [server for server, is_healthy in zip(asked, answers, strict=True) if not is_healthy]
         for server in dead:
             self.suspect(server)
@@ -94,13 +94,15 @@ class Liveness:
         """Record a good answer, which ends a series of errors."""
         self._num_errors.pop(server, None)
 
-    async def answers_by(self, address: str, deadline: float) -> bool:
-        """Poll with growing pauses until there is any answer or the deadline passes."""
-        return await _becomes_true_by(deadline, lambda left_s: self._answers(address, min(left_s, self._health_s)))
-
-    async def is_healthy_by(self, address: str, deadline: float) -> bool:
-        """Poll /health with growing pauses until it answers or the deadline passes."""
-        return await _becomes_true_by(deadline, lambda left_s: self._is_healthy(address, min(left_s, self._health_s)))
+    async def answers_by(self, deadline: float, address: str, endpoint: str = "/health") -> bool:
+        """GET an endpoint with growing pauses until it answers; return whether it did by the deadline."""
+        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
+        while (left_s := deadline - loop.time()) > 0:
+            if await self._answers(address, endpoint, min(left_s, self._health_s)):
+                return True
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        return False
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -108,15 +110,15 @@ class Liveness:
             await asyncio.sleep(self._quiet_s / 4)
             for server in list(self._timeouts):
                 is_quiet = loop.time() - self._heard_at[server] > self._quiet_s
-                if self._timeouts[server] and is_quiet and self.may_generate.is_set():
+                if self._timeouts[server] and is_quiet and self._may_generate.is_set():
                     self._start(("examine", server), self._examine(server))
 
     async def _examine(self, server: Server) -> None:
         """Ask a silent server for /health; if that fails, take its requests away when another server is healthy."""
         asked_at = asyncio.get_running_loop().time()
-        if await self._is_healthy(server.address, self._health_s):
+        if await self._is_healthy(server):
             self._heard_at[server] = asked_at
-        if self._heard_at[server] >= asked_at or not self.may_generate.is_set():
+        if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
             return
         self.suspect(server)
         if self._servers.healthy or server not in self._servers.servers:
@@ -124,28 +126,23 @@ class Liveness:
                 timeout.reschedule(asked_at)
 
     async def _readmit(self, server: Server) -> None:
-        async def is_back_or_gone(left_s: float) -> bool:
-            return server not in self._servers.servers or await self._is_healthy(server.address, self._health_s)
-
         # A server whose requests fail may answer /health: each failure in a row doubles the pause before the next.
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0 ** (self._num_errors[server] - 1), _MAX_SICK_PAUSE_S))
-        await _becomes_true_by(float("inf"), is_back_or_gone)
-        if server in self._servers.servers:
-            self._servers.mark_reachable(server, True)
-            logger.warning("server %s answers again", server.address)
+        while server in self._servers.servers:
+            if await self.answers_by(deadline_in(self._health_s), server.address):
+                self._servers.mark_reachable(server, True)
+                logger.warning("server %s answers again", server.address)
+                return
 
-    async def _answers(self, address: str, timeout_s: float) -> bool:
+    async def _is_healthy(self, server: Server) -> bool:
+        return await self._answers(server.address, "/health", self._health_s)
+
+    async def _answers(self, address: str, endpoint: str, timeout_s: float) -> bool:
         try:
-            await ServerConnection(self.session, address, deadline_in(timeout_s)).request("GET", "/")
+            await ServerConnection(self.session, address, deadline_in(timeout_s)).request("GET", endpoint)
         except StatusError as error:
-            return error.status < 500  # there need not be such a page; above is a proxy without its server
-        except ServerError:
-            return False
-        return True
-
-    async def _is_healthy(self, address: str, timeout_s: float) -> bool:
-        try:
-            await ServerConnection(self.session, address, deadline_in(timeout_s)).request("GET", "/health")
+            # There need not be a page at /; a status above is of a proxy without its server.
+            return endpoint == "/" and error.status < 500
         except ServerError:
             return False
         return True
@@ -163,15 +160,3 @@ class Liveness:
                 del self._tasks[key]  # at once: a server may become a suspect again before a callback would run
 
         self._tasks[key] = asyncio.create_task(run())
-
-
-async def _becomes_true_by(deadline: float, ask: Callable[[float], Coroutine[Any, Any, bool]]) -> bool:
-    """Call `ask(seconds left)` with growing pauses until it returns True or the deadline passes."""
-    loop = asyncio.get_running_loop()
-    pause_s = _FIRST_PAUSE_S
-    while (left_s := deadline - loop.time()) > 0:
-        if await ask(left_s):
-            return True
-        await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
-        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-    return False

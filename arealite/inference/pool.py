@@ -8,7 +8,6 @@ server that fails in an update *backs off*, ever longer: updates leave it out.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
@@ -65,8 +64,8 @@ class Server:
     """Whether a reply has ever said which weights sampled it."""
 
 
-class ServerSet:
-    """A mutable set of servers, for use from any thread."""
+class ServerPool:
+    """The servers of a run. One thread changes what there is, any may look."""
 
     def __init__(self, addresses: Iterable[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,37 +75,31 @@ class ServerSet:
         """Of the newest published weights."""
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
         for address in addresses:
             self.add(address, version=0)
 
     def add(self, address: str, version: int = NO_VERSION, facts: ServerFacts = ServerFacts()) -> None:
         """Add a server whose weights are `version`; one that is there already stays as it is."""
-        with self._lock:
-            if address not in self._servers:
-                self._servers[address] = Server(address, version, facts)
+        self._servers.setdefault(address, Server(address, version, facts))
         self._notify()
 
     def remove(self, address: str) -> bool:
         """Send nothing more to a server; requests in flight end as they may. Return whether it was a member."""
-        with self._lock:
-            was_member = self._servers.pop(address, None) is not None
+        was_member = self._servers.pop(address, None) is not None
         self._notify()
         return was_member
 
     def advance(self, receivers: Iterable[Server], version: int) -> None:
         """Make `version` the newest one, which these servers hold; others get no requests from now on."""
-        with self._lock:
-            self.version = version
-            for server in receivers:
-                server.version, server.num_failures, server.is_backing_off = version, 0, False
+        self.version = version
+        for server in receivers:
+            server.version, server.num_failures, server.is_backing_off = version, 0, False
         self._notify()
 
     def mark_weights_lost(self, server: Server, version: int) -> None:
         """Record that a server no longer holds weights that it once had, unless newer ones have come meanwhile."""
-        with self._lock:
-            if server.version == version:
-                server.version = NO_VERSION
+        if server.version == version:
+            server.version = NO_VERSION
         self._notify()
 
     def mark_reachable(self, server: Server, is_reachable: bool) -> None:
@@ -131,8 +124,7 @@ class ServerSet:
     @property
     def servers(self) -> list[Server]:
         """All members, in the order in which they were added."""
-        with self._lock:
-            return list(self._servers.values())
+        return list(self._servers.values())
 
     @property
     def healthy(self) -> list[Server]:
@@ -151,7 +143,11 @@ class ServerSet:
 
     def describe(self) -> str:
         """Return what the members are fit for, for messages."""
-        return "; ".join(map(_described, self.servers)) or "no server"
+        words = []
+        for one in self.servers:
+            weights = "unknown weights" if one.version == NO_VERSION else f"weights {one.version}"
+            words.append(f"{one.address} with {weights}" + ("" if one.is_reachable else ", which does not answer"))
+        return "; ".join(words) or "no server"
 
     def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server | None:
         """Choose the server that is expected to finish a request first, if possible not one to `avoid`, and count the
@@ -159,27 +155,25 @@ class ServerSet:
 
         None if no healthy one is there.
         """
-        with self._lock:
-            healthy = [one for one in self._servers.values() if one.is_reachable and one.version == self.version]
-            if not healthy:
-                return None
-            server = self._servers.get(self._sticky.get(rid, ""))
-            if server is None or server not in healthy or server in avoid:
-                fastest = max((one.tokens_per_s for one in healthy if one.tokens_per_s is not None), default=1.0)
-                now = self._clock()
+        healthy = self.healthy
+        if not healthy:
+            return None
+        server = self._servers.get(self._sticky.get(rid, ""))
+        if server is None or server not in healthy or server in avoid:
+            fastest = max((one.tokens_per_s for one in healthy if one.tokens_per_s is not None), default=1.0)
 
-                def order(one: Server) -> tuple[bool, float, int]:
-                    work = one.outstanding_tokens + num_tokens
-                    return one in avoid, work / self._expected_tokens_per_s(one, fastest, now), one.num_requests
+            def order(one: Server) -> tuple[bool, float, int]:
+                work = one.outstanding_tokens + num_tokens
+                return one in avoid, work / self._expected_tokens_per_s(one, fastest), one.num_requests
 
-                server = min(healthy, key=order)
-            self._sticky[rid] = server.address
-            self._sticky.move_to_end(rid)
-            if len(self._sticky) > _MAX_STICKY:
-                self._sticky.popitem(last=False)
-            server.outstanding_tokens += num_tokens
-            server.num_requests += 1
-            return server
+            server = min(healthy, key=order)
+        self._sticky[rid] = server.address
+        self._sticky.move_to_end(rid)
+        if len(self._sticky) > _MAX_STICKY:
+            self._sticky.popitem(last=False)
+        server.outstanding_tokens += num_tokens
+        server.num_requests += 1
+        return server
 
     def measure(self, server: Server, num_tokens: int, seconds: float) -> None:
         """Record how long a server took for a completion."""
@@ -188,29 +182,22 @@ class ServerSet:
             server.tokens_per_s = new if old is None else old + _NEWEST_SHARE * (new - old)
             server.measured_at = self._clock()
 
-    @staticmethod
-    def _expected_tokens_per_s(server: Server, fastest: float, now: float) -> float:
+    def _expected_tokens_per_s(self, server: Server, fastest: float) -> float:
         """A server without a measurement counts as the fastest. An old measurement fades towards that, so that a server
         that was slow gets a request now and then, whose speed is the next measurement. While it has one nothing fades:
         what takes so long says that it is still slow."""
         if server.tokens_per_s is None:
             return fastest
-        age_s = 0.0 if server.outstanding_tokens else now - server.measured_at
+        age_s = 0.0 if server.outstanding_tokens else self._clock() - server.measured_at
         return fastest + (server.tokens_per_s - fastest) * 0.5 ** (age_s / _HALF_LIFE_S)
 
     def release(self, server: Server, num_tokens: int) -> None:
         """Undo the count of `pick`."""
-        with self._lock:
-            server.outstanding_tokens -= num_tokens
+        server.outstanding_tokens -= num_tokens
 
     def _notify(self) -> None:
         if self.on_change is not None:
             self.on_change()
-
-
-def _described(server: Server) -> str:
-    weights = "unknown weights" if server.version == NO_VERSION else f"weights {server.version}"
-    return f"{server.address} with {weights}" + ("" if server.is_reachable else ", which does not answer")
 
 
 def parse_addresses(text: str | Iterable[str]) -> list[str]:

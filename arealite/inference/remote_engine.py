@@ -7,7 +7,6 @@ that joins while the trainer waits for a batch gets the current weights then, ot
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -19,14 +18,16 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.backends import KINDS, Backend
-from arealite.inference.completions import Canary, Generator
+from arealite.inference.backends.base import Segment
+from arealite.inference.completions import Completions
 from arealite.inference.discovery import Membership, open_registry
-from arealite.inference.pool import ServerSet, parse_addresses
+from arealite.inference.http import open_session
+from arealite.inference.pool import Server, ServerPool, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.collective import RankZeroExchange
@@ -36,8 +37,6 @@ from arealite.utils import heartbeat
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.secret import ensure_secret, secret_of_environment
-
-logger = logging.getLogger("arealite.client")
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -55,13 +54,13 @@ class RemoteInferenceEngine(InferenceEngine):
                 "Change allocation_mode, or construct a RemoteInferenceEngine, which takes any."
             )
         self.config = config
-        self.servers = ServerSet()
+        self.servers = ServerPool()
         self._backend = kind.backend(pause_mode=config.pause_mode)
-        self._receiver = WeightReceiver(self._backend, self.servers, config.weight_check)
         self._version = 0
         self._executor: RolloutExecutor | None = None
-        self._generator: Generator
-        """Exists as long as the executor."""
+        self._completions: Completions
+        self._receiver: WeightReceiver
+        """Both exist as long as the executor."""
         self._membership: Membership | None = None
         """None for `server_addrs`, which never change."""
         self.catch_up: Callable[[], None] | None = None
@@ -72,8 +71,6 @@ class RemoteInferenceEngine(InferenceEngine):
         self._exchange = RankZeroExchange()
         self.canary_gap: float | None = None
         """Largest difference per token between a server's logprobs and the trainer's at the last weight update."""
-        self._failing_since: float | None = None
-        """When a weight update failed with none that succeeded since."""
 
     # Life cycle
 
@@ -124,17 +121,19 @@ class RemoteInferenceEngine(InferenceEngine):
     async def _connect(self, addresses: list[str]) -> None:
         loop = self._require_executor().loop
         secret = secret_of_environment() if addresses else self._secret()
-        generator = self._generator = Generator(self.config, self._backend, self.servers, secret)
-        loop.closers.append(generator.session.close)
+        session = open_session(secret)
+        loop.closers.append(session.close)
+        completions = self._completions = Completions(self.config, self._backend, self.servers, session)
+        self._receiver = WeightReceiver(self.config, self._backend, self.servers, completions)
         self.servers.on_change = lambda: loop.call_soon(self._note_change)
         if addresses:
-            await generator.connect(addresses)
+            await completions.connect(addresses)
         else:
             registry = await open_registry(self.config, secret)
             loop.closers.append(registry.close)
-            self._membership = Membership(self.config, self.servers, generator.liveness, generator.meet, registry)
+            self._membership = Membership(self.config, self.servers, completions, registry)
             await self._membership.wait_for(self.config.num_servers)
-        await generator.load_vocabulary()
+        await completions.load_vocabulary()
         heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])
         self.servers.advance(self.servers.servers, self._version)
 
@@ -142,7 +141,7 @@ class RemoteInferenceEngine(InferenceEngine):
         """Wake waiting requests, adjust the concurrency and ask for a catch-up (in the loop)."""
         if self._executor is None:
             return
-        self._generator.note_change()
+        self._completions.note_change()
         if self._membership is not None:
             self._executor.set_capacity(len(self.servers.healthy) / self.config.num_servers)
         if self.servers.joining:
@@ -171,8 +170,8 @@ class RemoteInferenceEngine(InferenceEngine):
             )
         executor = self._require_executor()
         if asyncio.get_running_loop() is not executor.loop.loop:
-            return await asyncio.wrap_future(executor.loop.submit(self._generator.generate(req)))
-        return await self._generator.generate(req)
+            return await asyncio.wrap_future(executor.loop.submit(self._completions.generate(req)))
+        return await self._completions.generate(req)
 
     # Weights and versions
 
@@ -188,41 +187,24 @@ class RemoteInferenceEngine(InferenceEngine):
             meta.version = self.get_version() + 1
         meta.last_version = meta.version
         meta.uploaded = Future()
-        self._generator.update_timeout_s = meta.timeout_s
-        return loop.submit(self._receiver.receive(loop.run(self._receiver.begin(self._generator.liveness, meta))))
+        loop.run(self._receiver.begin(meta))
+        return loop.submit(self._receiver.receive())
 
-    def sample_canaries(self, req: ModelRequest) -> list[Canary]:
+    def sample_canaries(self, req: ModelRequest) -> dict[Server, Segment]:
         """Let every server that the last weight update reached complete `req`, whatever pauses episodes (rank 0).
 
         Servers that are gone or fail are dropped from the update.
         """
-        return self._require_executor().loop.run(self._sample_canaries(req))
+        return self._require_executor().loop.run(self._receiver.sample_canaries(req))
 
-    async def _sample_canaries(self, req: ModelRequest) -> list[Canary]:
-        outcomes = await self._generator.sample_canaries(req, self._receiver.members)
-        self._receiver.drop({server: str(one) for server, one in outcomes.items() if isinstance(one, ServerError)})
-        canaries = [one for one in outcomes.values() if isinstance(one, Canary)]
-        if not canaries:
-            why = "; ".join(f"{server.address}: {one}" for server, one in outcomes.items())
-            raise WeightUpdateError(f"servers must sample from their new weights: got {why}. Look at their logs.")
-        return canaries
-
-    def drop_joining(self, failures: dict[str, str]) -> dict[str, str]:
-        """Drop the servers at these addresses whose weights are wrong from the last update, if they were only joining;
-        return the rest (rank 0)."""
-        return self._require_executor().loop.run(self._drop_joining(failures))
-
-    async def _drop_joining(self, failures: dict[str, str]) -> dict[str, str]:
-        by_server = {one: failures[one.address] for one in self._receiver.members if one.address in failures}
-        return {one.address: why for one, why in self._receiver.drop_joining(by_server).items()}
+    def drop_joining(self, failures: dict[Server, str]) -> dict[Server, str]:
+        """Drop the servers whose weights are wrong from the last update, if they were only joining; return the rest
+        (rank 0)."""
+        return self._require_executor().loop.run(self._receiver.drop_joining(failures))
 
     def admit(self) -> None:
         """Route requests to the servers that the last weight update reached (rank 0)."""
-        self._require_executor().loop.run(self._admit())
-        self._failing_since = None
-
-    async def _admit(self) -> None:
-        self._receiver.admit()
+        self._require_executor().loop.run(self._receiver.admit())
 
     def require_servers(self, error: Exception) -> None:
         """After a weight update that failed with `error`: wait until there are servers to try it with (rank 0).
@@ -230,25 +212,7 @@ class RemoteInferenceEngine(InferenceEngine):
         Raises the error if no server is to blame for it, if every server has refused, or if none is there, or no update
         has succeeded, for `rollout.setup_timeout` seconds.
         """
-        if not self._require_executor().loop.run(self._may_try_again(error)):
-            self._failing_since = None
-            raise error
-
-    async def _may_try_again(self, error: Exception) -> bool:
-        """Return at once when only joining servers failed: those that serve need not wait."""
-        if not self._receiver.may_do_without(error):
-            return False
-        if self._receiver.is_catch_up:
-            return True
-        self._generator.may_generate.set()  # requests wait for a server, which has a deadline of its own
-        servers, now = self.servers.servers, time.monotonic()
-        if servers and all(server.is_backing_off and server.refused for server in servers):
-            return False
-        self._failing_since = self._failing_since or now
-        if now - self._failing_since > self.config.setup_timeout:
-            return False
-        logger.warning("a weight update is repeated, without the servers that failed: %s", error)
-        return await self._generator.wait_for_updatable()
+        self._require_executor().loop.run(self._receiver.require_servers(error))
 
     def set_version(self, version: int) -> None:
         """Set the version that capacity and staleness are computed from."""
@@ -319,19 +283,15 @@ class RemoteInferenceEngine(InferenceEngine):
     def resume(self) -> None:
         """Start episodes again, and release requests that a weight update holds."""
         if self._executor is not None:
-            self._executor.loop.run(self._let_generate())
+            self._executor.loop.run(self._receiver.release())
             self._executor.resume()
-
-    async def _let_generate(self) -> None:
-        self._receiver.admit()
-        self._generator.may_generate.set()
 
     def state_dict(self) -> dict[str, Any]:
         """Make what became of all prompts durable, and return what `load_state_dict` needs; empty except on rank 0."""
         if self._executor is None:
             return {}
-        generator = self._generator
-        counts = {"generated_tokens": generator.num_tokens, "stale_kv_tokens": generator.num_stale_kv_tokens}
+        done = self._completions
+        counts = {"generated_tokens": done.num_tokens, "stale_kv_tokens": done.num_stale_kv_tokens}
         return self._executor.state_dict() | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -339,9 +299,9 @@ class RemoteInferenceEngine(InferenceEngine):
         issued again at the next `prepare_batch`."""
         if self._executor is not None:
             self._executor.load_state_dict(state)
-            self._generator.num_tokens = state["generated_tokens"]
-            self._rate_from = (time.monotonic(), self._generator.num_tokens)
-            self._generator.num_stale_kv_tokens = state["stale_kv_tokens"]
+            self._completions.num_tokens = state["generated_tokens"]
+            self._rate_from = (time.monotonic(), self._completions.num_tokens)
+            self._completions.num_stale_kv_tokens = state["stale_kv_tokens"]
 
     def note_checkpoint(self, step: int, position: int) -> None:
         """Record that a published checkpoint holds the updates up to a step and the ledger up to a position."""
@@ -359,15 +319,15 @@ class RemoteInferenceEngine(InferenceEngine):
             return {}
         metrics = self._executor.metrics() | self._server_metrics()
         metrics |= {
-            "rollout/generated_tokens": float(self._generator.num_tokens),
-            "rollout/stale_kv_tokens": float(self._generator.num_stale_kv_tokens),
+            "rollout/generated_tokens": float(self._completions.num_tokens),
+            "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
             "weights/mismatched_tensors": float(self._receiver.num_mismatched),
         }
         return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
 
     def _server_metrics(self) -> dict[str, float]:
         """Return the counts of servers, and the rate of generation since the last call."""
-        (began, num_before), now = self._rate_from, (time.monotonic(), self._generator.num_tokens)
+        (began, num_before), now = self._rate_from, (time.monotonic(), self._completions.num_tokens)
         self._rate_from = now
         membership = self._membership
         return {

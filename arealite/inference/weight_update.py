@@ -8,26 +8,32 @@ them, or it has no version and gets no requests. One rule for failures: a server
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
-from arealite.api.cli_args import WeightCheckConfig
+from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
-from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums
-from arealite.inference.health import Liveness
+from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, Segment
+from arealite.inference.completions import Completions
 from arealite.inference.http import ServerConnection, StatusError, deadline_in
-from arealite.inference.pool import NO_VERSION, Server, ServerSet
+from arealite.inference.pool import NO_VERSION, Server, ServerPool
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 
 logger = logging.getLogger("arealite.client")
+
+T = TypeVar("T")
+_Call = Callable[[ServerConnection], Coroutine[Any, Any, T]]
 
 _RESUME_S = 30.0
 """Most that servers may take to resume after an update, whatever became of it."""
@@ -38,92 +44,169 @@ _LEAVE_S = 5.0
 """Deadline for servers to leave a group that is no longer used."""
 
 
-class WeightReceiver:
-    """Brings weight updates to the servers of a set, and keeps their broadcast group from one update to the next."""
+@dataclass(eq=False)
+class WeightUpdate:
+    """State of one update."""
 
-    def __init__(self, backend: Backend, servers: ServerSet, check: WeightCheckConfig) -> None:
+    meta: WeightUpdateMeta
+    version: int
+    deadline: float
+    serving: set[Server]
+    """Servers that served before it."""
+    asked: Sequence[Server] = ()
+    """Servers that were to take part."""
+    members: Sequence[Server] = ()
+    """Servers that take part, once paused."""
+    failures: dict[Server, ServerError] = field(default_factory=dict)
+    """Why servers failed."""
+    found_nobody: bool = False
+    """Whether no server could be paused."""
+    is_torn: bool = False
+    """Whether a server may hold some of the new weights."""
+    has_dropped: bool = False
+    """Whether servers were dropped from it."""
+    is_wrong: bool = False
+    """Whether wrong weights arrived at a server that served."""
+
+
+class WeightReceiver:
+    """Brings weight updates to the servers of a run, and keeps their broadcast group from one update to the next."""
+
+    def __init__(
+        self, config: InferenceEngineConfig, backend: Backend, servers: ServerPool, completions: Completions
+    ) -> None:
         self.num_mismatched = 0
         """Tensors that a server kept although their checksums differed."""
+        self._config = config
         self._backend = backend
         self._servers = servers
-        self._check = check
+        self._completions = completions
         self._plan: BroadcastPlan | None = None
         self._has_joined = False
         """Whether the servers of the plan are in its group."""
         self._port_holder: socket.socket | None = None
         """Keeps the plan's port for the sender, which listens there at its first transfer."""
-        self._update: WeightUpdate | None = None
+        self._update: WeightUpdate
         """The last one."""
         self._is_unverified = False
-        """Whether its servers hold weights that nobody has verified yet."""
+        """Whether its members hold weights that nobody has verified yet."""
+        self._failing_since: float | None = None
+        """When an update failed with none that succeeded since."""
 
-    @property
-    def members(self) -> list[Server]:
-        """The servers that the last update reached."""
-        return self._update.members if self._update else []
+    # An update: begin, receive, sample_canaries, admit, release
 
-    @property
-    def is_catch_up(self) -> bool:
-        """Whether the last update was for joining servers only."""
-        return self._update is not None and self._update.meta.only_joining
-
-    # An update: begin, receive, admit
-
-    async def begin(self, liveness: Liveness, meta: WeightUpdateMeta) -> WeightUpdate:
+    async def begin(self, meta: WeightUpdateMeta) -> None:
         """Start an update; servers of a broadcast pause now, as the sender must know how many there are."""
-        meta.wants_fingerprints, meta.fingerprints = self._check.fingerprint and meta.type in self._backend.verifies, {}
+        assert meta.version is not None, "the version must be known before servers are told"
+        wants_checksums = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
+        meta.wants_fingerprints, meta.fingerprints = wants_checksums, {}
+        self._completions.update_timeout_s = meta.timeout_s
         self._is_unverified = False
-        update = self._update = WeightUpdate(self._backend, liveness, meta, self._servers, self._check.on_mismatch)
+        self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s), set(self._servers.healthy))
         if meta.type == "nccl":
-            async with self._undone_on_failure(update):
-                await update.pause()
-                await self._agree(update)
-        return update
+            async with self._undone_on_failure():
+                await self._pause()
+                await self._agree()
 
-    async def receive(self, update: WeightUpdate) -> None:
+    async def receive(self) -> None:
         """Bring the weights in and resume the servers; requests wait for `admit` if the update holds them."""
-        meta = update.meta
-        async with self._undone_on_failure(update):
+        update, meta = self._update, self._update.meta
+        async with self._undone_on_failure():
             if meta.type == "disk":
-                await update.wait_for_sender()
-                await update.pause()
-                await update.load_from_disk(update.members)
+                await self._wait_for_sender()
+                await self._pause()
+                await self._load_from_disk(update.members)
             else:
                 assert self._plan is not None, "begin has made a plan"
-                await update.unless_sender_fails(self._broadcast(update, self._plan))
+                await self._unless_sender_fails(self._broadcast(self._plan))
                 if meta.also_disk:
-                    await update.wait_for_sender()
-                    await update.load_from_disk([one for one in update.members if one not in self._plan.servers])
-        self.num_mismatched += update.num_mismatched
+                    await self._wait_for_sender()
+                    await self._load_from_disk([one for one in update.members if one not in self._plan.servers])
         self._is_unverified = True
-        failures = await update.resume(update.members)
-        self.drop({server: str(error) for server, error in failures.items()})
+        failures = await self._resume(update.members)
+        self._drop({server: str(error) for server, error in failures.items()})
         if not meta.holds_requests:
-            self.admit()
-            update.liveness.may_generate.set()
+            await self.release()
         if not update.members:
             raise WeightUpdateError(f"servers must resume after a weight update: got {list(failures.values())}")
 
-    def admit(self) -> None:
-        """Route requests to the updated servers, once verified or when verification is off."""
-        if self._update is not None and self._is_unverified:
-            self._servers.advance(self._update.members, self._update.version)
-        self._is_unverified = False
+    async def sample_canaries(self, req: ModelRequest) -> dict[Server, Segment]:
+        """Let every updated server complete `req`, whatever pauses episodes; one that fails is dropped."""
+        sampling = [self._completions.sample_canary(server, req) for server in self._update.members]
+        outcomes = dict(zip(self._update.members, await asyncio.gather(*sampling), strict=True))
+        self._drop({server: str(one) for server, one in outcomes.items() if isinstance(one, ServerError)})
+        canaries = {server: one for server, one in outcomes.items() if isinstance(one, Segment)}
+        if not canaries:
+            why = "; ".join(f"{server.address}: {one}" for server, one in outcomes.items())
+            raise WeightUpdateError(f"servers must sample from their new weights: got {why}. Look at their logs.")
+        return canaries
 
-    async def _agree(self, update: WeightUpdate) -> None:
+    async def admit(self) -> None:
+        """Route requests to the updated servers, once verified or when verification is off."""
+        if self._is_unverified:
+            self._servers.advance(self._update.members, self._update.version)
+        self._is_unverified, self._failing_since = False, None
+
+    async def release(self) -> None:
+        """Route requests to the updated servers, also those that the update held."""
+        await self.admit()
+        self._completions.may_generate.set()
+
+    async def _pause(self) -> None:
+        """Pause the servers, and leave those out that can't be reached."""
+        update = self._update
+        if update.meta.only_joining:
+            update.asked = self._servers.joining
+        else:
+            self._completions.may_generate.clear()
+            reachable = [one for one in self._servers.servers if one.is_reachable]
+            update.asked = self._servers.updatable or reachable or self._servers.servers
+        await self._on_all(self._backend.pause, update.asked, may_be_gone=True)
+        update.members = [server for server in update.asked if server not in update.failures]
+        for server in update.failures:
+            self._completions.health.suspect(server)
+        if not update.members:
+            update.found_nobody = True
+            errors = "; ".join(str(error) for error in update.failures.values()) or "no server"
+            raise ServerError(f"at least one inference server must be reachable: got {errors}")
+        for server in [] if update.meta.only_joining else self._servers.servers:
+            if server not in update.members:
+                logger.warning("server %s misses weights %d and idles until the next", server.address, update.version)
+        update.failures.clear()
+
+    async def _resume(self, servers: Sequence[Server]) -> dict[Server, BaseException]:
+        """Let servers generate again; return why some did not."""
+        return await self._try_on_all(self._backend.resume, servers, min(_RESUME_S, self._update.meta.timeout_s))
+
+    # Through the disk
+
+    async def _load_from_disk(self, servers: Sequence[Server]) -> None:
+        """Let servers read the checkpoint, then remove it."""
+        path, version, checksums = self._update.meta.path, self._update.version, self._checksums()
+        assert path is not None, "an update through the disk needs a path"
+        self._update.is_torn = True
+        differing = await self._on_all(lambda one: self._backend.load(one, path, version, checksums), servers)
+        self._count_mismatches(servers, differing)
+        await asyncio.to_thread(shutil.rmtree, path)
+
+    # By broadcast
+
+    async def _agree(self) -> None:
         """Write the broadcast group of the update's servers into its `meta`: the last one, if all are still in it."""
-        meta, servers = update.meta, tuple(one for one in update.members if one.facts.takes_broadcasts)
-        meta.also_disk = len(servers) < len(update.members)
+        meta, members = self._update.meta, self._update.members
+        servers = tuple(one for one in members if one.facts.takes_broadcasts)
+        meta.also_disk = len(servers) < len(members)
         if meta.also_disk and meta.path is None:
-            unable = ", ".join(one.address for one in update.members if one not in servers)
+            unable = ", ".join(one.address for one in members if one not in servers)
             raise ServerError(
                 f"every server must take weights by broadcast: got {unable}, which can't. Set "
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
             )
         has_left = any(one.version == NO_VERSION for one in servers)  # a server that started anew is in no group
         if self._plan is None or self._plan.servers != servers or has_left:
-            await self._drop_plan(update)
-            remote = [one.address.rpartition(":")[0] for one in servers if not _is_local(one.address)]
+            await self._drop_plan()
+            hosts = [one.address.rpartition(":")[0] for one in servers]
+            remote = [host for host in hosts if host not in ("localhost", LOOPBACK)]
             address = host_ip(remote[0]) if remote else LOOPBACK
             self._port_holder = hold_port(address)
             self._plan = BroadcastPlan(
@@ -135,25 +218,96 @@ class WeightReceiver:
             )
         self._plan.write_to(meta)
 
-    async def _broadcast(self, update: WeightUpdate, plan: BroadcastPlan) -> None:
-        if plan.servers and not self._has_joined:
-            await update.join(plan)
-        self._has_joined = True
-        await update.receive_buckets(plan)
-
-    async def _drop_plan(self, update: WeightUpdate) -> None:
+    async def _drop_plan(self) -> None:
         """Leave the group; a sender that waits for its peers fails as they leave."""
         plan, self._plan, self._has_joined = self._plan, None, False
         if self._port_holder is not None:
             self._port_holder.close()
-        if plan is not None:
-            await update.leave(plan)
+        if plan is not None:  # a server that is gone or refuses does not matter
+            failures = await self._try_on_all(lambda one: self._backend.leave(one, plan), plan.servers, _LEAVE_S)
+            for error in failures.values():
+                logger.info("a server did not leave group %s: %s", plan.name, error)
+
+    async def _broadcast(self, plan: BroadcastPlan) -> None:
+        """Let the servers join the group and receive the buckets in send order; the last one carries the version."""
+        update = self._update
+        if plan.servers and not self._has_joined:
+            await self._join(plan)
+        self._has_joined = True
+        await self._on_all(self._backend.begin, plan.servers)
+        update.is_torn = True  # from the first bucket on a server may hold a mix of old and new layers
+        buckets = update.meta.nccl_param_specs
+        for index, specs in enumerate(buckets):
+            version = update.version if index == len(buckets) - 1 else None
+            receive = functools.partial(self._backend.receive, plan=plan, specs=specs, version=version)
+            await self._on_all(receive, plan.servers)
+        if update.meta.wants_fingerprints:
+            await self._wait_for_sender()  # checksums are known only when the last bucket has been sent
+        checksums = self._checksums()
+        differing = await self._on_all(lambda one: self._backend.end(one, update.version, checksums), plan.servers)
+        self._count_mismatches(plan.servers, differing)
+
+    async def _join(self, plan: BroadcastPlan) -> None:
+        """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
+        try:
+            async with asyncio.timeout_at(self._update.deadline):
+                while True:
+                    with contextlib.suppress(OSError):
+                        _, writer = await asyncio.open_connection(plan.address, plan.port)
+                        writer.close()
+                        break
+                    await asyncio.sleep(_LISTEN_PAUSE_S)
+        except TimeoutError:
+            raise TimeoutError("the sender did not listen") from None
+        await self._on_all(lambda one: self._backend.join(one, plan, self._update.meta.timeout_s), plan.servers)
+
+    # The sender
+
+    async def _wait_for_sender(self) -> None:
+        """Wait until the sender is done, e.g. the checkpoint is complete."""
+        sender = asyncio.wrap_future(self._update.meta.uploaded)
+        left_s = self._update.deadline - asyncio.get_running_loop().time()
+        await asyncio.wait([sender], timeout=max(0.0, left_s))
+        if not sender.done():
+            raise TimeoutError("the sender did not finish")
+        _raise_if_failed(sender)
+
+    async def _unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
+        """Run the transfer, but end at once with the sender's error if it fails."""
+        task = asyncio.create_task(transfer)
+        sender = asyncio.wrap_future(self._update.meta.uploaded)
+        sender.add_done_callback(lambda one: one.exception())  # its failure is no news when the transfer has failed
+        try:
+            await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and sender.exception() is not None:
+                await asyncio.wait([task], timeout=_LAST_WORD_S)  # a server that refused says why
+            if not task.done():
+                _raise_if_failed(sender)
+            await task
+        finally:
+            task.cancel()
+
+    def _checksums(self) -> Checksums | None:
+        """Return what lets a server verify what it got."""
+        accepts_mismatch = self._config.weight_check.on_mismatch == "warn"
+        return Checksums(by_name, accepts_mismatch) if (by_name := self._update.meta.fingerprints) else None
+
+    def _count_mismatches(self, servers: Sequence[Server], differing: Sequence[list[str] | None]) -> None:
+        """Count the tensors that servers kept although they differ."""
+        for server, names in zip(servers, differing, strict=True):
+            if names:
+                self.num_mismatched += len(names)
+                logger.warning(
+                    "server %s took %d tensors of version %d with other fingerprints than were sent: %s",
+                    *(server.address, len(names), self._update.version, ", ".join(names[:5])),
+                )
 
     # Failures
 
-    @asynccontextmanager
-    async def _undone_on_failure(self, update: WeightUpdate) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def _undone_on_failure(self) -> AsyncIterator[None]:
         """Turn what goes wrong into a WeightUpdateError, after the servers have left the group and resumed."""
+        update = self._update
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
@@ -163,12 +317,12 @@ class WeightReceiver:
             if isinstance(error, asyncio.CancelledError):
                 self._plan = None
             else:
-                await asyncio.gather(self._blame(update), self._drop_plan(update))
+                await asyncio.gather(self._blame(), self._drop_plan())
             # Servers that may hold a mix of old and new layers, also from an earlier update, stay paused.
             paused = [one for one in update.asked if one.is_reachable and one.version != NO_VERSION]
-            for another in (await update.resume(paused)).values():
+            for another in (await self._resume(paused)).values():
                 logger.warning("a server did not resume after a failed weight update: %s", another)
-            update.liveness.may_generate.set()
+            self._completions.may_generate.set()
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise WeightUpdateError(
@@ -176,23 +330,25 @@ class WeightReceiver:
                 f"{update.meta.timeout_s:g} s: got {type(error).__name__}: {error}"
             ) from error
 
-    async def _blame(self, update: WeightUpdate) -> None:
-        """Find out which servers an update failed by; they back off."""
+    async def _blame(self) -> None:
+        """Find out which servers the update failed by; they back off."""
+        update = self._update
         if update.found_nobody:
             return
-        dead = await update.liveness.dead_among(update.asked)
-        unreachable = {one: str(error) for one, error in update.failures.items() if isinstance(error, UnreachableError)}
+        dead = await self._completions.health.dead_among(update.asked)
+        failures = {one: str(error) for one, error in update.failures.items()}
+        unreachable = {one: why for one, why in failures.items() if isinstance(update.failures[one], UnreachableError)}
         unreachable |= dict.fromkeys(dead, "it does not answer")
         if unreachable:  # what the others answered may be the consequence
-            self.drop(unreachable)
-        elif any(_is_mismatch(error) and one in update.serving for one, error in update.failures.items()):
-            update.is_wrong = True
+            self._drop(unreachable)
+        elif any("with other fingerprints" in failures.get(one, "") for one in update.serving):
+            update.is_wrong = True  # `arealite.server` and the vLLM backend refuse weights with these words
         else:
-            self.drop({one: str(error) for one, error in update.failures.items()})
+            self._drop(failures)
 
-    def drop(self, failures: Mapping[Server, str]) -> None:
+    def _drop(self, failures: Mapping[Server, str]) -> None:
         """Remove servers that failed from the last update; they back off."""
-        update = self._require_update()
+        update = self._update
         for server, why in failures.items():
             error = update.failures.get(server)
             refused = isinstance(error, StatusError) and error.status < 500
@@ -205,227 +361,74 @@ class WeightReceiver:
         update.has_dropped |= bool(failures)
         update.members = [one for one in update.members if one not in failures]
 
-    def drop_joining(self, failures: Mapping[Server, str]) -> dict[Server, str]:
+    async def drop_joining(self, failures: Mapping[Server, str]) -> dict[Server, str]:
         """Remove the servers with wrong weights that were only joining, if others are left; return the rest."""
-        update = self._require_update()
+        update = self._update
         joining = {one: why for one, why in failures.items() if one not in update.serving}
         update.is_wrong = len(joining) < len(failures)
-        if not set(self.members) - set(joining) and not self._servers.healthy:
+        if not set(update.members) - set(joining) and not self._servers.healthy:
             return dict(failures)
-        self.drop(joining)
+        self._drop(joining)
         return {one: why for one, why in failures.items() if one not in joining}
 
-    def may_do_without(self, error: Exception) -> bool:
-        """After an update that failed with this error: return whether the servers that failed explain it.
+    async def require_servers(self, error: Exception) -> None:
+        """After an update that failed with `error`: wait until there are servers to repeat it with.
 
-        Joining servers that could not be updated never matter to those that serve.
+        Raises the error if no server is to blame for it, if every server has refused, or if none is there, or no update
+        has succeeded, for `rollout.setup_timeout` seconds. Joining servers that failed never matter to those that
+        serve.
         """
-        update = self._require_update()
+        update, now = self._update, time.monotonic()
         for server in update.members if self._is_unverified else []:
             self._servers.mark_weights_lost(server, server.version)
         self._is_unverified = False
-        if self.is_catch_up and self._servers.healthy:
-            self.drop({one: str(error) for one in update.asked if one in self._servers.joining})
-            return True
+        if update.meta.only_joining and self._servers.healthy:
+            self._drop({one: str(error) for one in update.asked if one in self._servers.joining})
+            return
         has_left = any(one not in self._servers.servers for one in update.asked)
-        return not update.is_wrong and (update.has_dropped or update.found_nobody or has_left)
+        if not update.is_wrong and (update.has_dropped or update.found_nobody or has_left):
+            if update.meta.only_joining:
+                return
+            self._completions.may_generate.set()  # requests wait for a server, which has a deadline of its own
+            self._failing_since = self._failing_since or now
+            servers = self._servers.servers
+            have_refused = bool(servers) and all(server.is_backing_off and server.refused for server in servers)
+            if not have_refused and now - self._failing_since <= self._config.setup_timeout:
+                logger.warning("a weight update is repeated, without the servers that failed: %s", error)
+                if await self._completions.wait_for_updatable():
+                    return
+        self._failing_since = None
+        raise error
 
-    def _require_update(self) -> WeightUpdate:
-        assert self._update is not None, "begin comes first"
-        return self._update
+    # Calls to servers
 
+    async def _try_on_all(
+        self, call: _Call[object], servers: Sequence[Server], limit_s: float
+    ) -> dict[Server, BaseException]:
+        """Call something for all servers at once, whatever becomes of the others; return what went wrong."""
+        calls = [call(self._completions.connection(server.address, deadline_in(limit_s))) for server in servers]
+        outcomes = zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+        return {server: outcome for server, outcome in outcomes if isinstance(outcome, BaseException)}
 
-class WeightUpdate:
-    """One update: the calls to the servers, under one deadline."""
-
-    def __init__(
-        self, backend: Backend, liveness: Liveness, meta: WeightUpdateMeta, servers: ServerSet, on_mismatch: str
-    ) -> None:
-        assert meta.version is not None, "the version must be known before servers are told"
-        self.meta = meta
-        self.version = meta.version
-        self.liveness = liveness
-        self.serving = set(servers.healthy)
-        """Servers that served before it."""
-        self.asked: list[Server] = []
-        """Servers that were to take part."""
-        self.members: list[Server] = []
-        """Servers that take part, from `pause` on."""
-        self.failures: dict[Server, ServerError] = {}
-        """Why servers failed."""
-        self.found_nobody = False
-        """Whether no server could be paused."""
-        self.is_torn = False
-        """Whether a server may hold some of the new weights."""
-        self.has_dropped = False
-        """Whether servers were dropped from it."""
-        self.is_wrong = False
-        """Whether wrong weights arrived at a server that served."""
-        self.num_mismatched = 0
-        self._backend = backend
-        self._on_mismatch = on_mismatch
-        self._servers = servers
-        self._uploaded = meta.uploaded
-        self._deadline = deadline_in(meta.timeout_s)
-
-    async def pause(self) -> None:
-        """Pause the servers, and leave those out that can't be reached."""
-        if self.meta.only_joining:
-            self.asked = self._servers.joining
-        else:
-            self.liveness.may_generate.clear()
-            reachable = [one for one in self._servers.servers if one.is_reachable]
-            self.asked = self._servers.updatable or reachable or self._servers.servers
-        self.members = self.asked
-        await self._on_all(self._backend.pause, self.asked, may_be_gone=True)
-        self.members = [server for server in self.asked if server not in self.failures]
-        for server in self.failures:
-            self.liveness.suspect(server)
-        if not self.members:
-            self.found_nobody = True
-            errors = "; ".join(str(error) for error in self.failures.values()) or "no server"
-            raise ServerError(f"at least one inference server must be reachable: got {errors}")
-        for server in [] if self.meta.only_joining else self._servers.servers:
-            if server not in self.members:
-                logger.warning("server %s misses weights %d and idles until the next", server.address, self.version)
-        self.failures.clear()
-
-    async def load_from_disk(self, servers: Sequence[Server]) -> None:
-        """Let servers read the checkpoint, then remove it."""
-        path = self.meta.path
-        assert path is not None, "an update through the disk needs a path"
-        self.is_torn = True
-        checksums = self._checksums()
-        await self._on_all(
-            lambda one: self._count_mismatches(one, self._backend.load(one, path, self.version, checksums)), servers
-        )
-        await asyncio.to_thread(shutil.rmtree, path)
-
-    async def join(self, plan: BroadcastPlan) -> None:
-        """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                while not await _listens(plan.address, plan.port):
-                    await asyncio.sleep(_LISTEN_PAUSE_S)
-        except TimeoutError:
-            raise TimeoutError("the sender did not listen") from None
-        await self._on_all(lambda one: self._backend.join(one, plan, self.meta.timeout_s), plan.servers)
-
-    async def leave(self, plan: BroadcastPlan) -> None:
-        """Let the members of a group leave it; one that is gone or refuses does not matter."""
-        leaving = (self._backend.leave(self._connection(one, deadline_in(_LEAVE_S)), plan) for one in plan.servers)
-        for outcome in await asyncio.gather(*leaving, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                logger.info("a server did not leave group %s: %s", plan.name, outcome)
-
-    async def receive_buckets(self, plan: BroadcastPlan) -> None:
-        """Let all servers receive the buckets in send order; the last one carries the version."""
-        must_end: dict[str, bool] = {}
-
-        async def begin(one: ServerConnection) -> None:
-            must_end[one.address] = await self._backend.begin(one)
-
-        async def end(one: ServerConnection) -> None:
-            if must_end[one.address]:
-                await self._count_mismatches(one, self._backend.end(one, self.version, self._checksums()))
-
-        await self._on_all(begin, plan.servers)
-        buckets = self.meta.nccl_param_specs
-        self.is_torn = True  # from the first bucket on a server may hold a mix of old and new layers
-        for index, specs in enumerate(buckets):
-            await self._receive_bucket(plan, specs, is_last=index == len(buckets) - 1)
-        if self.meta.wants_fingerprints:
-            await self.wait_for_sender()  # checksums are known only when the last bucket has been sent
-        await self._on_all(end, plan.servers)
-
-    async def _receive_bucket(self, plan: BroadcastPlan, specs: list[ParamSpec], *, is_last: bool) -> None:
-        version = self.version if is_last else None
-        await self._on_all(lambda one: self._backend.receive(one, plan, specs, version), plan.servers)
-
-    def _checksums(self) -> Checksums | None:
-        """Return what lets a server verify what it got."""
-        checksums = self.meta.fingerprints
-        return Checksums(checksums, accepts_mismatch=self._on_mismatch == "warn") if checksums else None
-
-    async def _count_mismatches(self, one: ServerConnection, verified: Coroutine[Any, Any, list[str]]) -> None:
-        """Count the tensors that the server kept although they differ."""
-        if differing := await verified:
-            self.num_mismatched += len(differing)
-            logger.warning(
-                "server %s took %d tensors of version %d with other fingerprints than were sent: %s",
-                *(one.address, len(differing), self.version, ", ".join(differing[:5])),
-            )
-
-    async def wait_for_sender(self) -> None:
-        """Wait until the sender is done, e.g. the checkpoint is complete."""
-        sender = asyncio.wrap_future(self._uploaded)
-        await asyncio.wait([sender], timeout=max(0.0, self._deadline - asyncio.get_running_loop().time()))
-        if not sender.done():
-            raise TimeoutError("the sender did not finish")
-        _raise_if_failed(sender)
-
-    async def unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
-        """Run the transfer, but end at once with the sender's error if it fails."""
-        task = asyncio.create_task(transfer)
-        sender = asyncio.wrap_future(self._uploaded)
-        sender.add_done_callback(lambda one: one.exception())  # its failure is no news when the transfer has failed
-        try:
-            await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and sender.exception() is not None:
-                await asyncio.wait([task], timeout=_LAST_WORD_S)  # a server that refused says why
-            if not task.done():
-                _raise_if_failed(sender)
-            await task
-        finally:
-            task.cancel()
-
-    async def resume(self, servers: Sequence[Server]) -> dict[Server, BaseException]:
-        """Let servers generate again; return why some did not."""
-        deadline = deadline_in(min(_RESUME_S, self.meta.timeout_s))
-        resuming = (self._backend.resume(self._connection(one, deadline)) for one in servers)
-        outcomes = await asyncio.gather(*resuming, return_exceptions=True)
-        return {
-            server: outcome
-            for server, outcome in zip(servers, outcomes, strict=True)
-            if isinstance(outcome, BaseException)
-        }
-
-    def _connection(self, server: Server, deadline: float) -> ServerConnection:
-        return ServerConnection(self.liveness.session, server.address, deadline)
-
-    async def _on_all(
-        self,
-        call: Callable[[ServerConnection], Coroutine[Any, Any, object]],
-        servers: Sequence[Server],
-        *,
-        may_be_gone: bool = False,
-    ) -> None:
+    async def _on_all(self, call: _Call[T], servers: Sequence[Server], *, may_be_gone: bool = False) -> list[T | None]:
         """Call something for all servers at once; failures are noted, and the first that matters ends the others."""
+        update = self._update
 
-        async def call_one(server: Server) -> None:
+        async def call_one(server: Server) -> T | None:
             try:
-                await call(self._connection(server, self._deadline))
+                return await call(self._completions.connection(server.address, update.deadline))
             except ServerError as error:
-                self.failures[server] = error
+                update.failures[server] = error
                 if not (may_be_gone and isinstance(error, UnreachableError)):
                     raise
+                return None
 
         tasks = [asyncio.create_task(call_one(server)) for server in servers]
         try:
-            await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-
-
-async def _listens(address: str, port: int) -> bool:
-    """Tell whether someone accepts connections."""
-    try:
-        _, writer = await asyncio.open_connection(address, port)
-    except OSError:
-        return False
-    writer.close()
-    return True
 
 
 def _raise_if_failed(sender: asyncio.Future[None]) -> None:
@@ -433,12 +436,3 @@ def _raise_if_failed(sender: asyncio.Future[None]) -> None:
     error = sender.exception()
     if error is not None:
         raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
-
-
-def _is_mismatch(error: ServerError) -> bool:
-    """Tell whether a server refused weights whose checksums differ, as `arealite.server` and the vLLM backend do."""
-    return "with other fingerprints" in str(error)
-
-
-def _is_local(address: str) -> bool:
-    return address.rpartition(":")[0] in ("localhost", LOOPBACK)

@@ -9,7 +9,7 @@ kernels. It can't say why logprobs differ; checksums name tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.backends import KINDS
-from arealite.inference.completions import Canary
+from arealite.inference.backends.base import Segment
+from arealite.inference.pool import Server
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.distributed import agreed
 from arealite.utils.tensors import concat_padded_tensors
@@ -41,11 +42,9 @@ def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
     if check.canary_tokens == 0:
         return
     request = _request(actor, check)
-    canaries = agreed(lambda: rollout.sample_canaries(request) if dist.get_rank() == 0 else [])
+    canaries = agreed(lambda: rollout.sample_canaries(request) if dist.get_rank() == 0 else {})
     logprobs_BT = actor.compute_logprobs(_batch(request, canaries))
-    agreed(
-        lambda: _judge(rollout, version, canaries, logprobs_BT, _bound(check, actor, canaries), _cause(actor, rollout))
-    )
+    agreed(lambda: _judge(actor, rollout, version, canaries, logprobs_BT))
 
 
 def _request(actor: FSDPPPOActor, check: WeightCheckConfig) -> ModelRequest:
@@ -58,21 +57,21 @@ def _request(actor: FSDPPPOActor, check: WeightCheckConfig) -> ModelRequest:
     )
 
 
-def _batch(request: ModelRequest, canaries: Sequence[Canary]) -> TensorDict:
+def _batch(request: ModelRequest, canaries: Mapping[Server, Segment]) -> TensorDict:
     """Return one row per server; ranks other than 0 have none."""
     if not canaries:
         empty = torch.zeros(0, 1, dtype=torch.long)
         return TensorDict({"input_ids": empty, "attention_mask": empty.bool()}, [0])
-    rows = [torch.tensor([[*request.input_ids, *one.tokens]]) for one in canaries]
+    rows = [torch.tensor([[*request.input_ids, *one.tokens]]) for one in canaries.values()]
     return concat_padded_tensors(
         [TensorDict({"input_ids": row, "attention_mask": torch.ones_like(row, dtype=torch.bool)}, [1]) for row in rows]
     )
 
 
-def _bound(check: WeightCheckConfig, actor: FSDPPPOActor, canaries: Sequence[Canary]) -> float:
-    if check.canary_bound is not None:
-        return check.canary_bound
-    dtypes = {actor.config.dtype, *(one.dtype for one in canaries)}
+def _bound(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, canaries: Mapping[Server, Segment]) -> float:
+    if (bound := rollout.config.weight_check.canary_bound) is not None:
+        return bound
+    dtypes = {actor.config.dtype, *(server.facts.dtype for server in canaries)}
     return _FLOAT32_BOUND if dtypes == {"float32"} else _SHORTER_BOUND
 
 
@@ -85,24 +84,24 @@ def _cause(actor: FSDPPPOActor, rollout: RemoteInferenceEngine) -> str:
 
 
 def _judge(
+    actor: FSDPPPOActor,
     rollout: RemoteInferenceEngine,
     version: int,
-    canaries: Sequence[Canary],
+    canaries: Mapping[Server, Segment],
     logprobs_BT: torch.Tensor,
-    bound: float,
-    cause: str,
 ) -> None:
     """Record the largest gap; refuse servers that are beyond the bound or report another version."""
-    complaints: dict[str, str] = {}
+    bound = _bound(actor, rollout, canaries)
+    complaints: dict[Server, str] = {}
     gaps = []
-    for one, logprobs_T in zip(canaries, logprobs_BT.double().cpu(), strict=True):
+    for (server, one), logprobs_T in zip(canaries.items(), logprobs_BT.double().cpu(), strict=True):
         expected = logprobs_T[_PROMPT_TOKENS : _PROMPT_TOKENS + len(one.tokens)]
         gap = (torch.tensor(one.logprobs, dtype=torch.float64) - expected).abs().mean().item()
         gaps.append(gap)
         if not gap <= bound:
-            complaints[one.address] = f"{one.address} differs by {gap:.3g} per token over {len(one.tokens)} tokens"
+            complaints[server] = f"{server.address} differs by {gap:.3g} per token over {len(one.tokens)} tokens"
         elif one.versions is not None and set(one.versions) != {version}:
-            complaints[one.address] = f"{one.address} says version {', '.join(map(str, sorted(set(one.versions))))}"
+            complaints[server] = f"{server.address} says version {', '.join(map(str, sorted(set(one.versions))))}"
     rollout.canary_gap = max(gaps, default=None)
     is_final = rollout.config.weight_check.on_mismatch == "stop"
     if is_final and complaints:
@@ -111,7 +110,7 @@ def _judge(
         return
     text = (
         f"every server must sample from weights of version {version}, with logprobs within {bound:g} of the trainer's: "
-        f"{'; '.join(complaints.values())}. {cause}; rollout.weight_check.canary_bound is the bound."
+        f"{'; '.join(complaints.values())}. {_cause(actor, rollout)}; rollout.weight_check.canary_bound is the bound."
     )
     if is_final:
         raise WeightUpdateError(text)

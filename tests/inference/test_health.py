@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.inference.health import Liveness
+from arealite.inference.health import Health
 from arealite.inference.http import Json, ServerConnection, deadline_in, open_session
-from arealite.inference.pool import Server, ServerSet
+from arealite.inference.pool import Server, ServerPool
 
 QUIET_S, HEALTH_S = 0.3, 1.5
 
@@ -61,28 +61,28 @@ def started(tmp_path: Path, *, health_delay_s: float = 0.0) -> Iterator[tuple[st
 
 
 @contextlib.asynccontextmanager
-async def watching(*addresses: str) -> AsyncIterator[tuple[Liveness, list[Server], asyncio.Event]]:
-    servers, may_generate = ServerSet(addresses), asyncio.Event()
+async def watching(*addresses: str) -> AsyncIterator[tuple[Health, list[Server], asyncio.Event]]:
+    servers, may_generate = ServerPool(addresses), asyncio.Event()
     may_generate.set()
     async with open_session() as session:
-        liveness = Liveness(session, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S)
-        yield liveness, servers.servers, may_generate
+        health = Health(session, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S)
+        yield health, servers.servers, may_generate
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
 
-async def post(liveness: Liveness, server: Server, payload: Json, *, timeout_s: float = 60) -> Json:
-    async with liveness.in_flight(server):
-        connection = ServerConnection(liveness.session, server.address, deadline_in(timeout_s))
+async def post(health: Health, server: Server, payload: Json, *, timeout_s: float = 60) -> Json:
+    async with health.in_flight(server):
+        connection = ServerConnection(health.session, server.address, deadline_in(timeout_s))
         return await connection.request("POST", "/generate", payload)
 
 
 async def test_requests_of_a_stopped_server_are_given_up_and_it_is_readmitted(tmp_path: Path) -> None:
     with started(tmp_path) as (address, pid), started(tmp_path) as (other, _):
-        async with watching(address, other) as (liveness, (server, second), _):
+        async with watching(address, other) as (health, (server, second), _):
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(UnreachableError, match=f"{address} must reach a live server"):
-                await post(liveness, server, {"seconds": 600}, timeout_s=600)
+                await post(health, server, {"seconds": 600}, timeout_s=600)
             assert not server.is_reachable and second.is_reachable
             os.kill(pid, signal.SIGCONT)
             async with asyncio.timeout(120):
@@ -92,9 +92,9 @@ async def test_requests_of_a_stopped_server_are_given_up_and_it_is_readmitted(tm
 
 async def test_requests_wait_for_a_stopped_server_if_there_is_no_other(tmp_path: Path) -> None:
     with started(tmp_path) as (address, pid):
-        async with watching(address) as (liveness, (server,), _):
+        async with watching(address) as (health, (server,), _):
             os.kill(pid, signal.SIGSTOP)
-            request = asyncio.create_task(post(liveness, server, {"seconds": 0}))
+            request = asyncio.create_task(post(health, server, {"seconds": 0}))
             async with asyncio.timeout(120):
                 while server.is_reachable:
                     await asyncio.sleep(0.02)
@@ -107,47 +107,47 @@ async def test_requests_wait_for_a_stopped_server_if_there_is_no_other(tmp_path:
 
 async def test_a_long_request_on_a_healthy_server_is_left_alone(tmp_path: Path) -> None:
     with started(tmp_path) as (address, _), started(tmp_path) as (other, _):
-        async with watching(address, other) as (liveness, (server, _), _):
-            assert await post(liveness, server, {"seconds": 3.5}) == {"done": True}
+        async with watching(address, other) as (health, (server, _), _):
+            assert await post(health, server, {"seconds": 3.5}) == {"done": True}
             assert server.is_reachable
 
 
 async def test_answers_are_signs_of_life_even_if_health_is_slow(tmp_path: Path) -> None:
     with started(tmp_path, health_delay_s=15) as (address, _), started(tmp_path) as (other, _):
-        async with watching(address, other) as (liveness, (server, _), _):
-            long = asyncio.create_task(post(liveness, server, {"seconds": 3.5}))
+        async with watching(address, other) as (health, (server, _), _):
+            long = asyncio.create_task(post(health, server, {"seconds": 3.5}))
             while not long.done():
-                await post(liveness, server, {"seconds": 0.1})
+                await post(health, server, {"seconds": 0.1})
             assert await long == {"done": True} and server.is_reachable
 
 
 async def test_nobody_is_judged_during_a_publication(tmp_path: Path) -> None:
     with started(tmp_path, health_delay_s=15) as (address, _), started(tmp_path) as (other, _):
-        async with watching(address, other) as (liveness, (server, _), may_generate):
+        async with watching(address, other) as (health, (server, _), may_generate):
             may_generate.clear()
-            assert await post(liveness, server, {"seconds": 3.5}) == {"done": True}
+            assert await post(health, server, {"seconds": 3.5}) == {"done": True}
             assert server.is_reachable
 
 
 async def test_a_sick_server_that_answers_health_gets_requests_ever_more_rarely(tmp_path: Path) -> None:
     async def seconds_without_requests(server: Server) -> float:
         began = time.monotonic()
-        liveness.suspect(server)
+        health.suspect(server)
         async with asyncio.timeout(30):
             while not server.is_reachable:
                 await asyncio.sleep(0.01)
         return time.monotonic() - began
 
     with started(tmp_path) as (address, _), started(tmp_path) as (other, _):
-        async with watching(address, other) as (liveness, (server, _), _):
+        async with watching(address, other) as (health, (server, _), _):
             pauses = [await seconds_without_requests(server) for _ in range(5)]
             assert all(pause >= 0.1 * 2**index for index, pause in enumerate(pauses))
-            liveness.trust(server)
+            health.trust(server)
             assert await seconds_without_requests(server) < 3.2, "it has answered well in between"
 
 
 async def test_a_request_has_its_own_deadline(tmp_path: Path) -> None:
     with started(tmp_path) as (address, _):
-        async with watching(address) as (liveness, (server,), _):
+        async with watching(address) as (health, (server,), _):
             with pytest.raises(ServerError, match=r"must answer within 0\.2 s"):
-                await post(liveness, server, {"seconds": 9}, timeout_s=0.2)
+                await post(health, server, {"seconds": 9}, timeout_s=0.2)

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.inference.pool import ServerSet
+from arealite.inference.pool import ServerPool
 
 
 def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
-    servers = ServerSet(["a", "b", "c"])
+    servers = ServerPool(["a", "b", "c"])
     a, b, c = servers.servers
     assert [servers.pick(f"r{index}", 10) for index in range(3)] == [a, b, c]
     servers.release(b, 10)
@@ -35,7 +35,7 @@ def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
 
 
 def test_only_servers_with_the_newest_weights_are_picked() -> None:
-    servers = ServerSet(["a", "b"])
+    servers = ServerPool(["a", "b"])
     a, b = servers.servers
     assert servers.pick("r", 1) is a
     servers.advance([b], 3)
@@ -53,7 +53,7 @@ def test_only_servers_with_the_newest_weights_are_picked() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 100)), max_size=60))
 def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
-    servers = ServerSet(["a", "b", "c"])
+    servers = ServerPool(["a", "b", "c"])
     for number, (_, tokens) in enumerate(requests):
         servers.pick(str(number), tokens)
     loads = [server.outstanding_tokens for server in servers.servers]
@@ -61,7 +61,7 @@ def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
 
 
 def test_without_servers_nobody_is_picked() -> None:
-    assert ServerSet().pick("r", 1) is None
+    assert ServerPool().pick("r", 1) is None
 
 
 # Servers of different speeds
@@ -102,7 +102,7 @@ class Fleet:
     """Simulated servers, and clients that keep them busy."""
 
     def __init__(self, *natures: Nature, num_clients: int) -> None:
-        self.servers = ServerSet([f"s{index}" for index in range(len(natures))], clock=asyncio.get_running_loop().time)
+        self.servers = ServerPool([f"s{index}" for index in range(len(natures))], clock=asyncio.get_running_loop().time)
         self.natures = dict(zip(self.servers.servers, natures))
         self.rng = random.Random(1)
         self.clients = [asyncio.create_task(self.client()) for _ in range(num_clients)]
@@ -202,7 +202,7 @@ def test_a_server_that_joins_gets_its_share_at_once() -> None:
 
 
 def test_short_completions_say_nothing_about_speed() -> None:
-    servers = ServerSet(["a"])
+    servers = ServerPool(["a"])
     (server,) = servers.servers
     servers.measure(server, 7, 1.0)
     assert server.tokens_per_s is None

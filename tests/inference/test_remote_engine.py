@@ -337,7 +337,7 @@ def test_an_episode_that_waits_for_a_server_says_so() -> None:
 def test_a_request_does_not_wait_for_ever_for_the_end_of_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arealite.inference.completions._RESUME_GRACE_S", 0.1)
     with connected(ScriptedServer(), weight_update_timeout=0.2) as engine:
-        engine._generator.may_generate.clear()
+        engine._completions.may_generate.clear()
         with pytest.raises(ServerError, match=r"must resume within 0\.7 s"):
             generate(engine, max_new_tokens=2)
 

@@ -41,7 +41,7 @@ def connect(stack: contextlib.ExitStack, *servers: ScriptedServer, **config: Any
 
 def add(engine: RemoteSGLangEngine, server: ScriptedServer) -> None:
     """Make a running server a member, as one that registers becomes."""
-    engine._require_executor().loop.run(engine._generator.connect([server.address]))
+    engine._require_executor().loop.run(engine._completions.connect([server.address]))
 
 
 @pytest.fixture

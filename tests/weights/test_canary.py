@@ -363,9 +363,9 @@ def test_canaries_pass_the_gate_that_pauses_episodes(stack: contextlib.ExitStack
     publish_weights(actor, rollout, version=1)
     rollout.pause()
     loop = rollout._require_executor().loop
-    loop.run(_clear(rollout._generator.may_generate))
+    loop.run(_clear(rollout._completions.may_generate))
     check_canary(actor, rollout, version=1)
-    loop.run(_set(rollout._generator.may_generate))
+    loop.run(_set(rollout._completions.may_generate))
 
 
 async def _clear(event: asyncio.Event) -> None:

@@ -216,8 +216,8 @@ class Backend(abc.ABC):
         """Leave a broadcast group."""
 
     @abc.abstractmethod
-    async def begin(self, server: ServerConnection) -> bool:
-        """Start an update by broadcast, dropping an unfinished one; return whether `end` must finish it."""
+    async def begin(self, server: ServerConnection) -> None:
+        """Start an update by broadcast, dropping an unfinished one."""
 
     @abc.abstractmethod
     async def receive(

@@ -23,24 +23,14 @@ class LiteBackend(SGLangBackend):
         self._takes_seeds.add(server.address)
         return ServerFacts(str(info["dtype"]))
 
-    async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
-        payload = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        reply = await server.request("POST", "/update_weights_from_disk", payload | _fields(checksums))
-        return list(reply.get("mismatched", []))
-
     async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
         payload = plan.payload(server.address) | {"timeout_s": timeout_s}
         await server.request("POST", "/init_weights_update_group", payload)
 
-    async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
-        reply = await server.request("POST", "/end_weight_update", _fields(checksums))
-        return list(reply.get("mismatched", []))
-
-
-def _fields(checksums: Checksums | None) -> Json:
-    if checksums is None:
-        return {}
-    return {"fingerprints": checksums.by_name, "on_mismatch": "accept" if checksums.accepts_mismatch else "refuse"}
+    def _expected(self, checksums: Checksums | None) -> Json:
+        if checksums is None:
+            return {}
+        return {"fingerprints": checksums.by_name, "on_mismatch": "accept" if checksums.accepts_mismatch else "refuse"}
 
 
 LITE = ServerKind(

@@ -39,6 +39,8 @@ class SGLangBackend(Backend):
         """By address: the longest prompt and completion together that SGLang accepts."""
         self._takes_seeds: set[str] = set()
         """Addresses of servers that sample by seed; others ignore one, and those before 0.5 refuse it."""
+        self._begun: set[str] = set()
+        """Addresses of servers in an update that `end` must finish."""
 
     async def meet(self, server: ServerConnection) -> ServerFacts:
         await self._model_info(server)
@@ -116,8 +118,8 @@ class SGLangBackend(Backend):
 
     async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
         payload = {"model_path": path, "weight_version": str(version), "flush_cache": self._flushes_cache}
-        await server.request("POST", "/update_weights_from_disk", payload)
-        return []
+        reply = await server.request("POST", "/update_weights_from_disk", payload | self._expected(checksums))
+        return list(reply.get("mismatched", []))
 
     async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
         await server.request("POST", "/init_weights_update_group", plan.payload(server.address))
@@ -125,16 +127,16 @@ class SGLangBackend(Backend):
     async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
         await server.request("POST", "/destroy_weights_update_group", {"group_name": plan.name})
 
-    async def begin(self, server: ServerConnection) -> bool:
+    async def begin(self, server: ServerConnection) -> None:
         try:
             await server.request("POST", "/begin_weight_update")
         except StatusError as error:
             if error.status == 404:
-                return False
+                return
             with contextlib.suppress(StatusError):
                 await server.request("POST", "/end_weight_update")
             await server.request("POST", "/begin_weight_update")
-        return True
+        self._begun.add(server.address)
 
     async def receive(
         self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
@@ -148,8 +150,15 @@ class SGLangBackend(Backend):
         await server.request("POST", "/update_weights_from_distributed", payload)
 
     async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
-        await server.request("POST", "/end_weight_update")
-        return []
+        if server.address not in self._begun:
+            return []
+        self._begun.remove(server.address)
+        reply = await server.request("POST", "/end_weight_update", self._expected(checksums))
+        return list(reply.get("mismatched", []))
+
+    def _expected(self, checksums: Checksums | None) -> Json:
+        """Return the fields that let a server verify weights."""
+        return {}
 
     @property
     def _flushes_cache(self) -> bool:

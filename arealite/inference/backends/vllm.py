@@ -168,10 +168,9 @@ class VLLMBackend(Backend):
         await _call_workers(server, "abandon_weight_update")
         await server.request("POST", "/shutdown_weight_transfer_engine")
 
-    async def begin(self, server: ServerConnection) -> bool:
+    async def begin(self, server: ServerConnection) -> None:
         await _call_workers(server, "abandon_weight_update")
         await server.request("POST", "/start_weight_update")
-        return True
 
     async def receive(
         self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
