@@ -4,9 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-TRAINING_PHASES = ("time/logprobs_s", "time/update_s", "time/train_s")
-"""Timers that add up to the column `train`."""
-
 _UNITS = ((1e3, "k"), (1e6, "M"), (1e9, "G"))
 
 
@@ -28,43 +25,28 @@ def compact(value: float) -> str:
     return f"{value / unit:.1f}{letter}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.1f}s"
-
-
-def _sum(*keys: str) -> Callable[[Mapping[str, float]], float | None]:
-    def value(metrics: Mapping[str, float]) -> float | None:
-        found = [metrics[key] for key in keys if key in metrics]
-        return sum(found) if found else None
-
-    return value
-
-
-def _first(*keys: str) -> Callable[[Mapping[str, float]], float | None]:
-    return lambda metrics: next((metrics[key] for key in keys if key in metrics), None)
-
-
 @dataclass(frozen=True)
 class Column:
-    """One number of the line; columns of one group share a cell."""
+    """One number of the line, the sum of the metrics that a row has; columns of one group share a cell."""
 
     label: str
-    value: Callable[[Mapping[str, float]], float | None]
+    keys: tuple[str, ...]
     width: int
     render: Callable[[float], str] = compact
     group: str = ""
 
 
 COLUMNS = (
-    Column("reward", _first("reward/mean"), 6),
-    Column("loss", _first("policy/loss", "sft/loss"), 6, lambda value: f"{value:.3f}"),
-    Column("kl", _first("policy/approx_kl"), 6),
-    Column("mismatch_kl", _first("policy/mismatch_kl"), 6),
-    Column("staleness", _first("staleness/mean"), 3, lambda value: f"{value:.1f}"),
-    Column("rollout", _first("time/rollout_s"), 5, _seconds, group="time"),
-    Column("train", _sum(*TRAINING_PHASES), 5, _seconds, group="time"),
-    Column("tok/s", _first("perf/tokens_per_s"), 5),
-    Column("eval", _first("eval/accuracy", "eval/loss"), 6),
+    Column("reward", ("reward/mean",), 6),
+    Column("loss", ("policy/loss", "sft/loss"), 6, "{:.3f}".format),
+    Column("kl", ("policy/approx_kl",), 6),
+    Column("mismatch_kl", ("policy/mismatch_kl",), 6),
+    Column("staleness", ("staleness/mean",), 3, "{:.1f}".format),
+    Column("rollout", ("time/rollout_s",), 5, "{:.1f}s".format, group="time"),
+    Column("train", ("time/logprobs_s", "time/update_s", "time/train_s"), 5, "{:.1f}s".format, group="time"),
+    Column("tok/s", ("perf/tokens_per_s",), 5),
+    Column("eval", ("eval/accuracy",), 6),
+    Column("eval", ("eval/loss",), 6),
 )
 
 
@@ -85,7 +67,8 @@ class StepLine:
         group = ""
         has_trained = any(key.startswith("optim/") for key in metrics)
         for column in COLUMNS:
-            value = column.value(metrics)
+            found = [metrics[key] for key in column.keys if key in metrics]
+            value = sum(found) if found else None
             if value is not None:
                 self._seen.add(column.label)
             elif column.label == "eval" or column.label not in self._seen or not has_trained:

@@ -22,13 +22,11 @@ class ConfigKey:
     name: str
     """Dotted."""
     owner: type
-    """The dataclass that has the field."""
     hint: Any
     default: Any
 
     @property
     def leaf(self) -> str:
-        """The last part of the name."""
         return self.name.rpartition(".")[2]
 
     @property

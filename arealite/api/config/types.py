@@ -16,9 +16,14 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict
 
 @dataclass
 class ConfigBase:
-    """Base of all config classes. A number may stand for a string (`trial_name=0`); the loader judges unknown keys."""
+    """Base of all config classes: numbers are finite, and one may stand for a string (`trial_name=0`).
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
+    The loader judges unknown keys.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="ignore", coerce_numbers_to_str=True, allow_inf_nan=False
+    )
     IS_EXTENDED: ClassVar[bool] = False
     """Whether experiments add keys to this block, which launchers leave to the script."""
 
@@ -87,17 +92,15 @@ _Integer = Annotated[int, Strict()]
 NonNegativeInt = Annotated[_Integer, Ge(0)]
 PositiveInt = Annotated[_Integer, Gt(0)]
 
-_Number = Annotated[float, BeforeValidator(_refuse_bool)]
-_INFINITY = float("inf")
-Finite = Annotated[_Number, Gt(-_INFINITY), Lt(_INFINITY)]
-NonNegative = Annotated[_Number, Ge(0), Lt(_INFINITY)]
-Positive = Annotated[_Number, Gt(0), Lt(_INFINITY)]
-AboveOne = Annotated[_Number, Gt(1), Lt(_INFINITY)]
-Fraction = Annotated[_Number, Ge(0), Le(1)]
+Finite = Annotated[float, BeforeValidator(_refuse_bool)]
+NonNegative = Annotated[Finite, Ge(0)]
+Positive = Annotated[Finite, Gt(0)]
+AboveOne = Annotated[Finite, Gt(1)]
+Fraction = Annotated[Finite, Ge(0), Le(1)]
 """In [0, 1]."""
-PositiveFraction = Annotated[_Number, Gt(0), Le(1)]
+PositiveFraction = Annotated[Finite, Gt(0), Le(1)]
 """In (0, 1]."""
-HalfOpenFraction = Annotated[_Number, Ge(0), Lt(1)]
+HalfOpenFraction = Annotated[Finite, Ge(0), Lt(1)]
 """In [0, 1)."""
-OpenFraction = Annotated[_Number, Gt(0), Lt(1)]
+OpenFraction = Annotated[Finite, Gt(0), Lt(1)]
 """In (0, 1)."""
