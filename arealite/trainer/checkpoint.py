@@ -50,16 +50,14 @@ def find_damage(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint; None if it is whole."""
     try:
         raw = (folder / MANIFEST).read_bytes()
+        files: dict[str, Entry] = json.loads(raw)["files"]
+        if raw != _render(files):
+            raise ValueError("its checksum differs")
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except OSError as error:
         return f"{MANIFEST} can't be read: {error}"
-    try:
-        files: dict[str, Entry] = json.loads(raw)["files"]
-        is_whole = raw == _render(files)
     except (ValueError, KeyError, TypeError):
-        is_whole = False
-    if not is_whole:
         return f"{MANIFEST} is cut off or was changed"
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda item: _file_damage(folder / item[0], item[1]), files.items())

@@ -27,8 +27,7 @@ def check_loggers(loggers: StatsLoggerConfig) -> None:
     for service, modes in LOGGER_MODES.items():
         mode = getattr(loggers, service).get("mode", "disabled")
         require(
-            mode in modes,
-            f"stats_logger.{service}.mode must be one of {', '.join(modes)}: got {mode}. Correct it.",
+            mode in modes, f"stats_logger.{service}.mode must be one of {', '.join(modes)}: got {mode}. Correct it."
         )
 
 
@@ -199,8 +198,7 @@ def check_reference(actor: PPOActorConfig, ref: PPOActorConfig | None, gconfig: 
         logger.warning("ref has no effect: actor.kl_ctl is 0. Set actor.kl_ctl above 0 or remove the ref block.")
     check_equal("ref.temperature", ref.temperature, "gconfig.temperature", gconfig.temperature)
     require(
-        ref.optimizer is None,
-        "ref.optimizer must be null: got an optimizer. A reference is never trained; remove it.",
+        ref.optimizer is None, "ref.optimizer must be null: got an optimizer. A reference is never trained; remove it."
     )
 
 

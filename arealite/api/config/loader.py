@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to one checked dataclass, for any config class.
+"""From a YAML file and `key=value` overrides to one checked dataclass, for any experiment.
 
 Order: old keys are moved, unknown ones refused, the rest is laid over the defaults, keys that follow another key take
 its value, `${...}` is resolved, pydantic checks types and ranges, and the config's own `validate()` checks pairs.
@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from arealite.api.config.experiment import BaseExperimentConfig
 from arealite.api.config.legacy import migrate
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.errors import ConfigError
@@ -26,17 +27,7 @@ from arealite.api.errors import ConfigError
 logger = logging.getLogger("arealite.config")
 
 
-class Experiment(Protocol):
-    """What a config class has besides its fields."""
-
-    DEFAULTS_FROM: ClassVar[dict[str, str]]
-    """Keys that take another key's value unless they are given."""
-
-    def validate(self) -> None:
-        """Set what follows from several values and refuse contradictions."""
-
-
-ConfigT = TypeVar("ConfigT", bound=Experiment)
+ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
 Tree = dict[str, Any]
 Keys = dict[str, ConfigKey]
 Sources = dict[str, Tree]
@@ -148,10 +139,10 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _resolve(config_cls: type[Experiment], given: DictConfig, keys: Keys, config_file: str) -> Tree:
+def _resolve(config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Keys, config_file: str) -> Tree:
     """Lay what was given over the defaults, fill in keys that follow others, and resolve references."""
     raw_given = cast(Tree, OmegaConf.to_container(given))
-    defaults = dataclasses.asdict(cast(Any, config_cls()))
+    defaults = dataclasses.asdict(config_cls())
     for key in keys.values():
         is_given = key.block is not None and isinstance(_lookup(raw_given, key.name), dict)
         if is_given and _lookup(defaults, key.name) is None:
