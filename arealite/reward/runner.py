@@ -78,7 +78,6 @@ class RewardRunner:
         self._is_closed = False
 
     async def __call__(self, **call: Any) -> float:
-        """Score one completion."""
         if self._is_closed:
             raise RuntimeError(f"reward runner of {self.name} must be open: got a call after close(). Make a new one.")
         if self.is_async:
@@ -90,7 +89,6 @@ class RewardRunner:
         return float(value)
 
     def close(self) -> None:
-        """End all workers, also those in the middle of a call."""
         with self._lock:
             self._is_closed = True
             workers = list(self._workers)
@@ -219,7 +217,6 @@ class WorkerProcess:
             self._send(start_message, self._ready_by)
 
     def wait_ready(self) -> Reply:
-        """Wait until the function is imported."""
         kind, value = self._receive(self._ready_by)
         self.is_ready, self._first_gib = kind == "ready", self._memory_gib()
         if kind == "timeout":
@@ -227,7 +224,6 @@ class WorkerProcess:
         return kind, value
 
     def call(self, call: dict[str, Any], timeout: float) -> Reply:
-        """Run the function."""
         deadline = time.monotonic() + timeout
         try:
             message = pickle.dumps(call)
@@ -253,7 +249,6 @@ class WorkerProcess:
         self.process.wait(_END_S)
 
     def close(self) -> None:
-        """Kill the process and close the socket."""
         self.kill()
         self._connection.close()
         self._socket.close()
@@ -280,7 +275,6 @@ class WorkerProcess:
         return reply
 
     def _end(self) -> str:
-        """Describe how the process ended."""
         try:
             return describe_exit(exit_status(self.process.wait(_END_S)))
         except subprocess.TimeoutExpired:

@@ -1,8 +1,7 @@
 """How what rank 0 collected reaches every rank.
 
-While rank 0 collects and the others receive, rank 0 may run a collective callback. Invariant: every rank leaves with
-its part or with rank 0's error; a rank on which the callback fails alone leaves at once, as no other can hear of it
-before its process ends.
+Invariant: every rank leaves with its part or with rank 0's error; a rank on which a callback fails alone leaves at
+once, as no other can hear of it before its process ends.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from arealite.utils.distributed import is_agreed
 
 T = TypeVar("T")
 
+# Only for a rank 0 that is frozen: its waits have deadlines of their own, and its death ends the exchange at once.
 _TIMEOUT = timedelta(days=1)
-"""Only for a rank 0 that is frozen: its waits have deadlines of their own, and its death ends the exchange at once."""
 
 
 class RankZeroExchange:
@@ -38,12 +37,10 @@ class RankZeroExchange:
 
     @property
     def num_ranks(self) -> int:
-        """How many parts to send."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def is_receiver(self) -> bool:
-        """Whether this rank calls `receive`."""
         return dist.is_initialized() and dist.get_rank() != 0
 
     @contextmanager
@@ -117,8 +114,6 @@ class RankZeroExchange:
 
 @dataclass(frozen=True)
 class _Message:
-    """What rank 0 sends to another rank."""
-
     part: Any = None
     error: str | None = None
     is_callback: bool = False

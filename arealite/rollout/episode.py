@@ -1,9 +1,8 @@
 """One attempt at a prompt: the user's workflow under a deadline, and the record of how it ended.
 
-Code deep inside a workflow finds its attempt in `current_episode`, which tasks that the workflow starts inherit: the
-inference client derives sampling seeds from it and records completions and servers in it. Invariants: an attempt ends
-accepted, rejected or failed, and only the executor's own cancellation leaves as CancelledError; every end of an episode
-reaches ledger and budgets exactly once.
+The inference client finds its attempt in `current_episode`, which tasks that the workflow starts inherit. Invariants:
+an attempt ends accepted, rejected or failed, and only the executor's own cancellation leaves as CancelledError; every
+end of an episode reaches ledger and budgets exactly once.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from arealite.rollout.trajectory import check_trajectory
 
 logger = logging.getLogger("arealite.rollout")
 
-Outcome: TypeAlias = TensorDict | str | Exception
-"""How an attempt ended: with an accepted trajectory, rejected for a reason, or failed."""
+Outcome: TypeAlias = TensorDict | str | Exception  # an accepted trajectory, why it was rejected, or why it failed
 
 
 @dataclass(eq=False)
@@ -53,7 +51,6 @@ class Episode:
 
     @property
     def prompt_id(self) -> PromptId:
-        """The prompt's name."""
         return self.prompt.prompt_id
 
     @contextlib.contextmanager
@@ -73,7 +70,6 @@ class Episode:
                     deadline.reschedule(loop.time() + self.left_s)
 
     def next_sample(self) -> int:
-        """Number the next completion."""
         self.num_samples += 1
         return self.num_samples - 1
 
@@ -104,7 +100,6 @@ class EpisodeRunner:
     budgets: Budgets
 
     def start(self, prompt: Prompt, head_version: int) -> Episode:
-        """Record the start of an attempt."""
         if prompt.first_started_s is None:
             prompt.first_started_s = asyncio.get_running_loop().time()
         self.ledger.start(prompt, head_version)
@@ -134,9 +129,9 @@ class EpisodeRunner:
         record = episode.samples, asyncio.get_running_loop().time() - (prompt.first_started_s or 0.0)
         self.budgets.end(outcome if isinstance(outcome, Exception) else None)
         if isinstance(outcome, Exception):
-            self.ledger.fail(prompt, kind_of(outcome), *record)
+            self.ledger.drop(prompt, "failed", kind_of(outcome), *record)
         elif isinstance(outcome, str):
-            self.ledger.reject(prompt, outcome, *record)
+            self.ledger.drop(prompt, "rejected", outcome, *record)
             self.budgets.reject(outcome)
         else:
             self.ledger.accept(prompt, *record)

@@ -1,11 +1,8 @@
 """Decides when episodes start, runs them, and hands out batches whose staleness is bounded.
 
 All state lives in one event loop, in a thread of its own, and changes only there between two awaits: no locks. Every
-change wakes all waits; nothing polls. `StalenessAccount` says when an episode may start and a batch be taken, the
-`Ledger` records what becomes of each prompt.
-
-Invariants: every prompt ends exactly once, as trained, rejected or failed; a wait that raises loses nothing; no wait
-outlives `episode_timeout` without an event.
+change wakes all waits; nothing polls. Invariants: every prompt ends exactly once, as trained, rejected or failed; a
+wait that raises loses nothing; no wait outlives `episode_timeout` without an event.
 """
 
 from __future__ import annotations
@@ -71,17 +68,18 @@ class RolloutExecutor:
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
         self._ready: list[Episode] = []  # accepted episodes that no batch has taken
-        self._changed = asyncio.Event()  # set and replaced at every change
+        self._changed = asyncio.Event()
         self._is_paused = False
         self._is_closed = False
         self._is_starting = False  # more will start in the next turn of the loop
         self._num_unnamed = 0
         self._source: PromptSource | None = None
+        # Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode.
         self._reopened: list[Prompt] | None = None
-        """Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode."""
         self.wants_catch_up = Flag()  # set when servers joined that lack the current weights
-        self.catch_up: Callable[[], None] = self.wants_catch_up.clear
-        """Brings them the weights, in the trainer's thread while it waits for episodes."""
+        self.catch_up: Callable[[], None] = lambda: (
+            None
+        )  # brings them the weights, while the trainer waits for episodes
         self.loop = EventLoopThread(
             "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
         )
@@ -172,7 +170,6 @@ class RolloutExecutor:
         self.loop.run(self._set_paused(True))
 
     def resume(self) -> None:
-        """Start episodes again."""
         self.loop.run(self._set_paused(False))
 
     def set_version(self, version: int) -> None:
@@ -197,14 +194,11 @@ class RolloutExecutor:
         if self._source is not None:
             self._source.require_fetch()
         self._store.flush()
-        state = {"version": self._account.version, "num_unnamed": self._num_unnamed}
-        return state | {"ledger_position": self._ledger.flush()}
+        position = self._ledger.flush()
+        return {"version": self._account.version, "num_unnamed": self._num_unnamed, "ledger_position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint: what came after it is undone, and what was open then is queued again.
-
-        That happens at the next `prepare_batch`, whose dataloader must `fetch` the prompts.
-        """
+        """Undo what came after a checkpoint; the next `prepare_batch` fetches and queues what was open then."""
         assert self._reopened is None, "load_state_dict must come before the first episode"
         self._reopened = self._ledger.rollback(state["ledger_position"])
         self._num_unnamed = state["num_unnamed"]
@@ -256,28 +250,23 @@ class RolloutExecutor:
 
     def _advance(self) -> None:
         """Start what may start, some in each turn of the loop, and wake every wait."""
-        if not self._is_starting:
+        if not (self._is_starting or self._is_paused or self._is_closed):
             for _ in range(_STARTS_PER_TURN):
-                if not self._may_start():
+                if not self._queue or self._account.capacity() <= 0:
                     break
                 episode = self._runner.start(self._queue.popleft(), self._account.version)
                 self._running[episode] = asyncio.create_task(self._run(episode))
             else:
                 self._is_starting = True
                 asyncio.get_running_loop().call_soon(self._start_more)
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _may_start(self) -> bool:
-        is_open = not (self._is_paused or self._is_closed)
-        return is_open and bool(self._queue) and self._account.capacity() > 0
+        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.clear()
 
     def _start_more(self) -> None:
         self._is_starting = False
         self._advance()
 
     async def _run(self, episode: Episode) -> None:
-        """Run one attempt, and record how it ended."""
         outcome = await self._runner.run(episode)
         if self._running.pop(episode, None) is None:
             return  # dropped meanwhile
@@ -345,9 +334,8 @@ class RolloutExecutor:
         self._reject(rejected, BY_FILTER)
 
     def _reject(self, episodes: list[Episode], reason: str) -> None:
-        """Reject finished episodes."""
         for episode in episodes:
-            self._ledger.reject(episode.prompt, reason)
+            self._ledger.drop(episode.prompt, "rejected", reason)
             self._runner.budgets.reject(reason)
         if episodes:
             self._remove(episodes)

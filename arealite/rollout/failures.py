@@ -51,7 +51,6 @@ class Budgets:
         self._rejected.clear()
 
     def check(self) -> None:
-        """Raise EpisodeError when a budget is spent."""
         causes = +self._causes
         if causes.total() > self.max_failed:
             shown, num_hidden = causes.most_common(_SHOWN_CAUSES), max(0, len(causes) - _SHOWN_CAUSES)
@@ -74,7 +73,6 @@ class Budgets:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of a failure."""
     error = _first(error)
     kind = error.kind if isinstance(error, AReaLiteError) else "workflow"
     return f"reward_{kind}" if isinstance(error, RewardError) else kind
@@ -94,7 +92,6 @@ def _first(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Return one short line."""
     error = _first(error)
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"{type(error).__name__}: {text[:300]}"

@@ -67,7 +67,6 @@ class LoopWatch:
         return {"perf/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))], "perf/loop_lag_max_s": lags[-1]}
 
     def describe(self) -> dict[str, Any]:
-        """Return the loop's state for a stall report."""
         blocking = self.blocking
         return {
             "overdue_s": round(self._overdue_s(), 3),
@@ -75,7 +74,6 @@ class LoopWatch:
         }
 
     def close(self) -> None:
-        """End the thread."""
         self._ended.set()
         self._thread.join(self._blocking_call_s)
 

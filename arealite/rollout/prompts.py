@@ -61,7 +61,6 @@ class PromptSource:
         self._batches = self._cycle()
 
     def pull(self) -> list[Row]:
-        """Return the next batch of rows."""
         return next(self._batches)
 
     def cursor(self) -> Mapping[str, Any] | None:

@@ -17,12 +17,10 @@ logger = logging.getLogger("arealite.rollout")
 
 
 class UnthrottledBatches:
-    """Runs lists of prompts, in the event loop."""
-
     def __init__(self, *, max_concurrent: int) -> None:
         self._max_concurrent = max_concurrent
         self._num_running = 0
-        self._may_start = asyncio.Event()  # set and replaced when another episode may start
+        self._may_start = asyncio.Event()
 
     def set_max_concurrent(self, max_concurrent: int) -> None:
         """Set the concurrency limit; running episodes are not interrupted (in the loop)."""
@@ -76,8 +74,8 @@ class UnthrottledBatches:
         self._wake()
 
     def _wake(self) -> None:
-        self._may_start.set()
-        self._may_start = asyncio.Event()
+        self._may_start.set()  # wakes those who wait now, not later ones
+        self._may_start.clear()
 
 
 async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: int) -> Episode | None:
@@ -96,6 +94,5 @@ async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: i
 
 
 def _versions(episode: Episode) -> set[int]:
-    """Return the versions of the weights that sampled its tokens."""
     trajectory = episode.trajectory
     return set(trajectory["versions"][trajectory["loss_mask"].bool()].tolist())

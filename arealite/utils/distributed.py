@@ -154,7 +154,6 @@ def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
 
 
 def current_device() -> torch.device:
-    """Return the accelerator of this rank, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

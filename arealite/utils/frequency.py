@@ -54,7 +54,6 @@ class Frequency:
         return is_due
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next answer depends on."""
         elapsed_s = time.monotonic() - self._began
         return {"num_steps": self._num_steps, "elapsed_s": elapsed_s, "is_first_due": self._is_first_due}
 

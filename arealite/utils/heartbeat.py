@@ -89,7 +89,6 @@ def show(**status: Any) -> None:
 
 
 def withdraw(name: str) -> None:
-    """Stop publishing a report."""
     _reports.pop(name, None)
 
 

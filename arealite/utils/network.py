@@ -23,7 +23,6 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def port_of(holder: socket.socket) -> int:
-    """Return the port a socket is bound to."""
     port: int = holder.getsockname()[1]
     return port
 
@@ -51,6 +50,5 @@ def interface_of(address: str) -> str | None:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Return the addresses of each interface."""
     found = psutil.net_if_addrs().items()
     return {name: [one.address for one in own if one.family == socket.AF_INET] for name, own in found}

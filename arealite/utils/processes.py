@@ -51,7 +51,6 @@ def machine() -> str:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("SigCgt:"):

@@ -30,7 +30,6 @@ def ensure_secret(run_folder: Path) -> str:
 
 
 def secret_of_environment() -> str | None:
-    """Return the secret that this process was given."""
     return os.environ.get(SECRET_VARIABLE) or None
 
 

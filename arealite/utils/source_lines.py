@@ -41,7 +41,6 @@ class SourceLine:
 
 
 def line_of(code: CodeType, line: int | None) -> SourceLine:
-    """Return where a frame or coroutine with this code is."""
     return SourceLine(code.co_filename, line or code.co_firstlineno, code.co_qualname)
 
 
@@ -55,5 +54,4 @@ def lines_of_frame(frame: FrameType | None) -> list[SourceLine]:
 
 
 def users_line(lines: Iterable[SourceLine]) -> SourceLine | None:
-    """Return the first line of user code."""
     return next((line for line in lines if line.is_users), None)

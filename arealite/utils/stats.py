@@ -54,7 +54,6 @@ class StatsTracker:
         self._step_began: float | None = None
 
     def add(self, metrics: Mapping[str, float], *, reduce: Reduction | None = None) -> None:
-        """Add one value to each metric of this step."""
         self._begin()
         for key, value in metrics.items():
             new = _Reduced(reduce or reduction_of(key), float(value))

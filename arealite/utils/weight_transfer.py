@@ -163,7 +163,6 @@ def _gloo(store: Store, rank: int, world_size: int, timeout: timedelta, own_addr
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Connect NCCL on the current GPU."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(PrefixStore("cuda/", store), rank, world_size, options)

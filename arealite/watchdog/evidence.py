@@ -81,7 +81,6 @@ class Process:
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """What its threads wait for."""
         return self.progress.waits if self.progress else ()
 
     @property
@@ -119,8 +118,6 @@ class ServerState:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was collected."""
-
     now: float  # monotonic, as all times here
     stalled_s: float
     processes: Sequence[Process]

@@ -56,7 +56,6 @@ class StallWatch:
                 return self._tell(evidence)
 
     async def movement(self) -> None:
-        """Wait until something moves again."""
         while not self._has_moved():
             await asyncio.sleep(self._period_s)
 
@@ -65,7 +64,6 @@ class StallWatch:
         return min(5.0, self.policy.timeout_s / 10)
 
     def _has_moved(self) -> bool:
-        """Look at all counters."""
         progress = read_progress(self.logs / "progress")
         counts: dict[str, int] = {process: one.count for process, one in progress.items()}
         self._timeout_s = self.policy.timeout_s

@@ -30,14 +30,12 @@ class Verdict:
     waiting: tuple[str, ...] = ()
 
     def lines(self, evidence: Evidence) -> list[str]:
-        """Return what the user reads."""
         since = "" if self.since is None else f", for {evidence.now - self.since:.0f} s"
         head = f"stalled: nothing has moved for {evidence.stalled_s:.0f} s, because of {self.culprit}, which"
         return [f"{head} {self.reason}{since}.", *(f"    {text}" for text in (self.advice, *self.waiting))]
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Name the culprit."""
     found = next(filter(None, (rule(evidence) for rule in RULES)))
     others = [one for one in evidence.publishing() if not found.culprit.startswith(str(one))]
     return replace(found, waiting=tuple(_waits(one, evidence.now) for one in others))

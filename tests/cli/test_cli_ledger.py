@@ -32,7 +32,7 @@ def make_run(folder: Path) -> None:
         ledger.start(prompt, head_version=0)
         samples = [SampleRecord(0, 100 * number, number / 4, 0, "127.0.0.1:1")]
         if number > 36:
-            ledger.fail(prompt, "reward_timeout", samples, number / 4)
+            ledger.drop(prompt, "failed", "reward_timeout", samples, number / 4)
         else:
             ledger.accept(prompt, samples, number / 4)
     ledger.train(prompts[:36], 0)

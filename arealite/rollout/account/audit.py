@@ -95,7 +95,6 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is known to be lost, repeated or missing."""
         return self.adds_up and not self.lost and not self.repeated
 
 

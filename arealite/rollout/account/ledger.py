@@ -6,11 +6,9 @@
                   |_____________> failed(kind)
 
 Each issue of a prompt has a *ticket*, each transition (of one prompt or, `issue` and `train`, of several at once) a
-*position*. `rollback` to a position undoes everything that was decided after it; until a checkpoint that contains it is
-recorded, `trained` is provisional for that reason.
-
-The ledger alone moves the staleness account: what is durable and what throttles the run can't drift apart. Transitions
-happen in the event loop and never wait for the disk, unless it is hopelessly behind (`ledger_file.py`).
+*position*. `rollback` to a position undoes what was decided after it, so `trained` is provisional until a checkpoint
+that contains it is recorded. The ledger alone moves the staleness account: what is durable and what throttles the run
+can't drift apart. Transitions happen in the event loop and do not wait for the disk (`ledger_file.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from arealite.api.errors import LedgerError
 from arealite.rollout.account.ledger_file import LedgerFile, Row
@@ -33,15 +31,15 @@ class Ledger:
     def __init__(self, path: str | None, account: StalenessAccount) -> None:
         self._account = account
         self._file = None if path is None else LedgerFile(path)
-        self._position = 0 if self._file is None else self._file.last_position()
+        self._position = 0 if self._file is None else self._file.last_position
         self._has_earlier_history = self._position > 0
         self._last_ticket = 0
         self._counts: Counter[str] = Counter()
 
     @property
     def counts(self) -> Counter[str]:
-        """Return how many prompts are `issued`, `running`, `accepted`, `trained`, `rejected_<reason>` and
-        `failed_<kind>` now, and how many times one was `retried_<kind>`; from any thread."""
+        """How many prompts are `issued`, `running`, `accepted`, `trained`, `rejected_<reason>` and `failed_<kind>` now,
+        and how many times one was `retried_<kind>`; from any thread."""
         return self._counts.copy()
 
     def totals(self) -> dict[str, int]:
@@ -75,7 +73,6 @@ class Ledger:
         self._write(prompts, cursors=() if cursor is None else ((position, json.dumps(cursor)),))
 
     def start(self, prompt: Prompt, head_version: int) -> None:
-        """Begin an attempt."""
         _require(prompt, "issued")
         prompt.head_version = head_version
         if prompt.is_counted:
@@ -98,19 +95,25 @@ class Ledger:
         prompt.latency_s = latency_s
         self._change(prompt, "accepted", samples=_rows(prompt, samples))
 
-    def reject(
-        self, prompt: Prompt, reason: str, samples: Sequence[SampleRecord] = (), latency_s: float | None = None
+    def drop(
+        self,
+        prompt: Prompt,
+        state: Literal["rejected", "failed"],
+        reason: str,
+        samples: Sequence[SampleRecord] = (),
+        latency_s: float | None = None,
     ) -> None:
-        """Drop an episode that someone decided against; of an accepted one samples and latency are known."""
-        _require(prompt, "running", "accepted")
-        self._drop(prompt, "rejected", reason, samples, latency_s)
+        """End an episode that someone decided against, or one that broke for good.
 
-    def fail(
-        self, prompt: Prompt, kind: str, samples: Sequence[SampleRecord] = (), latency_s: float | None = None
-    ) -> None:
-        """Drop an episode that broke for good."""
-        _require(prompt, "running")
-        self._drop(prompt, "failed", kind, samples, latency_s)
+        An accepted one may still be rejected; its samples and latency are known.
+        """
+        _require(prompt, "running", *(["accepted"] if state == "rejected" else []))
+        if prompt.is_counted:
+            forget = self._account.withdraw if prompt.state == "running" else self._account.discard
+            forget(prompt.head_version)
+        prompt.reason = reason
+        prompt.latency_s = prompt.latency_s if latency_s is None else latency_s
+        self._change(prompt, state, samples=_rows(prompt, samples))
 
     def train(self, prompts: Sequence[Prompt], version: int) -> None:
         """Hand accepted episodes to the update that turns `version` into the next one."""
@@ -140,12 +143,10 @@ class Ledger:
             self._file.append(position, {"checkpoints": ((step, position),)})
 
     def check(self) -> None:
-        """Raise what went wrong in the writer thread."""
         if self._file is not None:
             self._file.check()
 
     def close(self) -> None:
-        """Write everything and close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -164,21 +165,10 @@ class Ledger:
             )
         if self._file is None:
             return []
-        self._file.rollback(position)
-        self._last_ticket, self._counts = self._file.read_counts()
-        return self._file.read_issued()
+        self._last_ticket, self._counts, issued = self._file.rollback(position)
+        return issued
 
     # Inside
-
-    def _drop(
-        self, prompt: Prompt, state: str, reason: str, samples: Sequence[SampleRecord], latency_s: float | None
-    ) -> None:
-        if prompt.is_counted:
-            forget = self._account.withdraw if prompt.state == "running" else self._account.discard
-            forget(prompt.head_version)
-        prompt.reason = reason
-        prompt.latency_s = prompt.latency_s if latency_s is None else latency_s
-        self._change(prompt, state, samples=_rows(prompt, samples))
 
     def _change(self, prompt: Prompt, state: str, **rows: Iterable[Row]) -> None:
         self._count(prompt, state)

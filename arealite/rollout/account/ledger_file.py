@@ -69,7 +69,8 @@ class LedgerFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._database = _open_for_writing(path)
-        self._last_position = self.last_position()
+        found = self._database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+        self.last_position: int = found[0] if found else 0  # highest one that was ever written
         self._queue: SimpleQueue[tuple[int, Event] | threading.Event | None] = SimpleQueue()
         """Events, flushes that wait for what is before them, and None at the end."""
         self._is_urgent = threading.Event()
@@ -99,7 +100,6 @@ class LedgerFile:
             )
 
     def check(self) -> None:
-        """Raise what the writer raised."""
         if self._error is not None:
             raise LedgerError(
                 f"{self.path} must be writable: got {self._error}, with {free_space(self.path)}. Free the disk, then "
@@ -107,7 +107,6 @@ class LedgerFile:
             ) from self._error
 
     def close(self) -> None:
-        """Write what is queued and close the file."""
         self._queue.put(None)
         self._is_urgent.set()
         self._thread.join(_FLUSH_S)
@@ -116,31 +115,21 @@ class LedgerFile:
         self._database.close()
         self.check()
 
-    # Called while nothing has been appended
+    def rollback(self, position: int) -> tuple[int, Counter[str], list[Prompt]]:
+        """Undo what came after a position and reopen what had not ended by then; called while nothing is appended.
 
-    def last_position(self) -> int:
-        """Return the highest position that was ever written."""
-        found = self._database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
-        return int(found[0]) if found else 0
-
-    def rollback(self, position: int) -> None:
-        """Undo what was written after a position, and reopen the prompts that had not ended by then."""
+        Return the last ticket, the counts of `count_states`, and the prompts that wait to run by their tickets.
+        """
         with transaction(self._database):
             for statement in _ROLLBACK:
                 self._database.execute(statement, {"position": position})
-
-    def read_issued(self) -> list[Prompt]:
-        """Return the prompts that wait to run, in the order of their tickets."""
         columns = "epoch, idx, ticket, is_counted, issued_at, issued_unix_s"
         rows = self._database.execute(f"SELECT {columns} FROM prompts WHERE state = 'issued' ORDER BY ticket")
-        return [
+        issued = [
             Prompt(PromptId(epoch, index), ticket=ticket, is_counted=bool(counted), issued_at=at, issued_unix_s=unix_s)
             for epoch, index, ticket, counted, at, unix_s in rows
         ]
-
-    def read_counts(self) -> tuple[int, Counter[str]]:
-        """Return the last ticket and how many prompts are in which state, and were retried for which reason."""
-        return last_ticket(self._database), count_states(self._database)
+        return last_ticket(self._database), count_states(self._database), issued
 
     # The writer thread
 
@@ -171,8 +160,8 @@ class LedgerFile:
             for table, changed in event.items():
                 for row in changed:
                     rows.setdefault(table, {})[row[: 2 if table == "samples" else 1]] = row
-        self._last_position = max(self._last_position, *(position for position, _ in events))
-        rows["meta"] = {("position",): ("position", self._last_position)}
+        self.last_position = max(self.last_position, *(position for position, _ in events))
+        rows["meta"] = {("position",): ("position", self.last_position)}
         with transaction(self._database):
             for table, by_key in rows.items():
                 written = list(by_key.values())

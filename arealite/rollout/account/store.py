@@ -77,12 +77,10 @@ class RolloutStore:
                 path.unlink()
 
     def check(self) -> None:
-        """Raise what a write that has ended raised."""
         if self._last is not None and self._last.done():
             self._last.result()
 
     def close(self) -> None:
-        """Finish writing and raise what went wrong."""
         try:
             self.flush()
         finally:
@@ -139,13 +137,11 @@ class Replay:
         """Start nothing: what became of the episode is stored."""
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
-        """Return the next batch."""
         return self._next("step")
 
     def prepare_batch(
         self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
-        """Return the next batch."""
         return self._next("step")
 
     def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:

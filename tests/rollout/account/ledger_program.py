@@ -38,7 +38,7 @@ def finish(ledger: Ledger, rng: random.Random, prompt: Prompt) -> list[Prompt]:
     samples = [SampleRecord(sample, 10 + sample, 0.5, 0, "127.0.0.1:1") for sample in range(3)]
     outcome = rng.random()
     if outcome < 0.1:
-        ledger.fail(prompt, "timeout", samples, 0.5)
+        ledger.drop(prompt, "failed", "timeout", samples, 0.5)
     elif outcome < 0.2:
         ledger.retry(prompt, "server_error")
     elif outcome < 0.9:

@@ -41,8 +41,8 @@ def make_run(folder: Path, cursor: dict | None = CURSOR) -> Path:
         ledger.start(prompt, head_version=0)
     for tokens, prompt in zip((10, 20, 30), prompts):
         ledger.accept(prompt, [SampleRecord(0, tokens, 1.0, 0, "a:1"), SampleRecord(1, 4, 1.0, 2, "b:1")], 1.0)
-    ledger.fail(prompts[3], "reward_timeout", latency_s=60.0)
-    ledger.reject(prompts[4], "filter", [SampleRecord(0, 7, 2.0, 1, "a:1")], 2.0)
+    ledger.drop(prompts[3], "failed", "reward_timeout", latency_s=60.0)
+    ledger.drop(prompts[4], "rejected", "filter", [SampleRecord(0, 7, 2.0, 1, "a:1")], 2.0)
     ledger.train(prompts[:2], 0)
     ledger.note_checkpoint(0, ledger.flush())
     ledger.train(prompts[2:3], 1)

@@ -160,16 +160,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), samples=SAMPLES, latency_s=st.none() | st.floats(0, 9), is_failure=st.booleans())
     def drop(self, data: st.DataObject, samples: list[SampleRecord], latency_s: float | None, is_failure: bool) -> None:
         ticket = self.pick(data, "running")
-        drop = self.ledger.fail if is_failure else self.ledger.reject
-        drop(self.prompts_by_ticket[ticket], "parse", samples, latency_s)
         state = "failed" if is_failure else "rejected"
+        self.ledger.drop(self.prompts_by_ticket[ticket], state, "parse", samples, latency_s)
         self.tell(ticket, state=state, reason="parse", latency_s=latency_s, samples=tuple(samples))
 
     @precondition(lambda self: self.tickets("accepted"))
     @rule(data=st.data())
     def reject_accepted(self, data: st.DataObject) -> None:
         ticket = self.pick(data, "accepted")
-        self.ledger.reject(self.prompts_by_ticket[ticket], "overdue")
+        self.ledger.drop(self.prompts_by_ticket[ticket], "rejected", "overdue")
         self.tell(ticket, state="rejected", reason="overdue")
 
     @precondition(lambda self: self.tickets("accepted"))
@@ -314,7 +313,7 @@ def test_a_life_by_hand(tmp_path: Path) -> None:
     ledger.train([first], 0)
     assert account.consumed == 1 and ledger.counts == Counter(issued=1, trained=1)
     ledger.start(second, 0)
-    ledger.fail(second, "environment")
+    ledger.drop(second, "failed", "environment")
     ledger.close()
     ledger = Ledger(str(tmp_path / "ledger.sqlite"), new_account())
     assert names(ledger.rollback(kept)) == [(1, PromptId(0, 7)), (2, PromptId(0, 3))]
