@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from testing_server import ScriptedServer
 
-from arealite.utils.fingerprint import mismatched
+from arealite.utils.fingerprint import differing, fingerprints
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
@@ -131,7 +131,7 @@ class ScriptedVLLM(ScriptedServer):
         if body["method"] == "mismatched_weights":
             assert self._staged is not None
             arrived = {name: one + 1 if name in self.damaged else one for name, one in self._staged.items()}
-            result = mismatched(arrived, body["kwargs"]["fingerprints"])
+            result = differing(fingerprints(arrived), body["kwargs"]["fingerprints"])
         elif body["method"] == "reload_weights":
             with open(f"{body['kwargs']['weights_path']}/weights") as file:
                 self.weights = {"disk": file.read()}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-import torch.distributed as dist
 from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -34,6 +33,7 @@ from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import heartbeat
+from arealite.utils.distributed import global_rank
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.secret import ensure_secret, secret_of_environment
@@ -79,7 +79,7 @@ class RemoteInferenceEngine(InferenceEngine):
 
         Servers are those of `addr`, of the config or of the environment; without any, those that register for the run.
         """
-        if _rank() != 0:
+        if global_rank() != 0:
             return
         if self.config.replay_from:
             self._replay = Replay(self.config.replay_from, self)
@@ -340,7 +340,7 @@ class RemoteInferenceEngine(InferenceEngine):
     def _require_executor(self) -> RolloutExecutor:
         if self._executor is None:
             raise RuntimeError(
-                f"the inference engine must be initialized, and used on rank 0: got rank {_rank()}. "
+                f"the inference engine must be initialized, and used on rank 0: got rank {global_rank()}. "
                 "Call initialize first; on other ranks only the collective methods work."
             )
         return self._executor
@@ -356,8 +356,3 @@ def _means(batch: TensorDict) -> dict[str, float]:
     if "no_eos" in set(batch.keys()):
         means["no_eos"] = batch["no_eos"].double().mean().item()
     return means
-
-
-def _rank() -> int:
-    """Return the global rank, also before torch.distributed is initialised."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -39,7 +39,6 @@ from arealite.server.protocol import (
 )
 from arealite.server.weight_receiver import WeightReceiver
 from arealite.utils.secret import is_authorized, refusal
-from arealite.utils.stop_strings import trim_stop_string
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
@@ -172,7 +171,7 @@ class Server:
         if isinstance(matched, int) and not params.no_stop_trim:
             tokens = tokens[:-1]
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        return trim_stop_string(text, matched) if isinstance(matched, str) and not params.no_stop_trim else text
+        return text.partition(matched)[0] if isinstance(matched, str) and not params.no_stop_trim else text
 
     def _next_seed(self) -> int:
         """Return a seed for a request without one."""

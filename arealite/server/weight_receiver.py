@@ -26,7 +26,7 @@ from arealite.server.protocol import (
     LeaveGroupBody,
     VerifiedBody,
 )
-from arealite.utils.fingerprint import mismatched
+from arealite.utils.fingerprint import differing, fingerprints
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
 T = TypeVar("T")
@@ -48,13 +48,13 @@ class WeightReceiver:
         async with self._turn:
             try:
                 weights = await in_thread(lambda: read_checkpoint(body.model_path))
-                differing = await _verify(weights, body)
+                wrong = await _verify(weights, body)
                 if body.abort_all_requests:
                     await asyncio.wrap_future(self._engine.abort())
                 await asyncio.wrap_future(self._engine.update_weights(weights, body.weight_version))
             except (ValueError, OSError) as error:
                 raise BadRequestError(str(error)) from error
-            return differing
+            return wrong
 
     async def join(self, body: JoinGroupBody) -> None:
         """Join the sender's broadcast group as rank `rank_offset`."""
@@ -111,12 +111,12 @@ class WeightReceiver:
             staged, self._staged = self._staged, None
             if staged is None:
                 raise BadRequestError("/begin_weight_update must come first: got the end of no update.")
-            differing = await _verify(staged, body)
+            wrong = await _verify(staged, body)
             try:
                 await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
             except ValueError as error:
                 raise BadRequestError(str(error)) from error
-            return differing
+            return wrong
 
     def close(self) -> None:
         """Leave all groups."""
@@ -134,13 +134,13 @@ async def _verify(weights: dict[str, torch.Tensor], body: VerifiedBody) -> list[
     expected = body.fingerprints
     if expected is None:
         return []
-    differing = await in_thread(lambda: mismatched(weights, expected))
-    if differing and body.on_mismatch == "refuse":
+    wrong = await in_thread(lambda: differing(fingerprints(weights), expected))
+    if wrong and body.on_mismatch == "refuse":
         raise BadRequestError(
-            f"tensors must arrive as they were sent: got {len(differing)} of {len(expected)} with other fingerprints, "
-            f"{', '.join(differing[:5])}. The old weights stay; send them again."
+            f"tensors must arrive as they were sent: got {len(wrong)} of {len(expected)} with other fingerprints, "
+            f"{', '.join(wrong[:5])}. The old weights stay; send them again."
         )
-    return differing
+    return wrong
 
 
 async def in_thread(function: Callable[[], T]) -> T:

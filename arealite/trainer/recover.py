@@ -35,8 +35,7 @@ from arealite.trainer import checkpoint
 from arealite.trainer.records import summarize
 from arealite.utils.distributed import agreed, all_reduce_numbers, is_restarted, raise_on_every_rank
 from arealite.utils.environment import RESTART_VARIABLE
-from arealite.utils.file_lock import file_lock
-from arealite.utils.files import explain, read_jsonl
+from arealite.utils.files import explain, file_lock, read_jsonl
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state

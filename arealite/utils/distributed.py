@@ -66,6 +66,11 @@ def leave_default_group() -> None:
             _is_ours = False
 
 
+def global_rank() -> int:
+    """Return the rank of this process, also before it has joined the group."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
 def is_restarted() -> bool:
     """Tell whether torchrun has started the trainer again (rank 0, which then waits for the others)."""
     return _meet()[3]

@@ -1,4 +1,4 @@
-"""Files that appear whole under their final name or not at all, and errors of writing that name file and disk."""
+"""Files that appear whole or not at all, errors of writing that name file and disk, locks that name their holder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 
 def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
@@ -74,3 +76,31 @@ def free_space(path: str | Path) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of a folder, which the kernel frees when its holder ends.
+
+    TimeoutError names the holder if it is not free within `timeout_s` seconds.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without flock the library would fall back to a file whose existence is the lock, which outlives a killed holder.
+    lock = FileLock(path, timeout=timeout_s, fallback_to_soft=False, on_acquired=_write_pid)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(encoding="utf-8").strip() or "unknown"
+        raise TimeoutError(
+            f"{path.parent} must belong to one run at a time: got process {holder}, which still holds it after "
+            f"{timeout_s:g} s. Stop that run, or choose another trial_name."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write_pid(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

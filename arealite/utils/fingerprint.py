@@ -46,11 +46,6 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: f"{fingerprint(tensor):016x}" for name, tensor in tensors.items()}
 
 
-def mismatched(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, str]) -> list[str]:
-    """Name the tensors that are not what `fingerprints` said, those that only one side has included."""
-    return differing(fingerprints(tensors), expected)
-
-
 def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Name the tensors whose fingerprints differ, those that only one side has included."""
     return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))

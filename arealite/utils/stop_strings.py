@@ -41,8 +41,3 @@ class StopStrings:
     def _text(self, output_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(output_ids[-self._window :], skip_special_tokens=False)
         return text
-
-
-def trim_stop_string(text: str, stop: str) -> str:
-    """Cut the text before the first occurrence of the stop string."""
-    return text.partition(stop)[0]

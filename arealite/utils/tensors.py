@@ -32,17 +32,9 @@ def concat_padded_tensors(tensor_dicts: Sequence[TensorDict], pad_value: float =
     return TensorDict(rows, batch_size=[sum(d.batch_size[0] for d in tensor_dicts)])
 
 
-def pad_to_length(tensor: torch.Tensor, length: int, pad_value: float = 0.0) -> torch.Tensor:
-    """Pad dimension 1 of `[B, S, ...]` on the right to `length`."""
-    missing = length - tensor.shape[1]
-    if missing == 0:
-        return tensor
-    padding = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), pad_value)
-    return torch.cat([tensor, padding], dim=1)
-
-
 def _concat(tensors: list[torch.Tensor], pad_value: float) -> torch.Tensor:
-    if tensors[0].dim() >= 2:
+    if (num_later := tensors[0].dim() - 2) >= 0:
         longest = max(tensor.shape[1] for tensor in tensors)
-        tensors = [pad_to_length(tensor, longest, pad_value) for tensor in tensors]
+        missing = [[0, 0] * num_later + [0, longest - tensor.shape[1]] for tensor in tensors]  # last dimension first
+        tensors = [torch.nn.functional.pad(one, sizes, value=pad_value) for one, sizes in zip(tensors, missing)]
     return torch.cat(tensors)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from arealite.utils.file_lock import file_lock
+from arealite.utils.files import file_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from arealite.utils.file_lock import file_lock
+from arealite.utils.files import file_lock
 with file_lock(Path(sys.argv[1]), timeout_s=0):
     print("held", flush=True)
     time.sleep(60)

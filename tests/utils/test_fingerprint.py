@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.utils.fingerprint import fingerprint, fingerprints, mismatched, model_fingerprint
+from arealite.utils.fingerprint import differing, fingerprint, fingerprints, model_fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LARGE = 600_000
@@ -74,9 +74,9 @@ def test_names_of_what_differs() -> None:
     tensors = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.zeros(2)}
     told = fingerprints(tensors)
     assert told["a"] == told["b"] and all(len(value) == 16 for value in told.values())
-    assert mismatched(tensors, told) == []
-    assert mismatched(tensors | {"b": -torch.ones(3)}, told) == ["b"]
-    assert mismatched({"a": tensors["a"], "d": tensors["c"]}, told) == ["b", "c", "d"]
+    assert differing(fingerprints(tensors), told) == []
+    assert differing(fingerprints(tensors | {"b": -torch.ones(3)}), told) == ["b"]
+    assert differing(fingerprints({"a": tensors["a"], "d": tensors["c"]}), told) == ["b", "c", "d"]
     whole = {name: fingerprint(tensor) for name, tensor in tensors.items()}
     assert model_fingerprint(whole) == model_fingerprint(dict(reversed(whole.items())))
     assert model_fingerprint(whole) != model_fingerprint(whole | {"c": 1})

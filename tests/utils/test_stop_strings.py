@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import TEXT_VOCAB, tokenizer
 
-from arealite.utils.stop_strings import StopStrings, trim_stop_string
+from arealite.utils.stop_strings import StopStrings
 
 TOKENIZER = tokenizer()
 ID = {token: index for index, token in enumerate(TEXT_VOCAB)}
@@ -65,7 +65,3 @@ def test_an_interrupted_output_continues_to_the_same_stop(tokens: list[int], sto
     settled = stop_strings.num_settled(tokens[:cut])
     continued = end_of(tokens[settled:])
     assert (None if continued is None else settled + continued) == uninterrupted
-
-
-def test_trimming_keeps_what_precedes_the_stop() -> None:
-    assert trim_stop_string("one two one", " two") == "one"

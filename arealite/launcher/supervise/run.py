@@ -18,8 +18,7 @@ from arealite.launcher.plan.plan import Placement, Run, foreign_servers, rollout
 from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
-from arealite.utils.file_lock import file_lock
-from arealite.utils.files import write_atomically
+from arealite.utils.files import file_lock, write_atomically
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
 from arealite.watchdog.stall import StallPolicy
