@@ -4,8 +4,6 @@ Prompts are read whole by whoever asks, in the order of the source, so that an i
 whole run. Demonstrations are sharded: every rank gets equally many rows and no row is on two ranks.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any, Literal
 

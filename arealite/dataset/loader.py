@@ -4,8 +4,6 @@ Which prompt comes when is a pure function of (seed, epoch, position), see `util
 from a saved cursor yields exactly what the original would have, and the cursor tells which prompts lie before it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

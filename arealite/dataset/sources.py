@@ -1,7 +1,5 @@
 """Where question-and-answer rows come from: the hub, files, or a function of the user's."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -4,8 +4,6 @@ What the function prints goes to stderr, Ctrl-C is left to the parent. It ends w
 call, is killed by the kernel when its parent dies. Started by `runner.WorkerProcess`.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing.spawn
 import os

@@ -4,8 +4,6 @@ Invariant: every rank leaves with its part or with rank 0's error; a rank on whi
 once, as no other can hear of it before its process ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,13 @@ T = TypeVar("T")
 
 # Only for a rank 0 that is frozen: its waits have deadlines of their own, and its death ends the exchange at once.
 _TIMEOUT = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class _Message:
+    part: Any = None
+    error: str | None = None
+    is_callback: bool = False
 
 
 class RankZeroExchange:
@@ -110,10 +115,3 @@ class RankZeroExchange:
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         return self._group
-
-
-@dataclass(frozen=True)
-class _Message:
-    part: Any = None
-    error: str | None = None
-    is_callback: bool = False

@@ -5,8 +5,6 @@ an attempt ends accepted, rejected or failed, and only the executor's own cancel
 end of an episode reaches ledger and budgets exactly once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

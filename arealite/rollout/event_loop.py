@@ -5,8 +5,6 @@ in a task, or a defect) fails the call in progress and every later one, with wha
 call blocks for too long fails them with the line of that call. Coroutines have deadlines of their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -5,8 +5,6 @@ change wakes all waits; nothing polls. Invariants: every prompt ends exactly onc
 wait that raises loses nothing; no wait outlives `episode_timeout` without an event.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math

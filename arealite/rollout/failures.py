@@ -3,8 +3,6 @@
 Invariant: an episode that failed for good is counted exactly once, and never turns into a reward of 0.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter, deque
 

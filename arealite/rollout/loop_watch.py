@@ -6,8 +6,6 @@ holds the GIL all the time (then the launcher reports it). Episodes pay nothing 
 looks can see a task in the middle of a change.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

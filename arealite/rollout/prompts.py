@@ -3,8 +3,6 @@
 Invariant: every row that leaves a `PromptSource` has a `prompt_id`, and no two rows of one source share one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any

@@ -14,8 +14,6 @@ is never older than its episode's head is checked on arrival (`trajectory.py`). 
 *overdue* episodes: `drop` rejects them instead, which keeps the bound too; `train` trains on them, without any bound.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal

@@ -6,8 +6,6 @@ token older than the version its episode began with. A batch and its split depen
 
 # B rows (samples), S padded tokens
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

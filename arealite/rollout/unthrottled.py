@@ -4,8 +4,6 @@ Synchronous batches and evaluations run here. Invariants: a batch returns when e
 holds completions of one version of the weights only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

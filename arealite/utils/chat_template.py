@@ -5,8 +5,6 @@ multi-turn episode that nobody sampled. The certificate compares token ids of th
 sample another encoding of the same text, so workflows keep the sampled ids even if the template is certified.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A *cursor* is `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_l
 without the data set.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -9,8 +9,6 @@ Invariant: ranks meet only those of their own attempt. torchrun keeps its store 
 attempt has keys of its own there (see `_sign_in`); what an earlier one left would lead to addresses that are gone.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, errors of writing that name file and disk, locks that name their holder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ Elements are the bits read as integers; factors are odd and pseudo-random. A cha
 (an exchange included) cancel with a chance of at most 2^-33. It detects mistakes and is no signature.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Mapping

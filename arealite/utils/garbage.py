@@ -5,8 +5,6 @@ the time of a process with 4,096 episodes. Only young objects are collected auto
 idle.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 

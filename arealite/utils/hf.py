@@ -1,7 +1,5 @@
 """Loading from Hugging Face folders and hub ids. Code that ships with a model is never run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ lost. A connection that ends without a goodbye means that its process was killed
 connections; torch may say so itself, with a traceback, before this process is ended.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

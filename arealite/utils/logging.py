@@ -3,8 +3,6 @@
 The level is the second word of every line, so a reader of several logs can filter by it.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -5,8 +5,6 @@ Mistral) and a memory-efficient kernel; logits are those of `algorithms/logprobs
 device's context, communication buffers, fragmentation, and temporaries of the backward pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ token). Invariant: every row is in exactly one micro-batch; one longer than `max
 
 # B rows, S padded tokens, N packed tokens
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ then never assigns the port, while a server that names it and sets SO_REUSEADDR 
 bind.
 """
 
-from __future__ import annotations
-
 import socket
 
 import psutil

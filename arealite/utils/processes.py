@@ -4,8 +4,6 @@ A process is *gone* when it has ended, even if nobody has reaped it yet: a zombi
 Everything goes by recorded process ids; nothing is ever searched by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -5,8 +5,6 @@ shows the secret of the run. Invariants: an entry ends within one lease of its o
 removed can't change the entry again; what an owner sends takes effect in the order in which it was sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

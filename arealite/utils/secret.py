@@ -4,8 +4,6 @@ It is kept in the run folder, readable by its owner alone, and reaches processes
 command line. It travels as a bearer token in plain HTTP: it keeps out those who can connect, not those who can listen.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

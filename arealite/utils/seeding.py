@@ -1,7 +1,5 @@
 """The random number generators of a process: one seed for all of them, and their states as plain data."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

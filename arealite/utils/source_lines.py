@@ -3,8 +3,6 @@
 User code is what lies neither in this package, nor in the standard library, nor among installed packages.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ ends now lies within the last n tokens. A client that continues an interrupted o
 stop string, because a server looks at new output only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase

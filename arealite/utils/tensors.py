@@ -5,8 +5,6 @@ Padding is False in `attention_mask`, -1 in `versions`, and the caller's `pad_va
 
 # B sequences, S padded tokens
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

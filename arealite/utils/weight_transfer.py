@@ -7,8 +7,6 @@ deadline. The next group needs a new name or port. NCCL is written to the same r
 first transfer, and a peer that dies then may block for longer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ on a signal that is answered in C (`utils.heartbeat`), py-spy, if installed, rea
 deadline. What it means is judged in `verdict`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A run is stalled when the counters of all its processes have not moved for `time
 to its first progress their output counts as well, and the start may take `setup_timeout_s`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -4,8 +4,6 @@ In a stall almost everyone waits for someone. The first of the rules below (sure
 names the culprit; the last one always does. Rules about episodes hold only while a trainer waits for episodes. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

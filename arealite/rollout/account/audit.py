@@ -6,8 +6,6 @@ is *lost* if it lies before the cursor, is in no such file, and the ledger does 
 During a run, the batch handed out last can count as lost until its rollouts are written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -11,8 +11,6 @@ that contains it is recorded. The ledger alone moves the staleness account: what
 can't drift apart. Transitions happen in the event loop and do not wait for the disk (`ledger_file.py`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -5,8 +5,6 @@ events, so the file always holds a prefix of them. A commit survives the death o
 node. What the rows mean is left to `ledger.py`; `audit.py` reads them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

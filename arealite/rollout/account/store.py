@@ -6,8 +6,6 @@ back are padded to their longest row, with zeros): `more` has the keys beyond th
 are not the usual ones.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import Counter, deque
