@@ -1,8 +1,7 @@
 """The chat-template certificate: does a longer conversation begin with exactly the tokens of the shorter one?
 
-A template that rewrites earlier turns (strips <think> blocks, trims, moves the system prompt) puts tokens into a
-multi-turn episode that nobody sampled. The certificate compares token ids of the tokenizer's own encoding; a model may
-sample another encoding of the same text, so workflows keep the sampled ids even if the template is certified.
+A template that rewrites earlier turns (strips <think> blocks, trims) puts tokens into a multi-turn episode that nobody
+sampled. A model may sample another encoding of the same text, so workflows keep the sampled ids in any case.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,8 +14,6 @@ _QUESTIONS = ("How much is 2 + 2?", "And how much is 3 + 3?", "Are you sure?")
 _PLAIN = "The answer is 4."
 _THOUGHT = f"<think>\nTwo and two make four.\n</think>\n\n{_PLAIN}"
 _AROUND = 12  # tokens shown after a difference
-
-
 PLAIN = "plain answers"
 _KINDS = {  # what the system says, who asks again, every answer
     PLAIN: ("", "user", _PLAIN),

@@ -1,7 +1,6 @@
 """The order of prompts, a pure function of a few numbers.
 
-A *cursor* is `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_last}`: it names every prompt before it
-without the data set.
+A *cursor* `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_last}` names every prompt before it.
 """
 
 import random

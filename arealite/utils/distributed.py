@@ -1,10 +1,7 @@
 """Joining torch.distributed and reducing plain numbers over it.
 
-Several engines of a process share the default process group: the first `join_default_group` creates it (from the
-environment that torchrun and our launchers set, or alone in this process when there is none) and the last
-`leave_default_group` destroys it. A group that someone else created is used and left alone. Numbers and flags travel
-over gloo, so they never wait for a GPU.
-
+Several engines of a process share the default process group, which the first to join creates (alone in this process
+without torchrun or a launcher) and the last to leave destroys. A group of someone else is used and left alone.
 Invariant: ranks meet only those of their own attempt. torchrun keeps its store when it starts all ranks again, so every
 attempt has keys of its own there (see `_sign_in`); what an earlier one left would lead to addresses that are gone.
 """
@@ -40,7 +37,7 @@ _is_ours = False
 
 
 def join_default_group(timeout_s: float, node_timeout_s: float = 30.0) -> None:
-    """Make sure that the default process group exists and hold on to it until `leave_default_group`.
+    """Hold on to the default process group until `leave_default_group`.
 
     A collective may take `timeout_s`; another node that is silent for `node_timeout_s` ends this process.
     """
@@ -54,7 +51,7 @@ def join_default_group(timeout_s: float, node_timeout_s: float = 30.0) -> None:
 
 
 def leave_default_group() -> None:
-    """Let go of the default process group; the last one out destroys it if `join_default_group` created it."""
+    """Let go of the default process group."""
     global _members, _is_ours
     with _lock:
         _members -= 1
@@ -119,10 +116,7 @@ def _meet() -> tuple[Store, int, int, bool]:
 
 
 def _sign_in(store: Store, rank: int) -> str:
-    """Tell rank 0 that this rank is there, and return the name that it gives the attempt.
-
-    The word that rank 0 has to answer is new, so that only a rank 0 of this attempt can have answered it.
-    """
+    """Tell rank 0 a new word, which only a rank 0 of this attempt can answer; return the name of the attempt."""
     word = uuid.uuid4().hex
     store.set(f"arealite/rank/{rank}", f"{word} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
     try:
@@ -134,17 +128,14 @@ def _sign_in(store: Store, rank: int) -> str:
 
 
 def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
-    """Give this attempt a name and tell it to all ranks (rank 0); return it, and whether there was an earlier one.
-
-    A rank may have left a word in an earlier attempt, so it is answered until the rank has confirmed.
-    """
+    """Give this attempt a name and answer all ranks (rank 0); return it, and whether there was an earlier one."""
     number = store.add("arealite/attempts", 1)
     name, is_restart = f"arealite/attempt-{number}", number > 1
     restarts = [os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
     missing = list(range(1, world_size))
     deadline = time.monotonic() + MEETING_TIMEOUT_S
     while missing:
-        for rank in missing:
+        for rank in missing:  # the word may be of an earlier attempt: answer until the rank has confirmed
             if store.check([f"arealite/rank/{rank}"]):
                 word, count = store.get(f"arealite/rank/{rank}").decode().split()
                 store.set(f"arealite/answer/{word}", name)
@@ -205,6 +196,5 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Tell whether every rank has raised with this error. At any other the rest may wait in a collective, and only the
-    end of this process tells them."""
+    """Tell whether every rank has raised with this error; at any other the rest may wait until this process ends."""
     return getattr(error, "is_agreed", False)

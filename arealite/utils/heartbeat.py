@@ -1,8 +1,7 @@
 """The heartbeat of a process: a counter of progress and its current waits, published twice a second.
 
-A launcher names the folder in AREALITE_PROGRESS_DIR, without which nothing is started or written. SIGUSR2 appends the
-stacks of all threads to a file beside it, also from inside C code. Invariant: publishing never disturbs the work;
-`tick` costs less than 2 us.
+A launcher names the folder in AREALITE_PROGRESS_DIR, without which nothing is written. SIGUSR2 appends the stacks of
+all threads to a file beside it, also from inside C code. Invariant: `tick` costs less than 2 us.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ PERIOD_S = 0.5
 FILE_BYTES = 1 << 16
 
 On = Literal["ranks", "rollout", "reward", "servers", "disk"]
-"""What a wait is for: other ranks in a collective, episodes, a reward worker, servers, or a disk."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("arealite.progress")
@@ -55,10 +53,7 @@ class waiting:
     """
 
     def __init__(self, what: str, on: On | None = None, *, pid: int | None = None) -> None:
-        self.what = what
-        self.on = on
-        self.pid = pid
-        self.since = 0.0
+        self.what, self.on, self.pid, self.since = what, on, pid, 0.0
 
     def __enter__(self) -> None:
         if not _is_started:
@@ -104,9 +99,12 @@ def start() -> None:
         return
     rank = os.environ.get("RANK")
     name = os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}"
+    path = Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json"
     try:
         answer_stack_requests(name)
-        file = _reserve(Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w+b", buffering=0)  # rewritten in place at its final size, so that a full disk can't stop it
+        os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
     except OSError as error:
         logger.warning("progress can't be published in %s: %s. Stall reports will have less detail.", folder, error)
         return
@@ -127,13 +125,6 @@ def answer_stack_requests(name: str) -> None:
     file = unnamed.open("ab")
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     unnamed.rename(path)
-
-
-def _reserve(path: Path) -> IO[bytes]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w+b", buffering=0)  # rewritten in place at its final size, so that a full disk can't stop it
-    os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
-    return file
 
 
 def _publish_forever(file: IO[bytes], name: str) -> None:

@@ -2,11 +2,9 @@
 
 torch learns of a node that falls silent only when a collective has taken all its time, which is hours, because ranks
 wait that long for rank 0 to collect rollouts; and gloo may miss that its connection was reset. So the first rank of
-each node connects to the first rank of every other one, and lets the kernel probe these connections.
-
-Invariant: no process of ours takes part in a probe, so one that is busy, or stopped in a debugger, is not taken for
-lost. A connection that ends without a goodbye means that its process was killed or that someone between resets
-connections; torch may say so itself, with a traceback, before this process is ended.
+each node connects to the first rank of every other one, and lets the kernel probe these connections: a process that is
+busy, or stopped in a debugger, is not taken for lost. A connection that ends without a goodbye means that its process
+was killed or that someone between resets connections.
 """
 
 import atexit

@@ -60,12 +60,12 @@ def row_lengths(batch: TensorDict) -> list[int]:
 
 
 def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
-    """Pack the given rows of a padded batch."""
+    """Pack the given rows of a padded batch; a tensor that is not `[B, S, ...]` has one entry per row."""
     indices = torch.tensor(list(row_indices), dtype=torch.long)
     mask_BS = batch["attention_mask"][indices].bool()
     lengths_B = mask_BS.sum(dim=1)
     packed = {
-        key: tensor[indices][mask_BS] if is_per_token(tensor, mask_BS.shape[1]) else tensor[indices]
+        key: tensor[indices][mask_BS] if tensor.shape[1:2] == mask_BS.shape[1:] else tensor[indices]
         for key, tensor in batch.items()
         if key != "attention_mask"
     }
@@ -73,11 +73,6 @@ def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
     packed["position_ids"] = (mask_BS.cumsum(dim=1) - 1)[mask_BS]
     packed["segment_ids"] = torch.repeat_interleave(torch.arange(len(indices), device=mask_BS.device), lengths_B)
     return MicroBatch(indices, TensorDict(packed, batch_size=[]))
-
-
-def is_per_token(tensor: torch.Tensor, padded_length: int) -> bool:
-    """Return whether a tensor is `[B, S, ...]`; others have one entry per row."""
-    return tensor.dim() >= 2 and tensor.shape[1] == padded_length
 
 
 def unpack_rows(values: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], batch: TensorDict) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Ports and addresses of this node.
 
-A free port can be taken before its user binds it. `hold_port` keeps a bound socket that does not listen: the kernel
-then never assigns the port, while a server that names it and sets SO_REUSEADDR (asyncio, uvicorn, TCPStore) can still
-bind.
+`hold_port` keeps a bound socket that does not listen: the kernel then never assigns the port, while a server that names
+it and sets SO_REUSEADDR (asyncio, uvicorn, TCPStore) can still bind.
 """
 
 import socket

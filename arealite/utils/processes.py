@@ -31,11 +31,9 @@ def is_alive(pid: int) -> bool:
 
 
 def identity(pid: int) -> str | None:
-    """Name a living process so that no later one of the same pid is taken for it: `<pid>-<start in clock ticks>`.
-
-    psutil knows the start only by the wall clock, which may be set while we run.
-    """
+    """Name a living process so that no later one of the same pid is taken for it: `<pid>-<start in clock ticks>`."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # psutil knows the start only by the wall clock, which may be set while we run.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return f"{pid}-{fields[19]}"
     return None

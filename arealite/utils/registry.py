@@ -1,8 +1,8 @@
 """The registry of a run: which inference servers it has. One process of the run keeps it, and it ends with the run.
 
-A server registers under a name, with a lease that it renews; trainers wait for changes by long-polling. Every request
-shows the secret of the run. Invariants: an entry ends within one lease of its owner; an owner that was replaced or
-removed can't change the entry again; what an owner sends takes effect in the order in which it was sent.
+A server registers under a name, with a lease that it renews; trainers wait for changes by long-polling. Invariants: an
+entry ends within one lease of its owner; an owner that was replaced or removed can't change the entry again; what an
+owner sends takes effect in the order in which it was sent.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The secret of a run, which opens its servers and its registry.
 
-It is kept in the run folder, readable by its owner alone, and reaches processes by their environment, never by their
-command line. It travels as a bearer token in plain HTTP: it keeps out those who can connect, not those who can listen.
+It is kept in the run folder, readable by its owner alone, and reaches processes by their environment. It travels as a
+bearer token in plain HTTP: it keeps out those who can connect, not those who can listen.
 """
 
 import hmac

@@ -1,8 +1,7 @@
 """Finds stop strings at the end of a growing output, also when they span tokens or an interruption.
 
-Matching is on decoded text with special tokens, where every token has at least one byte: a stop string of n bytes that
-ends now lies within the last n tokens. A client that continues an interrupted output drops the tokens that may begin a
-stop string, because a server looks at new output only.
+Matching is on decoded text with special tokens: a stop string of n bytes that ends now lies within the last n tokens. A
+client that continues an interrupted output drops the tokens that may begin one, as a server looks at new output only.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,9 @@
 """Broadcasts weights from the trainer (rank 0, which hosts the store) to servers (ranks 1..), in an agreed order.
 
-The group lives outside the default process group; its store's prefixes match those of torch.distributed's own groups,
-so SGLang and vLLM servers can be receivers. Invariant: nothing waits past its deadline. A failed transfer or a dead
-peer closes the group, which fails the other side at once, except for a gloo write in progress, which takes the whole
-deadline. The next group needs a new name or port. NCCL is written to the same rules but was not run: it connects at the
-first transfer, and a peer that dies then may block for longer.
+The store's prefixes match those of torch.distributed's own groups, so SGLang and vLLM servers can be receivers.
+Invariant: nothing waits past its deadline. A failed transfer or a dead peer closes the group, which fails the other
+side at once, except for a gloo write in progress. The next group needs a new name or port. NCCL is written to the same
+rules but was not run: it connects at the first transfer, and a peer that dies then may block for longer.
 """
 
 import time
