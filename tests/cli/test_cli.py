@@ -27,7 +27,7 @@ def test_help_names_the_commands() -> None:
     ("override", "told"),
     [
         ("actor.lrr=1", "actor.lrr"),
-        ("seed=x", "seed must be an integer: got 'x'"),
+        ("seed=x", "seed must be a valid integer: got 'x'"),
         ("actor.path=/m", "quickstart makes its own model"),
         ("sft_steps=0", "sft_steps must be a positive integer"),
         ("trial_name=used", "trial_name must be new"),
