@@ -1,12 +1,9 @@
 r"""GSM8K: 1.0 when the final answer is the right number, else 0.0.
 
 The final answer is the first line after the last `####`, else the content of the last `\boxed{}`; of it, the value
-after the last `=` counts, else the first number, so `18 or 19 apples` is 18. An unfinished expression (`6*3`, `10^2`),
-a malformed number (`1,2`, `1.2.3`) and a time (`12:30`) are no answers. Numbers are compared exactly, as fractions;
-any text is accepted, in linear time.
+after the last `=` counts, else the first number. An unfinished expression (`6*3`, `10^2`), a malformed number (`1.2.3`)
+and a time (`12:30`) are no answers. Numbers are compared exactly, as fractions; any text is accepted, in linear time.
 """
-
-from __future__ import annotations
 
 import re
 import unicodedata
@@ -51,7 +48,7 @@ class Value(NamedTuple):
     number: Fraction
     is_percent: bool
 
-    def equals(self, other: Value) -> bool:
+    def equals(self, other: "Value") -> bool:
         """Compare exactly; a percentage also equals its plain number and its hundredth (50% is 50 or 0.5)."""
         if self.is_percent == other.is_percent:
             return self.number == other.number

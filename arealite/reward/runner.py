@@ -1,9 +1,8 @@
 """Runs a reward function off the event loop, with a deadline, and never turns a failure into a number.
 
 Coroutine functions are awaited on the event loop. Plain functions run in worker processes, which can be killed when a
-call hangs, even inside C code; a spare one is ready to replace a worker that hung, died or took too much memory.
-Workers are started afresh (never forked from a process that has torch) and import the module of the function only, or
-the entry script if the function is defined in it (which then needs the usual `if __name__ == "__main__":`).
+call hangs, even inside C code; a spare one is ready to replace a worker. Workers are started afresh (never forked from
+a process that has torch) and import the module of the function only, or the entry script if it is defined there.
 """
 
 from __future__ import annotations
@@ -211,7 +210,6 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._psutil = psutil.Process(self.process.pid)
         self._ready_by = time.monotonic() + STARTUP_TIMEOUT_S
         with contextlib.suppress(OSError):  # `wait_ready` reports it
             self._send(start_message, self._ready_by)
@@ -282,7 +280,6 @@ class WorkerProcess:
 
     def _memory_gib(self) -> float:
         """Return the resident memory; 0 when the process has ended."""
-        try:
-            return self._psutil.memory_info().rss / _GIB
-        except psutil.NoSuchProcess:
-            return 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).memory_info().rss / _GIB
+        return 0.0

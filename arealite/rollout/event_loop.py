@@ -20,9 +20,8 @@ from arealite.utils import heartbeat
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")
 
+# How long another thread of the process may compute before the loop gets Python's lock back; by default 5 ms.
 _SWITCH_S = 0.001
-"""How long another thread of the process may compute before the loop gets Python's lock back; by default 5 ms."""
-
 _WIND_UP_ROUNDS = 3  # a task that is cancelled may have started another
 
 
@@ -45,13 +44,12 @@ class EventLoopThread:
 
     def __init__(self, name: str, *, blocking_call_s: float = 1.0, max_blocked_s: float = 3600.0) -> None:
         """A call that blocks the loop is reported after `blocking_call_s` and given up after `max_blocked_s`."""
-        self._blocking_call_s = blocking_call_s
-        self._max_blocked_s = max_blocked_s
+        self._limits_s = {"blocking_call_s": blocking_call_s, "max_blocked_s": max_blocked_s}
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._ended: Future[None] = Future()
         self._cause: BaseException | None = None
+        # Run in the loop when it ends, after every task was cancelled.
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        """Run in the loop when it ends, after every task was cancelled."""
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self.loop = self._loop.result()
@@ -114,9 +112,7 @@ class EventLoopThread:
     def _main(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
         with asyncio.Runner() as runner:
-            self.watch = LoopWatch(
-                runner.get_loop(), blocking_call_s=self._blocking_call_s, max_blocked_s=self._max_blocked_s
-            )
+            self.watch = LoopWatch(runner.get_loop(), **self._limits_s)
             self._loop.set_result(runner.get_loop())
             try:
                 runner.get_loop().run_forever()

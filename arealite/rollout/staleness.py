@@ -9,9 +9,9 @@ consumes one batch. Two rules follow:
   `(h + eta - v) * batch_size` unconsumed episodes with a head <= `h`: what later batches can still take in time.
   Waiting only for running episodes with `h <= v - eta` is not enough: too many may become overdue at once.
 
-Invariant: a batch of the oldest finished episodes, taken when both rules hold, has a staleness <= `eta`. That a token
-is never older than its episode's head is checked on arrival (`trajectory.py`). Waiting is one of three policies for
-*overdue* episodes: `drop` rejects them instead, which keeps the bound too; `train` trains on them, without any bound.
+Invariant: a batch of the oldest finished episodes, taken when both rules hold, has a staleness <= `eta`; no token is
+older than its episode's head (`trajectory.py`). Other policies for *overdue* episodes: `drop` rejects them, which keeps
+the bound too; `train` trains on them, without any bound.
 """
 
 from collections import Counter

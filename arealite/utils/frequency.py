@@ -1,10 +1,8 @@
 """Decides when something is due: every so many epochs, steps or seconds since the last time, whichever comes first."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
@@ -35,7 +33,7 @@ class Frequency:
         self._restart()
 
     @classmethod
-    def from_config(cls, config: Triggers, ft_spec: HasEpochs, *, is_first_due: bool = False) -> Frequency:
+    def from_config(cls, config: Triggers, ft_spec: HasEpochs, *, is_first_due: bool = False) -> Self:
         """Count epochs in steps."""
         epoch_steps = None if config.freq_epochs is None else config.freq_epochs * ft_spec.steps_per_epoch
         limits = [limit for limit in (config.freq_steps, epoch_steps) if limit is not None]

@@ -4,8 +4,6 @@ A launcher names the folder in AREALITE_PROGRESS_DIR, without which nothing is w
 all threads to a file beside it, also from inside C code. Invariant: `tick` costs less than 2 us.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import json
@@ -33,7 +31,7 @@ logger = logging.getLogger("arealite.progress")
 _count = 0
 _is_started = False
 _lock = threading.Lock()
-_waits: dict[int, list[waiting]] = {}
+_waits: dict[int, list["waiting"]] = {}
 _reports: dict[str, Callable[[], Any]] = {}
 _status: dict[str, Any] = {}
 

@@ -4,8 +4,6 @@ A mean counts every added value once. Timers are rank 0's own: a mean over ranks
 what the run waited for.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +29,7 @@ class _Reduced:
     value: float
     count: int = 1
 
-    def merge(self, other: _Reduced, *, key: str) -> _Reduced:
+    def merge(self, other: "_Reduced", *, key: str) -> "_Reduced":
         if other.kind != self.kind:
             raise ValueError(f"metric {key} must keep one reduction: got {self.kind} and {other.kind}. Rename one.")
         count = self.count + other.count

@@ -104,12 +104,10 @@ def send_bucket(group: BroadcastGroup, tensors: Iterable[torch.Tensor], *, timeo
     _broadcast(group, [tensor.detach().to(group.device).contiguous() for tensor in tensors], timeout_s)
 
 
-def receive_bucket(
-    group: BroadcastGroup, specs: Sequence[TensorSpec], *, timeout_s: float | None = None
-) -> dict[str, torch.Tensor]:
+def receive_bucket(group: BroadcastGroup, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
     """Receive one bucket into fresh tensors, by name."""
     bucket = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=group.device) for spec in specs}
-    _broadcast(group, list(bucket.values()), timeout_s)
+    _broadcast(group, list(bucket.values()))
     return bucket
 
 
@@ -120,7 +118,7 @@ def close_group(group: BroadcastGroup) -> None:
         backend.abort()
 
 
-def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], timeout_s: float | None) -> None:
+def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], timeout_s: float | None = None) -> None:
     """Broadcast one after the other (all ranks keep the same order) under one deadline for the whole list."""
     if group.backend is None:
         raise ConnectionError(f"broadcast group {group.name!r} must be open: got a closed one. Join a new group.")

@@ -26,9 +26,8 @@ from arealite.rollout.account.ledger_file import OUTCOME, count_states, last_tic
 from arealite.utils.data_order import passed_prompts
 
 _OPEN = ("issued", "running", "accepted")
+# How a line of a rollout file starts; the rest is large and not read.
 _LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "sample": (\d+)')
-"""How a line of a rollout file starts; the rest is large and not read."""
-
 Measure = Literal["latency_s", "tokens"]
 
 
