@@ -5,8 +5,6 @@ sampled on them is counted; each token carries the version that sampled it; an e
 request, non-finite logits only their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -86,8 +84,7 @@ class GenerationEngine:
         )
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._gate = threading.Lock()
-        self._has_ended = False
-        """Guarded by the gate, so that no message enters the inbox after the last look at it."""
+        """Guards `stopped`, so that no message enters the inbox after the last look at it."""
         self._is_paused = False
         self._is_closing = False
         self._rows: SamplingRows | None = None
@@ -197,7 +194,7 @@ class GenerationEngine:
 
     def _post(self, message: Callable[[], object]) -> None:
         with self._gate:
-            if self._has_ended:
+            if self.stopped.done():
                 raise GenerationError("the engine must run: got a call after its end. Restart the server.")
             self._inbox.put(message)
 
@@ -227,16 +224,15 @@ class GenerationEngine:
 
     def _end(self, error: BaseException | None) -> None:
         """Refuse further messages and resolve all futures."""
-        with self._gate:
-            self._has_ended = True
-        while not self._inbox.empty():
-            self._inbox.get_nowait()()
         cause = "closing" if error is None else f"{type(error).__name__}: {error}"
         failure = GenerationError(f"the engine must run: got {cause}. Restart the server.")
-        if error is None:
-            self.stopped.set_result(None)
-        else:
-            self.stopped.set_exception(failure)
+        with self._gate:
+            if error is None:
+                self.stopped.set_result(None)
+            else:
+                self.stopped.set_exception(failure)
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
         for sequence in self._scheduler.drop(lambda _: True):
             self._resolve(sequence, failure)
 
@@ -272,7 +268,11 @@ class GenerationEngine:
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Sample a token for each sequence from slot `first` on, `logits` [n, V], and release those that end."""
         sequences = self._scheduler.running[first:]
-        rows = self._rows if first == 0 and self._rows is not None else self._sampling_rows(sequences)
+        rows = self._rows if first == 0 else None
+        if rows is None:
+            rows = SamplingRows(
+                [(one.request.params, len(one.request.input_ids), one.stop_ids) for one in sequences], self.vocab_size
+            )
         if first == 0:
             self._rows = rows
         tokens, logprobs = sample(logits, rows, np.array([sequence.length for sequence in sequences]))
@@ -316,10 +316,6 @@ class GenerationEngine:
             length=prompt_length,
         )
 
-    def _sampling_rows(self, sequences: list[Sequence]) -> SamplingRows:
-        rows = [(s.request.params, len(s.request.input_ids), s.stop_ids) for s in sequences]
-        return SamplingRows(rows, self.vocab_size)
-
     def _requeue(self) -> None:
         self._scheduler.requeue()
         self._rows = None
@@ -338,14 +334,8 @@ class GenerationEngine:
         if isinstance(outcome, GenerationError):
             sequence.future.set_exception(outcome)
         else:
-            result = GenerationResult(
-                sequence.output_ids,
-                sequence.logprobs,
-                outcome,
-                self.version,
-                sequence.spans,
-                sequence.num_stale_tokens,
-            )
+            output = sequence.output_ids, sequence.logprobs, outcome
+            result = GenerationResult(*output, self.version, sequence.spans, sequence.num_stale_tokens)
             sequence.future.set_result(result)
 
     def _log_progress(self, step_s: float) -> None:

@@ -4,11 +4,10 @@ Logprobs therefore equal the trainer's. A model for which our attention differs 
 refused when it is loaded.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ class ModelRunner:
     @classmethod
     def from_pretrained(
         cls, path: str, *, dtype: torch.dtype, slots: int, context: int, deterministic: bool = False
-    ) -> ModelRunner:
+    ) -> Self:
         """Load a local checkpoint folder."""
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, attn_implementation="sdpa"
@@ -108,11 +107,8 @@ class ModelRunner:
         prompts = [tokens[:3], tokens[:6]][-len(slots) :]
         name = type(self.model).__name__
         with torch.inference_mode():
-            reference = (
-                self.model(input_ids=torch.tensor([tokens]), use_cache=False)
-                .logits[0, [2, 5, 6, 7][-len(slots) - 2 :]]
-                .float()
-            )
+            logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            reference = logits[0, [2, 5, 6, 7][-len(slots) - 2 :]].float()
             try:
                 self.model.set_attn_implementation(ATTENTION_NAME)
                 prefilled = self.prefill(prompts, slots)
@@ -131,13 +127,10 @@ class ModelRunner:
             )
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing."""
-        self._check_weights(weights)
-        for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
+        """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing.
 
-    def _check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Check names and shapes. A tied weight may be absent, or equal to the one it is tied to."""
+        A tied weight may be absent, or equal to the one it is tied to.
+        """
         missing = sorted(self._parameters.keys() - weights.keys())
         if missing:
             raise ValueError(
@@ -147,6 +140,8 @@ class ModelRunner:
         for name, source in self._tied.items():
             if name in weights and not torch.equal(weights[name], weights[source]):
                 raise ValueError(f"{name} must equal {source}, to which it is tied: got other values. Leave it out.")
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,7 +1,5 @@
 """The engine's input and output as plain data: a request, its sampling parameters, its result."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -3,8 +3,6 @@ position alone, not on other rows or interruptions, so random numbers are a hash
 
 # n rows, V vocabulary
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

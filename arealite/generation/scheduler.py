@@ -1,7 +1,5 @@
 """Assigns sequences to slots: pure bookkeeping, no tensors. Invariant: `running[i]` occupies slot i."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future

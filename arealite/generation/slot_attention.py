@@ -6,8 +6,6 @@ of the cache instead of copies. A forward pass takes its `SlotStep` as a keyword
 
 # n sequences, N packed tokens, H key-value heads, G query heads per key-value head, D head size, L cached tokens
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ must show it; without one the server listens on loopback only.
 Exit status: 0 after SIGTERM or SIGINT, 1 when generation failed, 2 for arguments or a model that can't be served.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -4,12 +4,10 @@ Status: 400 when the client must change its request; 401 without the run's secre
 generation failed; 503 from /health when the engine has ended.
 """
 
-from __future__ import annotations
-
-import asyncio
 import itertools
 import logging
 import time
+from asyncio import wrap_future
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -19,24 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
-from arealite.server.protocol import (
-    AbortBody,
-    BadRequestError,
-    BeginUpdateBody,
-    BucketBody,
-    ContinueBody,
-    DiskUpdateBody,
-    EndUpdateBody,
-    GenerateBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    M,
-    PauseBody,
-    SamplingBody,
-    VersionBody,
-    parse,
-    reply,
-)
+from arealite.server import protocol
+from arealite.server.protocol import M
 from arealite.server.weight_receiver import WeightReceiver
 from arealite.utils.secret import is_authorized, refusal
 
@@ -75,16 +57,16 @@ class Server:
                 web.get("/server_info", self.server_info),
                 web.post("/generate", self.generate),
                 web.post("/flush_cache", self.flush_cache),
-                _post("/pause_generation", PauseBody, lambda body: asyncio.wrap_future(engine.pause(body.mode))),
-                _post("/continue_generation", ContinueBody, lambda _: asyncio.wrap_future(engine.resume())),
-                _post("/abort_request", AbortBody, self.abort),
-                _post("/update_weight_version", VersionBody, self.update_version),
-                _post("/init_weights_update_group", JoinGroupBody, self._weights.join),
-                _post("/destroy_weights_update_group", LeaveGroupBody, self._weights.leave),
-                _post("/begin_weight_update", BeginUpdateBody, self._weights.begin),
-                _post("/update_weights_from_distributed", BucketBody, self._weights.stage),
-                _post("/end_weight_update", EndUpdateBody, self._weights.end),
-                _post("/update_weights_from_disk", DiskUpdateBody, self._weights.load_from_disk),
+                _post("/pause_generation", protocol.PauseBody, lambda body: wrap_future(engine.pause(body.mode))),
+                _post("/continue_generation", protocol.ContinueBody, lambda _: wrap_future(engine.resume())),
+                _post("/abort_request", protocol.AbortBody, self.abort),
+                _post("/update_weight_version", protocol.VersionBody, self.update_version),
+                _post("/init_weights_update_group", protocol.JoinGroupBody, self._weights.join),
+                _post("/destroy_weights_update_group", protocol.LeaveGroupBody, self._weights.leave),
+                _post("/begin_weight_update", protocol.BeginUpdateBody, self._weights.begin),
+                _post("/update_weights_from_distributed", protocol.BucketBody, self._weights.stage),
+                _post("/end_weight_update", protocol.VerifiedBody, self._weights.end),
+                _post("/update_weights_from_disk", protocol.DiskUpdateBody, self._weights.load_from_disk),
             ]
         )
 
@@ -122,48 +104,48 @@ class Server:
         return web.json_response({"model_path": self._model_path, **asdict(self._engine.stats())})
 
     async def generate(self, request: web.Request) -> web.Response:
-        body = parse(GenerateBody, await request.read())
+        body = protocol.parse(protocol.GenerateBody, await request.read())
         started = time.monotonic()
         generation = GenerationRequest(
             rid=body.rid,
             input_ids=tuple(self._encode(body.text) if body.input_ids is None else body.input_ids),
             params=body.sampling_params.to_params(self._next_seed),
         )
-        result = await asyncio.wrap_future(self._engine.submit(generation))
+        result = await wrap_future(self._engine.submit(generation))
         text = self._text(result, body.sampling_params)
-        answer = reply(generation, result, text, time.monotonic() - started)
+        answer = protocol.reply(generation, result, text, time.monotonic() - started)
         if body.return_logprob:
             pairs = zip(result.logprobs, result.output_ids, strict=True)
             answer["meta_info"]["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         return web.json_response(answer)
 
     async def flush_cache(self, _: web.Request) -> web.Response:
-        stats = await asyncio.wrap_future(self._engine.call(self._engine.stats))
+        stats = await wrap_future(self._engine.call(self._engine.stats))
         if stats.running or stats.waiting:
-            raise BadRequestError(
+            raise ValueError(
                 f"/flush_cache must come when nothing is in flight: got {stats.running} running and {stats.waiting} "
                 "waiting requests. Pause generation first."
             )
         return success("nothing is cached between requests")
 
-    async def abort(self, body: AbortBody) -> str:
+    async def abort(self, body: protocol.AbortBody) -> str:
         """End requests with the tokens so far."""
-        num_aborted = await asyncio.wrap_future(self._engine.abort(body.rid))
+        num_aborted = await wrap_future(self._engine.abort(body.rid))
         return f"{num_aborted} requests aborted"
 
-    async def update_version(self, body: VersionBody) -> None:
+    async def update_version(self, body: protocol.VersionBody) -> None:
         """Rename the current weights."""
         if body.abort_all_requests:
-            await asyncio.wrap_future(self._engine.abort())
-        await asyncio.wrap_future(self._engine.set_version(body.new_version))
+            await wrap_future(self._engine.abort())
+        await wrap_future(self._engine.set_version(body.new_version))
 
     def _encode(self, text: str | None) -> list[int]:
         if self._tokenizer is None:
-            raise BadRequestError("text must have a tokenizer: got a model folder without one. Send input_ids.")
+            raise ValueError("text must have a tokenizer: got a model folder without one. Send input_ids.")
         tokens: list[int] = self._tokenizer.encode(text)
         return tokens
 
-    def _text(self, result: GenerationResult, params: SamplingBody) -> str:
+    def _text(self, result: GenerationResult, params: protocol.SamplingBody) -> str:
         """Decode the output without its stop token or string, as SGLang does unless `no_stop_trim`."""
         if self._tokenizer is None:
             return ""
@@ -185,7 +167,7 @@ def _post(path: str, body_type: type[M], action: Callable[[M], Awaitable[object]
     """Route POSTs to an action, which returns a message, or a list of mismatched tensors, or nothing."""
 
     async def handle(request: web.Request) -> web.Response:
-        outcome = await action(parse(body_type, await request.read()))
+        outcome = await action(protocol.parse(body_type, await request.read()))
         more = {"mismatched": outcome} if isinstance(outcome, list) else {}
         return success(outcome if isinstance(outcome, str) else "done", **more)
 

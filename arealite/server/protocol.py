@@ -1,12 +1,11 @@
 """Bodies of requests and replies: the supported part of SGLang 0.5's protocol. Unknown fields and unsupported values
 are errors, never silently dropped."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,10 +14,6 @@ from arealite.generation.request import GenerationRequest, GenerationResult, Sam
 from arealite.utils.weight_transfer import DTYPES
 
 M = TypeVar("M", bound=BaseModel)
-
-
-class BadRequestError(ValueError):
-    """The client must change its request; becomes a 400 with this message."""
 
 
 class Body(BaseModel):
@@ -49,7 +44,7 @@ class SamplingBody(Body):
     spaces_between_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
-    def _check(self) -> SamplingBody:
+    def _check(self) -> Self:
         if self.top_k == 0:
             raise ValueError("top_k must be -1 (all tokens) or at least 1: got 0. Leave it out to keep all tokens")
         if self.min_new_tokens > self.max_new_tokens:
@@ -89,7 +84,7 @@ class GenerateBody(Body):
     stream: Literal[False] = False
 
     @model_validator(mode="after")
-    def _check(self) -> GenerateBody:
+    def _check(self) -> Self:
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("exactly one of input_ids and text must be given")
         return self
@@ -114,14 +109,14 @@ class AbortBody(Body):
     abort_all: bool = False
 
     @model_validator(mode="after")
-    def _check(self) -> AbortBody:
+    def _check(self) -> Self:
         if (self.rid is None) != self.abort_all:
             raise ValueError("either rid or abort_all must be given")
         return self
 
 
 class VerifiedBody(Body):
-    """How the tensors of an update are verified; SGLang has neither field."""
+    """POST /end_weight_update, and how the tensors of any update are verified; SGLang has neither field."""
 
     fingerprints: dict[str, str] | None = None
     """The sender's fingerprint of each tensor (`utils.fingerprint`); None does not verify."""
@@ -175,7 +170,7 @@ class BucketBody(Body):
     load_format: None = None
 
     @model_validator(mode="after")
-    def _check(self) -> BucketBody:
+    def _check(self) -> Self:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ValueError(
                 "names, dtypes and shapes must have equal lengths: "
@@ -194,10 +189,6 @@ class BucketBody(Body):
         ]
 
 
-class EndUpdateBody(VerifiedBody):
-    """POST /end_weight_update."""
-
-
 class VersionBody(Body):
     """POST /update_weight_version."""
 
@@ -206,44 +197,41 @@ class VersionBody(Body):
 
 
 def parse(body_type: type[M], raw: bytes) -> M:
-    """Read a JSON body (an empty one is `{}`); BadRequestError names the first mistake."""
+    """Read a JSON body (an empty one is `{}`); ValueError names the first mistake."""
     try:
         return body_type.model_validate(json.loads(raw or b"{}"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"the body must be JSON: got {error}. Send a JSON object.") from error
+        raise ValueError(f"the body must be JSON: got {error}. Send a JSON object.") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise BadRequestError(f"{where} must be left out: unsupported option.") from error
+            raise ValueError(f"{where} must be left out: unsupported option.") from error
         if where.endswith("stream"):
-            raise BadRequestError("stream must be false: unsupported option. Wait for the whole completion.") from error
+            raise ValueError("stream must be false: unsupported option. Wait for the whole completion.") from error
         message = f"{where + ': ' if where else ''}{first['msg']}"
         got = "" if first["type"] == "value_error" else f" (got {str(first['input'])[:80]!r})"
-        raise BadRequestError(f"{message}{got}") from error
+        raise ValueError(f"{message}{got}") from error
 
 
 def reply(request: GenerationRequest, result: GenerationResult, text: str, latency_s: float) -> dict[str, Any]:
     """Return the reply to /generate."""
     reason = result.finish_reason
-    finish_reason: dict[str, Any] = {"type": reason.type}
-    if reason.type == "stop":
-        finish_reason["matched"] = reason.matched
-    elif reason.type == "length":
-        finish_reason["length"] = len(result.output_ids)
-    else:
-        finish_reason["message"] = reason.message
-    spans = [{"version": span.version, "start": span.start, "end": span.end} for span in result.version_spans]
+    details: dict[str, dict[str, Any]] = {
+        "stop": {"matched": reason.matched},
+        "length": {"length": len(result.output_ids)},
+        "abort": {"message": reason.message},
+    }
     return {
         "text": text,
         "output_ids": result.output_ids,
         "meta_info": {
             "id": request.rid,
-            "finish_reason": finish_reason,
+            "finish_reason": {"type": reason.type, **details[reason.type]},
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(result.output_ids),
             "weight_version": result.version,
-            "weight_versions": spans,
+            "weight_versions": [asdict(span) for span in result.version_spans],
             "stale_kv_tokens": result.stale_kv_tokens,
             "e2e_latency": latency_s,
         },

@@ -4,11 +4,10 @@ Tensors are staged and swapped in at the end, so the old weights survive a sende
 fingerprints differ. A failed transfer closes the group, which fails the sender too.
 """
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -16,16 +15,7 @@ import torch
 
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import check_shapes, read_checkpoint
-from arealite.server.protocol import (
-    BadRequestError,
-    BeginUpdateBody,
-    BucketBody,
-    DiskUpdateBody,
-    EndUpdateBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    VerifiedBody,
-)
+from arealite.server import protocol
 from arealite.utils.fingerprint import differing, fingerprints
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
@@ -41,81 +31,72 @@ class WeightReceiver:
         self._staged: dict[str, torch.Tensor] | None = None
         """None outside begin/end."""
         self._version: str | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def load_from_disk(self, body: DiskUpdateBody) -> list[str]:
-        """Load a checkpoint folder; return the tensors whose fingerprints differ from the sender's."""
-        async with self._turn:
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Let other requests wait until the block ends; what a client can change is a ValueError (a 400)."""
+        async with self._lock:
             try:
-                weights = await in_thread(lambda: read_checkpoint(body.model_path))
-                wrong = await _verify(weights, body)
-                if body.abort_all_requests:
-                    await asyncio.wrap_future(self._engine.abort())
-                await asyncio.wrap_future(self._engine.update_weights(weights, body.weight_version))
-            except (ValueError, OSError) as error:
-                raise BadRequestError(str(error)) from error
+                yield
+            except OSError as error:
+                raise ValueError(str(error)) from error
+
+    async def load_from_disk(self, body: protocol.DiskUpdateBody) -> list[str]:
+        """Load a checkpoint folder; return the tensors whose fingerprints differ from the sender's."""
+        async with self._turn():
+            weights = await in_thread(lambda: read_checkpoint(body.model_path))
+            wrong = await _verify(weights, body)
+            if body.abort_all_requests:
+                await asyncio.wrap_future(self._engine.abort())
+            await asyncio.wrap_future(self._engine.update_weights(weights, body.weight_version))
             return wrong
 
-    async def join(self, body: JoinGroupBody) -> None:
+    async def join(self, body: protocol.JoinGroupBody) -> None:
         """Join the sender's broadcast group as rank `rank_offset`."""
-        async with self._turn:
+        async with self._turn():
             if body.group_name in self._groups:
-                raise BadRequestError(f"group_name must be new: got {body.group_name}. Destroy that group first.")
-            try:
-                self._groups[body.group_name] = await in_thread(
-                    lambda: join_group(
-                        body.master_address,
-                        body.master_port,
-                        body.rank_offset,
-                        body.world_size,
-                        body.group_name,
-                        backend=body.backend,
-                        timeout_s=body.timeout_s,
-                    )
-                )
-            except (ValueError, ConnectionError) as error:
-                raise BadRequestError(str(error)) from error
+                raise ValueError(f"group_name must be new: got {body.group_name}. Destroy that group first.")
+            place = body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name
+            self._groups[body.group_name] = await in_thread(
+                lambda: join_group(*place, backend=body.backend, timeout_s=body.timeout_s)
+            )
 
-    async def leave(self, body: LeaveGroupBody) -> None:
+    async def leave(self, body: protocol.LeaveGroupBody) -> None:
         """Leave a group, after a transfer in progress."""
-        async with self._turn:
+        async with self._turn():
             self._close(body.group_name)
 
-    async def begin(self, _: BeginUpdateBody) -> None:
+    async def begin(self, _: protocol.BeginUpdateBody) -> None:
         """Start an update, dropping an unfinished one."""
-        async with self._turn:
+        async with self._turn():
             self._staged, self._version = {}, None
 
-    async def stage(self, body: BucketBody) -> None:
+    async def stage(self, body: protocol.BucketBody) -> None:
         """Receive one bucket."""
-        async with self._turn:
+        async with self._turn():
             group = self._groups.get(body.group_name)
             if group is None:
-                raise BadRequestError(f"group_name must be a group we joined: got {body.group_name}. Join it first.")
+                raise ValueError(f"group_name must be a group we joined: got {body.group_name}. Join it first.")
             try:
                 if self._staged is None:
-                    raise BadRequestError("/begin_weight_update must come first: got a bucket outside of an update.")
+                    raise ValueError("/begin_weight_update must come first: got a bucket outside of an update.")
                 check_shapes({spec.name: spec.shape for spec in body.specs}, self._engine.weight_shapes)
                 self._staged.update(await in_thread(lambda: receive_bucket(group, body.specs)))
-            except BaseException as error:  # also a cancellation must stop the sender
+            except BaseException:  # also a cancellation must stop the sender
                 self._staged = None
                 self._close(body.group_name)
-                if isinstance(error, ValueError | ConnectionError):
-                    raise BadRequestError(str(error)) from error
                 raise
             self._version = body.weight_version or self._version
 
-    async def end(self, body: EndUpdateBody) -> list[str]:
+    async def end(self, body: protocol.VerifiedBody) -> list[str]:
         """Swap the staged weights in; return the tensors whose fingerprints differ from the sender's."""
-        async with self._turn:
+        async with self._turn():
             staged, self._staged = self._staged, None
             if staged is None:
-                raise BadRequestError("/begin_weight_update must come first: got the end of no update.")
+                raise ValueError("/begin_weight_update must come first: got the end of no update.")
             wrong = await _verify(staged, body)
-            try:
-                await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
-            except ValueError as error:
-                raise BadRequestError(str(error)) from error
+            await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
             return wrong
 
     def close(self) -> None:
@@ -129,14 +110,14 @@ class WeightReceiver:
             close_group(group)
 
 
-async def _verify(weights: dict[str, torch.Tensor], body: VerifiedBody) -> list[str]:
-    """Return the tensors whose fingerprints differ; BadRequestError if the sender wants those refused."""
+async def _verify(weights: dict[str, torch.Tensor], body: protocol.VerifiedBody) -> list[str]:
+    """Return the tensors whose fingerprints differ; ValueError if the sender wants those refused."""
     expected = body.fingerprints
     if expected is None:
         return []
     wrong = await in_thread(lambda: differing(fingerprints(weights), expected))
     if wrong and body.on_mismatch == "refuse":
-        raise BadRequestError(
+        raise ValueError(
             f"tensors must arrive as they were sent: got {len(wrong)} of {len(expected)} with other fingerprints, "
             f"{', '.join(wrong[:5])}. The old weights stay; send them again."
         )
@@ -146,16 +127,13 @@ async def _verify(weights: dict[str, torch.Tensor], body: VerifiedBody) -> list[
 async def in_thread(function: Callable[[], T]) -> T:
     """Run a blocking function in a daemon thread, which does not keep the process from exiting."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who is cancelled no longer waits, and the thread ends as it may
 
     def run() -> None:
         try:
-            outcome = function()
+            future.set_result(function())
         except BaseException as error:  # the future raises it
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-        else:
-            if future.set_running_or_notify_cancel():
-                future.set_result(outcome)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
     return await asyncio.wrap_future(future)
