@@ -5,8 +5,6 @@ logprob and version lists have equal lengths, tokens received are never lost or 
 the truth about versions. While no server has the newest weights, requests wait and the clocks of their episodes stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -68,7 +66,7 @@ class Completions:
         """Wait until all servers are ready, check what they support, and add them to the pool."""
         facts = await asyncio.gather(*map(self.meet, addresses))
         for address, one in zip(addresses, facts, strict=True):
-            self._servers.add(address, facts=one)
+            self._servers.add(address, one)
 
     async def meet(self, address: str) -> ServerFacts:
         """Wait until a server is ready, and inspect it; its weights may be any until the first weight update."""

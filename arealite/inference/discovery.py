@@ -6,8 +6,6 @@ entries of healthy servers. A failed contact is repeated with backoff, unless th
 Invariant: a registry that does not answer changes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -140,7 +138,7 @@ class Membership:
         ready = {record.address: record for record in by_age if record.state == "ready"}
         known = {record.address for record in records.values()}
         for address, record in list(self._taken.items()):
-            if address in ready and _is_same(ready[address], record):
+            if address in ready and _start_of(ready[address]) == _start_of(record):
                 continue
             if address in known:
                 self._let_go(address, "has started anew" if address in ready else "leaves")
@@ -185,7 +183,7 @@ class Membership:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         self._failures.pop(address, None)
-        self._servers.add(address, facts=facts)
+        self._servers.add(address, facts)
         if self._is_started:
             self.num_joined += 1
             logger.warning("server %s has joined and gets requests once it has the current weights", address)
@@ -219,6 +217,5 @@ def _tell_if_failed(task: asyncio.Task[None]) -> None:
         logger.error("servers that come and go are not noticed any more", exc_info=error)
 
 
-def _is_same(one: ServerRecord, other: ServerRecord) -> bool:
-    """Tell whether two ready records are of the same start of the same server."""
-    return (one.node, one.pid, one.since) == (other.node, other.pid, other.since)
+def _start_of(record: ServerRecord) -> tuple[str, int, float]:
+    return record.node, record.pid, record.since

@@ -5,8 +5,6 @@ until it answers again. Invariant: while another server could take a request, it
 about `quiet_s + 2 * health_s`; if there is no other, it waits for the dead one to return.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -84,7 +82,7 @@ class Health:
     async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
         """Return the servers that don't answer /health, and treat them as unreachable."""
         asked = list(servers)
-        answers = await asyncio.gather(*(self._is_healthy(server) for server in asked))
+        answers = await asyncio.gather(*(self._answers(server.address, "/health", self._health_s) for server in asked))
         dead = [server for server, is_healthy in zip(asked, answers, strict=True) if not is_healthy]
         for server in dead:
             self.suspect(server)
@@ -116,7 +114,7 @@ class Health:
     async def _examine(self, server: Server) -> None:
         """Ask a silent server for /health; if that fails, take its requests away when another server is healthy."""
         asked_at = asyncio.get_running_loop().time()
-        if await self._is_healthy(server):
+        if await self._answers(server.address, "/health", self._health_s):
             self._heard_at[server] = asked_at
         if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
             return
@@ -133,9 +131,6 @@ class Health:
                 self._servers.mark_reachable(server, True)
                 logger.warning("server %s answers again", server.address)
                 return
-
-    async def _is_healthy(self, server: Server) -> bool:
-        return await self._answers(server.address, "/health", self._health_s)
 
     async def _answers(self, address: str, endpoint: str, timeout_s: float) -> bool:
         try:

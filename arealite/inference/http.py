@@ -4,8 +4,6 @@ Invariant: every failure becomes a ServerError that names server, endpoint, stat
 call. A `StatusError` below 500 is not worth a retry, all others are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ newest weights. Any other reachable server is *joining*: it gets no requests bef
 server that fails in an update *backs off*, ever longer: updates leave it out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import OrderedDict
@@ -43,9 +41,9 @@ class Server:
     """One server as the client sees it."""
 
     address: str
-    version: int
+    facts: ServerFacts
+    version: int = NO_VERSION
     """Of the weights that were last published to it."""
-    facts: ServerFacts = ServerFacts()
     outstanding_tokens: int = 0
     """Tokens of the requests in flight, prompts and largest completions."""
     num_requests: int = 0
@@ -67,7 +65,7 @@ class Server:
 class ServerPool:
     """The servers of a run. One thread changes what there is, any may look."""
 
-    def __init__(self, addresses: Iterable[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.on_change: Callable[[], None] | None = None
         """Called after every change of members and of what they are fit for, in the thread that made it."""
@@ -75,12 +73,10 @@ class ServerPool:
         """Of the newest published weights."""
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
-        for address in addresses:
-            self.add(address, version=0)
 
-    def add(self, address: str, version: int = NO_VERSION, facts: ServerFacts = ServerFacts()) -> None:
-        """Add a server whose weights are `version`; one that is there already stays as it is."""
-        self._servers.setdefault(address, Server(address, version, facts))
+    def add(self, address: str, facts: ServerFacts = ServerFacts()) -> None:
+        """Add a server whose weights are unknown; one that is there already stays as it is."""
+        self._servers.setdefault(address, Server(address, facts))
         self._notify()
 
     def remove(self, address: str) -> bool:

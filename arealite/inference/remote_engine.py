@@ -4,14 +4,12 @@ On ranks other than 0 it is a receiver: batches come through collectives, everyt
 that joins while the trainer waits for a batch gets the current weights then, otherwise at the next weight update.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
@@ -22,11 +20,10 @@ from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, Ro
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.backends import KINDS, Backend
-from arealite.inference.backends.base import Segment
 from arealite.inference.completions import Completions
 from arealite.inference.discovery import Membership, open_registry
 from arealite.inference.http import open_session
-from arealite.inference.pool import Server, ServerPool, parse_addresses
+from arealite.inference.pool import ServerPool, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.collective import RankZeroExchange
@@ -37,6 +34,8 @@ from arealite.utils.distributed import global_rank
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.secret import ensure_secret, secret_of_environment
+
+T = TypeVar("T")
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -59,8 +58,8 @@ class RemoteInferenceEngine(InferenceEngine):
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._completions: Completions
-        self._receiver: WeightReceiver
-        """Both exist as long as the executor."""
+        self.receiver: WeightReceiver
+        """They exist as long as the executor."""
         self._membership: Membership | None = None
         """None for `server_addrs`, which never change."""
         self.catch_up: Callable[[], None] | None = None
@@ -101,7 +100,6 @@ class RemoteInferenceEngine(InferenceEngine):
             raise
 
     def destroy(self) -> None:
-        """Stop the runtime; servers are left running."""
         if self._executor is None:
             return
         self.servers.on_change = None
@@ -124,7 +122,7 @@ class RemoteInferenceEngine(InferenceEngine):
         session = open_session(secret)
         loop.closers.append(session.close)
         completions = self._completions = Completions(self.config, self._backend, self.servers, session)
-        self._receiver = WeightReceiver(self.config, self._backend, self.servers, completions)
+        self.receiver = WeightReceiver(self.config, self._backend, self.servers, completions)
         self.servers.on_change = lambda: loop.call_soon(self._note_change)
         if addresses:
             await completions.connect(addresses)
@@ -155,7 +153,6 @@ class RemoteInferenceEngine(InferenceEngine):
     # Generation
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Sample one completion, continuing token-exactly when a server interrupts it."""
         if req.gconfig.n_samples != 1:
             raise ValueError(
                 f"gconfig.n_samples must be 1 in a request: got {req.gconfig.n_samples}. "
@@ -187,58 +184,33 @@ class RemoteInferenceEngine(InferenceEngine):
             meta.version = self.get_version() + 1
         meta.last_version = meta.version
         meta.uploaded = Future()
-        loop.run(self._receiver.begin(meta))
-        return loop.submit(self._receiver.receive())
+        loop.run(self.receiver.begin(meta))
+        return loop.submit(self.receiver.receive())
 
-    def sample_canaries(self, req: ModelRequest) -> dict[Server, Segment]:
-        """Let every server that the last weight update reached complete `req`, whatever pauses episodes (rank 0).
-
-        Servers that are gone or fail are dropped from the update.
-        """
-        return self._require_executor().loop.run(self._receiver.sample_canaries(req))
-
-    def drop_joining(self, failures: dict[Server, str]) -> dict[Server, str]:
-        """Drop the servers whose weights are wrong from the last update, if they were only joining; return the rest
-        (rank 0)."""
-        return self._require_executor().loop.run(self._receiver.drop_joining(failures))
-
-    def admit(self) -> None:
-        """Route requests to the servers that the last weight update reached (rank 0)."""
-        self._require_executor().loop.run(self._receiver.admit())
-
-    def require_servers(self, error: Exception) -> None:
-        """After a weight update that failed with `error`: wait until there are servers to try it with (rank 0).
-
-        Raises the error if no server is to blame for it, if every server has refused, or if none is there, or no update
-        has succeeded, for `rollout.setup_timeout` seconds.
-        """
-        self._require_executor().loop.run(self._receiver.require_servers(error))
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of `receiver` in the event loop (rank 0)."""
+        return self._require_executor().loop.run(coroutine)
 
     def set_version(self, version: int) -> None:
-        """Set the version that capacity and staleness are computed from."""
         self._version = version
         if self._executor is not None:
             self._executor.set_version(version)
             self._collector.collect()
 
     def get_version(self) -> int:
-        """Return the version."""
         return self._version
 
     # Episodes
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode and return at once (rank 0)."""
         self._rollouts().submit(data, workflow)
 
     def wait(
         self, count: int, timeout: float | None = None, should_accept: Callable[[TensorDict], bool] | None = None
     ) -> TensorDict:
-        """Return `count` accepted trajectories, oldest first (rank 0). Raises TimeoutError, and then loses nothing."""
         return self._rollouts().wait(count, timeout, should_accept)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
-        """Run one episode per item of rank 0's `data` now and return this rank's share of what was accepted."""
         if self._exchange.is_receiver:
             return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
@@ -251,7 +223,6 @@ class RemoteInferenceEngine(InferenceEngine):
         workflow: RolloutWorkflow,
         should_accept: Callable[[TensorDict], bool] | None = None,
     ) -> TensorDict:
-        """Keep episodes in flight and return this rank's share of the next batch of bounded staleness."""
         if self._exchange.is_receiver:
             return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
@@ -283,7 +254,7 @@ class RemoteInferenceEngine(InferenceEngine):
     def resume(self) -> None:
         """Start episodes again, and release requests that a weight update holds."""
         if self._executor is not None:
-            self._executor.loop.run(self._receiver.release())
+            self._executor.loop.run(self.receiver.release())
             self._executor.resume()
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,28 +285,21 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._require_executor().stats
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts of episodes and sampled tokens by metric name; empty on ranks other than 0."""
+        """Return counts by metric name, and the rate of generation since the last call; empty on other ranks than 0."""
         if self._executor is None:
             return {}
-        metrics = self._executor.metrics() | self._server_metrics()
-        metrics |= {
-            "rollout/generated_tokens": float(self._completions.num_tokens),
-            "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
-            "weights/mismatched_tensors": float(self._receiver.num_mismatched),
-        }
-        return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
-
-    def _server_metrics(self) -> dict[str, float]:
-        """Return the counts of servers, and the rate of generation since the last call."""
         (began, num_before), now = self._rate_from, (time.monotonic(), self._completions.num_tokens)
-        self._rate_from = now
-        membership = self._membership
-        return {
+        self._rate_from, membership = now, self._membership
+        metrics = self._executor.metrics() | {
             "servers/live": float(len(self.servers.healthy)),
             "servers/joined": float(membership.num_joined if membership else 0),
             "servers/left": float(membership.num_left if membership else 0),
             "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),
+            "rollout/generated_tokens": float(self._completions.num_tokens),
+            "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
+            "weights/mismatched_tensors": float(self.receiver.num_mismatched),
         }
+        return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
 
     def _require_executor(self) -> RolloutExecutor:
         if self._executor is None:

@@ -5,8 +5,6 @@ Invariants: an update ends within its deadline; after it a server serves the new
 them, or it has no version and gets no requests. One rule for failures: a server that fails in an update backs off.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -6,8 +6,6 @@ kernels. It can't say why logprobs differ; checksums name tensors.
 
 # B servers, T padded tokens
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 
@@ -42,7 +40,7 @@ def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
     if check.canary_tokens == 0:
         return
     request = _request(actor, check)
-    canaries = agreed(lambda: rollout.sample_canaries(request) if dist.get_rank() == 0 else {})
+    canaries = agreed(lambda: rollout.run(rollout.receiver.sample_canaries(request)) if dist.get_rank() == 0 else {})
     logprobs_BT = actor.compute_logprobs(_batch(request, canaries))
     agreed(lambda: _judge(actor, rollout, version, canaries, logprobs_BT))
 
@@ -105,7 +103,7 @@ def _judge(
     rollout.canary_gap = max(gaps, default=None)
     is_final = rollout.config.weight_check.on_mismatch == "stop"
     if is_final and complaints:
-        complaints = rollout.drop_joining(complaints)
+        complaints = rollout.run(rollout.receiver.drop_joining(complaints))
     if not complaints:
         return
     text = (

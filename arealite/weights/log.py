@@ -6,8 +6,6 @@ Invariant: versions rise from line to line. A version that is published again, b
 checkpoint or began anew, replaces its line and all later ones.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

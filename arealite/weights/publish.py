@@ -5,14 +5,13 @@ It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result
 the new weights and sampled from them, in the order servers, rollout, actor; any failure is raised on all ranks.
 """
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from arealite.api.engine_api import TrainEngine
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -22,6 +21,8 @@ from arealite.utils.distributed import agreed, is_agreed
 from arealite.weights.canary import check_canary
 from arealite.weights.log import record_weights
 from arealite.weights.replay import compare_weights
+
+T = TypeVar("T")
 
 _WIND_UP_S = 60.0
 """In which the receiving half finds out which servers failed, and resumes the others."""
@@ -43,7 +44,9 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
         is_done = False
         while not is_done:
             is_done = _update(actor, rollout, version)
-        fingerprint = _log_weights(actor, rollout, version)
+        fingerprint = actor.fingerprint()
+        if dist.get_rank() == 0 and rollout.config.weight_check.fingerprint:
+            record_weights(rollout.config, version, fingerprint)
         rollout.catch_up = functools.partial(_catch_up, actor, rollout, version, fingerprint)
     rollout.set_version(version)
     rollout.resume()
@@ -58,9 +61,18 @@ def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int,
 
 def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *, only_joining: bool = False) -> bool:
     """Update the servers once (collective); return False if servers failed, without which it may be done again."""
-    meta = _new_update(actor, rollout, version, only_joining=only_joining)
+    config, is_disk = rollout.config, rollout.config.weight_update == "disk"
+    meta = WeightUpdateMeta(
+        "disk" if is_disk else "nccl",
+        version=version,
+        path=str(RunFolder(config).weight_update) if is_disk or config.fileroot else None,
+        nccl_param_specs=[] if is_disk else actor.get_param_specs(),
+        timeout_s=config.weight_update_timeout,
+        holds_requests=True,  # until servers are verified; they are idle until then and answer at once
+        only_joining=only_joining,
+    )
     try:
-        receiving = agreed(lambda: rollout.update_weights(meta) if _is_rank_0() else None)  # 1 pause
+        receiving = _on_rank_0(lambda: rollout.update_weights(meta))  # 1 pause
         failure = None
         try:
             with heartbeat.waiting("the servers to take new weights", on="servers"):
@@ -71,12 +83,12 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
             failure = error  # the servers' error names the one that failed
         agreed(lambda: _finish(meta, receiving, failure))
         check_canary(actor, rollout, version)  # 3 verify; servers have compared checksums already
-        agreed(lambda: rollout.admit() if _is_rank_0() else None)  # 4 the servers' versions advance
+        _on_rank_0(lambda: rollout.run(rollout.receiver.admit()))  # 4 the servers' versions advance
     except Exception as error:
         if not is_agreed(error):  # it failed on this rank alone: the others wait in a collective
             raise
         failure = error
-        agreed(lambda: rollout.require_servers(failure) if _is_rank_0() else None)
+        _on_rank_0(lambda: rollout.run(rollout.receiver.require_servers(failure)))
         return False
     return True
 
@@ -90,30 +102,6 @@ def _finish(meta: WeightUpdateMeta, receiving: Future[None] | None, failure: Exc
         raise failure
 
 
-def _is_rank_0() -> bool:
-    return dist.get_rank() == 0
-
-
-def _log_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> str:
-    """Record in the run folder which weights this version is, if that is wanted, and return their fingerprint."""
-    fingerprint = actor.fingerprint()
-    if _is_rank_0() and rollout.config.weight_check.fingerprint:
-        record_weights(rollout.config, version, fingerprint)
-    return fingerprint
-
-
-def _new_update(
-    actor: TrainEngine, rollout: RemoteInferenceEngine, version: int, *, only_joining: bool
-) -> WeightUpdateMeta:
-    """Describe the update. Requests wait until servers are verified, which are idle until then and answer at once."""
-    config, is_disk = rollout.config, rollout.config.weight_update == "disk"
-    path = str(RunFolder(config).weight_update)
-    return WeightUpdateMeta(
-        "disk" if is_disk else "nccl",
-        version=version,
-        path=path if is_disk or config.fileroot else None,
-        nccl_param_specs=[] if is_disk else actor.get_param_specs(),
-        timeout_s=config.weight_update_timeout,
-        holds_requests=True,
-        only_joining=only_joining,
-    )
+def _on_rank_0(action: Callable[[], T]) -> T | None:
+    """Do something on rank 0 only; every rank raises if it fails (collective)."""
+    return agreed(lambda: action() if dist.get_rank() == 0 else None)

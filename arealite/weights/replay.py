@@ -4,8 +4,6 @@ The run's own script runs again with `rollout.replay_from` set (`arealite replay
 batches come from `rollout.account.store`. The first version that differs ends the program.
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from arealite.api.cli_args import InferenceEngineConfig

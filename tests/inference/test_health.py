@@ -62,8 +62,11 @@ def started(tmp_path: Path, *, health_delay_s: float = 0.0) -> Iterator[tuple[st
 
 @contextlib.asynccontextmanager
 async def watching(*addresses: str) -> AsyncIterator[tuple[Health, list[Server], asyncio.Event]]:
-    servers, may_generate = ServerPool(addresses), asyncio.Event()
+    servers, may_generate = ServerPool(), asyncio.Event()
     may_generate.set()
+    for address in addresses:
+        servers.add(address)
+    servers.advance(servers.servers, 0)
     async with open_session() as session:
         health = Health(session, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S)
         yield health, servers.servers, may_generate

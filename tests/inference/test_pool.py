@@ -17,8 +17,17 @@ from hypothesis import strategies as st
 from arealite.inference.pool import ServerPool
 
 
+def pool_of(addresses: list[str], **settings: Any) -> ServerPool:
+    """Return a pool whose servers all have weights 0."""
+    servers = ServerPool(**settings)
+    for address in addresses:
+        servers.add(address)
+    servers.advance(servers.servers, 0)
+    return servers
+
+
 def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
-    servers = ServerPool(["a", "b", "c"])
+    servers = pool_of(["a", "b", "c"])
     a, b, c = servers.servers
     assert [servers.pick(f"r{index}", 10) for index in range(3)] == [a, b, c]
     servers.release(b, 10)
@@ -35,13 +44,14 @@ def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
 
 
 def test_only_servers_with_the_newest_weights_are_picked() -> None:
-    servers = ServerPool(["a", "b"])
+    servers = pool_of(["a", "b"])
     a, b = servers.servers
     assert servers.pick("r", 1) is a
     servers.advance([b], 3)
     assert [servers.pick(rid, 1) for rid in ("r", "r", "s", "t")] == [b] * 4, "also a rid that was with another"
-    servers.add("old", version=0)
-    servers.add("new", version=3)
+    servers.add("old")
+    servers.add("new")
+    servers.servers[-1].version = 3
     assert servers.pick("u", 1) is servers.servers[-1], "the new one"
     servers.remove("new")
     b.is_reachable = False
@@ -53,7 +63,7 @@ def test_only_servers_with_the_newest_weights_are_picked() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 100)), max_size=60))
 def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
-    servers = ServerPool(["a", "b", "c"])
+    servers = pool_of(["a", "b", "c"])
     for number, (_, tokens) in enumerate(requests):
         servers.pick(str(number), tokens)
     loads = [server.outstanding_tokens for server in servers.servers]
@@ -102,7 +112,8 @@ class Fleet:
     """Simulated servers, and clients that keep them busy."""
 
     def __init__(self, *natures: Nature, num_clients: int) -> None:
-        self.servers = ServerPool([f"s{index}" for index in range(len(natures))], clock=asyncio.get_running_loop().time)
+        names = [f"s{index}" for index in range(len(natures))]
+        self.servers = pool_of(names, clock=asyncio.get_running_loop().time)
         self.natures = dict(zip(self.servers.servers, natures))
         self.rng = random.Random(1)
         self.clients = [asyncio.create_task(self.client()) for _ in range(num_clients)]
@@ -202,7 +213,7 @@ def test_a_server_that_joins_gets_its_share_at_once() -> None:
 
 
 def test_short_completions_say_nothing_about_speed() -> None:
-    servers = ServerPool(["a"])
+    servers = pool_of(["a"])
     (server,) = servers.servers
     servers.measure(server, 7, 1.0)
     assert server.tokens_per_s is None

@@ -4,15 +4,13 @@ A backend translates and checks; `completions` and `weight_update` decide. Invar
 is used; one that breaks the protocol becomes a ServerError that names server and endpoint.
 """
 
-from __future__ import annotations
-
 import abc
 import itertools
 import math
 import re
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from arealite.api.errors import ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
@@ -49,7 +47,7 @@ class Segment:
     """Tokens sampled on keys and values of older weights than their version says."""
 
     @classmethod
-    def checked(cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int) -> Segment:
+    def checked(cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int) -> Self:
         """Check what every server must return; versions are still missing."""
         require(type(tokens) is list and set(map(type, tokens)) <= {int}, "have a list of ints as tokens")
         require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
@@ -58,7 +56,7 @@ class Segment:
         require(finish in get_args(Finish), "have a finish reason of stop, length or abort")
         return cls(tokens, logprobs, None, finish)
 
-    def kept_in_place(self) -> Segment:
+    def kept_in_place(self) -> Self:
         """Count the tokens after a change of weights as stale: the server kept its keys and values."""
         versions = self.versions or []
         return replace(self, stale_kv_tokens=sum(version != versions[0] for version in versions))
@@ -150,9 +148,9 @@ class Backend(abc.ABC):
     async def meet(self, server: ServerConnection) -> ServerFacts:
         """Inspect a server; ServerError if it is of another kind, ConfigError if it lacks what the run needs."""
 
-    @abc.abstractmethod
     async def take_over(self, server: ServerConnection) -> None:
         """Resume a server that a previous run may have left paused or mid-update."""
+        await self.resume(server)
 
     async def complete(
         self, server: ServerConnection, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False

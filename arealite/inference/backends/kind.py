@@ -1,7 +1,5 @@
 """How a kind of server is installed, configured, started and stopped. Without torch, because launchers import it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Our embedded server, `arealite.server`: SGLang's protocol, with checksums, deadlines and counts of stale tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from arealite.inference.backends.base import BroadcastPlan, Checksums

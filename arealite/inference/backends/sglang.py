@@ -1,7 +1,5 @@
 """SGLang, 0.4.9 and later. Where there are begin and end calls, an update by broadcast goes between them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import replace
@@ -69,9 +67,6 @@ class SGLangBackend(Backend):
                 f"http://{server.address} must be a server of SGLang, or of arealite.server: {error} "
                 "Correct rollout.server_addrs, or the backend in allocation_mode or rollout.backend."
             ) from error
-
-    async def take_over(self, server: ServerConnection) -> None:
-        await self.resume(server)
 
     def endpoint(self, address: str) -> str:
         return "/generate"

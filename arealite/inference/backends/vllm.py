@@ -5,8 +5,6 @@ completion belongs to the version that was published last. Any server loads weig
 worker extension of our wrapper (`arealite.launcher.serve.vllm_weights`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import replace
