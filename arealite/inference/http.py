@@ -4,6 +4,8 @@ Invariant: every failure becomes a ServerError that names server, endpoint, stat
 call. A `StatusError` below 500 is not worth a retry, all others are.
 """
 
+from __future__ import annotations
+
 import asyncio
 import functools
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ class ServerConnection:
     """By the clock of the running loop."""
 
     async def request(self, method: Literal["GET", "POST"], endpoint: str, payload: Json | None = None) -> Json:
-        """Return the reply, `{}` if it is no JSON; without a payload POST sends an empty object."""
+        """Return the reply, `{}` if it is no JSON object; without a payload POST sends an empty one."""
         where = f"{method} http://{self.address}{endpoint}"
         timeout_s = max(0.0, round(self.deadline - asyncio.get_running_loop().time(), 3))
         # With the standard library's json a long reply would hold the event loop for 10 ms.
@@ -79,7 +81,18 @@ class ServerConnection:
         if reply.status >= 400:
             text = answer.decode(errors="replace")[:_SHOWN_CHARS]
             raise StatusError(f"{where} must succeed: got status {reply.status}: {text}", reply.status)
-        parsed = _parsed(answer, where) if answer and reply.content_type == "application/json" else {}
+        if not answer or reply.content_type != "application/json":
+            return {}
+        try:
+            parsed = orjson.loads(answer)
+        except orjson.JSONDecodeError as error:
+            text = answer.decode(errors="replace")
+            around = text[max(0, error.pos - _SHOWN_CHARS // 2) : error.pos + _SHOWN_CHARS // 2]
+            raise ServerError(
+                f"{where} must answer with JSON: got status 200 and {len(answer)} bytes, {error}: ...{around}..."
+            ) from error
+        if not isinstance(parsed, dict):
+            return {}
         if parsed.get("success") is False:
             raise bad_reply(self.address, endpoint, "report success", parsed)
         return parsed
@@ -102,15 +115,3 @@ def bad_reply(address: str, endpoint: str, rule: str, reply: object) -> ServerEr
 def _url(address: str, endpoint: str) -> URL:
     """Return a URL, parsed once, because that takes long."""
     return URL(f"http://{address}{endpoint}")
-
-
-def _parsed(body: bytes, where: str) -> Json:
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        text = body.decode(errors="replace")
-        around = text[max(0, error.pos - _SHOWN_CHARS // 2) : error.pos + _SHOWN_CHARS // 2]
-        raise ServerError(
-            f"{where} must answer with JSON: got status 200 and {len(body)} bytes, {error}: ...{around}..."
-        ) from error
-    return parsed if isinstance(parsed, dict) else {"items": parsed}
