@@ -33,7 +33,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
 from arealite.trainer.records import summarize
-from arealite.utils.distributed import agreed, all_reduce_numbers, is_restarted, raise_on_every_rank
+from arealite.utils.distributed import agreed, all_reduce_numbers, global_rank, is_restarted, raise_on_every_rank
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.files import explain, file_lock, read_jsonl
 from arealite.utils.frequency import Frequency
@@ -80,7 +80,7 @@ class Recover:
         self._write: _Write | None = None
         self._lock = ExitStack()
         self._found: Path | None = None
-        if _rank() == 0:
+        if global_rank() == 0:
             self._lock.enter_context(file_lock(self._run.trainer_lock, timeout_s=LOCK_TIMEOUT_S))
             self._found = _choose(self._folder, config.mode)
             if self._found is None:
@@ -106,7 +106,7 @@ class Recover:
         if found[0] is None:
             return 0
         step = self._read(found[0])
-        if _rank() == 0:
+        if global_rank() == 0:
             for folder in (self._folder, self._run.checkpoints):
                 _remove_undone(folder, step)
             print(f"resuming after step {step} from {found[0]}", flush=True)
@@ -164,7 +164,7 @@ class Recover:
 
     def _note(self, facts: Mapping[str, Any]) -> None:
         """Report a published checkpoint to the rollout engine."""
-        if self._rollout is not None and _rank() == 0:
+        if self._rollout is not None and global_rank() == 0:
             self._rollout.note_checkpoint(facts["step"], facts["rollout"]["ledger_position"])
 
     def _begin(self, step: int) -> _Write:
@@ -194,7 +194,7 @@ class Recover:
         for name, part in self._parts.items():
             part.load_state_dict(facts[name])
         if self._rollout is not None:
-            self._rollout.load_state_dict(facts["rollout"] if _rank() == 0 else {})
+            self._rollout.load_state_dict(facts["rollout"] if global_rank() == 0 else {})
         self._note(facts)  # the process that published it may have died before it did this
         self._restore_rng(path, facts)
         return int(facts["step"])
@@ -325,11 +325,6 @@ def _remove_undone(folder: Path, step: int) -> None:
         shutil.rmtree(path)
 
 
-def _rank() -> int:
-    """Return the rank, also before torch.distributed is initialised."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
 def _on_cpu(state: Any) -> Any:
     """Copy the tensors in nested dicts and lists."""
     if isinstance(state, torch.Tensor):
@@ -350,10 +345,9 @@ def _scores(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[int
 
     An evaluation at the top of step N + 1 measures the weights after step N.
     """
-    scores = {}
-    for step in steps:
-        for row in rows:
-            value = row.get("eval/accuracy", -row["eval/loss"] if row.get("eval/loss") is not None else None)
-            if value is not None and row["step"] <= step + 1:
-                scores[step] = value
+    scores: dict[int, float] = {}
+    for row in rows:
+        value = row.get("eval/accuracy", -row["eval/loss"] if row.get("eval/loss") is not None else None)
+        if value is not None:
+            scores |= {step: value for step in steps if row["step"] <= step + 1}
     return scores

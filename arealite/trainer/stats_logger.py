@@ -8,12 +8,9 @@ import dataclasses
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
-
-import torch.distributed as dist
 
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, to_yaml
 from arealite.api.io_struct import FinetuneSpec
@@ -23,6 +20,7 @@ from arealite.trainer.report.report import write_report
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import heartbeat
+from arealite.utils.distributed import global_rank
 from arealite.utils.files import read_jsonl, write_atomically, writing
 from arealite.utils.stats import Reduction, StatsTracker
 
@@ -46,8 +44,7 @@ class StatsLogger:
         """The `experiment` config is stored with the run. Metrics of steps from `start_step` on are removed."""
         self._tracker = StatsTracker()
         self._evaluated_version: float | None = None
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        self._writer = _Writer(config, ft_spec, experiment, start_step) if rank == 0 else None
+        self._writer = _Writer(config, ft_spec, experiment, start_step) if global_rank() == 0 else None
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
