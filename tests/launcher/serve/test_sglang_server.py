@@ -11,13 +11,12 @@ import tiny_models
 
 import arealite
 from arealite.api.errors import ConfigError
-from arealite.launcher.serve.sglang_server import check_nodes, drop_unknown_version, main, unknown_flag_message
+from arealite.launcher.serve.sglang_server import check_nodes, drop_unknown_version, main
 
 PYTHON = os.environ.get("AREALITE_SGLANG_PYTHON", "")
 needs_sglang = pytest.mark.skipif(
     not PYTHON, reason="AREALITE_SGLANG_PYTHON names no interpreter with SGLang installed"
 )
-KNOWN = ["--model-path", "--tp-size", "--tp", "--ep-size", "--weight-version", "--dtype"]
 CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
 SEVERAL_CHECKS = """
 import contextlib, io, json, sys
@@ -40,19 +39,6 @@ def test_a_version_is_given_only_to_servers_that_know_it() -> None:
     assert flags[2:4] == ["--weight-version", "0"]
     drop_unknown_version(flags, {"--port", "--tp-size"})
     assert flags == ["--port", "1", "--tp-size", "2"]
-
-
-def test_an_unknown_flag_is_named_with_those_that_look_like_it() -> None:
-    assert unknown_flag_message("--tp-sise=2", KNOWN, "0.5.23") == (
-        "every flag must be one of SGLang 0.5.23: got --tp-sise. Did you mean --tp-size or --ep-size?"
-    )
-    assert unknown_flag_message("--weight-versoin", KNOWN, "0.5.23").endswith("Did you mean --weight-version?")
-
-
-def test_an_unknown_flag_like_no_other_is_to_be_removed() -> None:
-    assert unknown_flag_message("--zzz", KNOWN, "0.4.9") == (
-        "every flag must be one of SGLang 0.4.9: got --zzz. Remove it from the sglang block."
-    )
 
 
 @pytest.mark.parametrize("nnodes, node_rank, address, num_devices", [(1, 0, None, 3), (2, 1, "host:5000", 4)])
@@ -104,7 +90,7 @@ def test_the_installed_sglang_judges_its_flags(tmp_path: Path) -> None:
     assert answer["program"] == "sglang"
     assert int(answer["version"].split(".")[1]) >= 4
     for refused, words in [
-        (unknown, "got --tp-sise. Did you mean --tp-size"),
+        (unknown, "got unrecognized arguments: --tp-sise 2. Write --tp-size"),
         (invalid, "got argument --dtype: invalid choice: 'float33'"),
         (conflicting, "backends are supported for deterministic inference"),
         (alone, "dist_init_addr must be given"),

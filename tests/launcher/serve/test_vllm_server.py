@@ -13,9 +13,11 @@ from testing_quickstart import make_tiny_model
 
 import arealite
 from arealite.api.errors import ConfigError
-from arealite.launcher.serve.vllm_server import check_embeddings, refusal, without_needless
+from arealite.launcher.serve.vllm_server import check_embeddings, without_needless
+from arealite.launcher.serve.wrapper import explain
 
 PYTHON = os.environ.get("AREALITE_VLLM_PYTHON", "")
+VLLM = {"program": "vLLM", "block": "vllm"}
 needs_vllm = pytest.mark.skipif(not PYTHON, reason="AREALITE_VLLM_PYTHON names no interpreter with vLLM installed")
 
 
@@ -33,17 +35,17 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_unknown_flags_are_told_with_those_that_resemble_them():
     options = ["--max-model-len", "--max-num-seqs", "--dtype"]
-    told = refusal("unrecognized arguments: --max-modle-len --nothing=3", options)
+    told = explain("unrecognized arguments: --max-modle-len --nothing=3", options, **VLLM)
     assert told == (
         "flags of vLLM must be known to the installed version: got unrecognized arguments: --max-modle-len "
         "--nothing=3. Write --max-model-len for --max-modle-len."
     )
-    told = refusal("unrecognized arguments: --nothing", options)
+    told = explain("unrecognized arguments: --nothing", options, **VLLM)
     assert told.endswith("got unrecognized arguments: --nothing. Correct the vllm block.")
 
 
 def test_bad_values_are_told_as_they_are():
-    told = refusal("argument --port: invalid int value: 'x'", ["--port"])
+    told = explain("argument --port: invalid int value: 'x'", ["--port"], **VLLM)
     assert told == ("flags of vLLM must be valid: got argument --port: invalid int value: 'x'. Correct the vllm block.")
 
 
