@@ -45,7 +45,7 @@ _NOTICE_S = 1.5
 """What trainers get to learn that the server leaves, before its requests are aborted."""
 _DRAIN_S = 10.0
 _LOOK_S = 0.1
-_ANSWER_S = 5.0
+_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _SHOWN_CHARS = 200
 _REMEMBERED_BYTES = 4096
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f]")
@@ -76,42 +76,98 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Server:
-    """The process of the server, whose output goes to our stdout."""
+    """A server from its start to its end; its output goes to our stdout."""
 
-    def __init__(self, name: str, command: Sequence[str], address: str) -> None:
+    def __init__(self, args: argparse.Namespace, address: str, registration: Registration) -> None:
         """Start it."""
-        host, _, port = address.rpartition(":")
-        self.address = address
+        self._args = args
+        self._address = address
+        self._registration = registration
+        self._secret = secret_of_environment()
         self._last = b""
         self._run = JobRun()
-        self.ended = asyncio.create_task(self._end(Job(name, [*command, "--host", host, "--port", port], {})))
+        self._ended = asyncio.create_task(self._end())
         """Resolves to its exit status."""
-
-    def output(self, data: bytes) -> None:
-        """Pass on what it writes."""
-        self._last = (self._last + data)[-_REMEMBERED_BYTES:]
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
 
     def last_line(self) -> str:
         """Return the last line it wrote, without control characters."""
         line = re.split(r"[\r\n]+", self._last.decode(errors="replace").strip())[-1]
         return _CONTROL.sub("", line)[:_SHOWN_CHARS] or "starting"
 
-    def terminate(self) -> None:
-        """Send it SIGTERM."""
-        self._run.terminate()
+    async def watch(self, signals: asyncio.Queue[int]) -> int:
+        """Return 0 after a signal, else the exit status that explains why the server is unusable."""
+        name, started, signalled = self._args.name, time.monotonic(), asyncio.create_task(signals.get())
+        is_exposed = self._secret is not None and not is_loopback(self._args.host)
+        loading = asyncio.create_task(_loaded(self._address, is_exposed=is_exposed))
+        await asyncio.wait(
+            [loading, signalled, self._ended], timeout=self._args.setup_timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        if is_ready := loading.done():
+            loading.result()
+            print(f"serve: {name} is ready at {self._address} after {time.monotonic() - started:.1f} s", flush=True)
+            await self._registration.say("ready")
+            await asyncio.wait([signalled, self._ended], return_when=asyncio.FIRST_COMPLETED)
+        loading.cancel()
+        if signalled.done():
+            return 0
+        signalled.cancel()
+        if not self._ended.done():
+            late = f"{name} was not ready within {self._args.setup_timeout:g} s"
+            print(f"serve: {late}; it last wrote: {self.last_line()}", flush=True)
+            return NOT_READY
+        status = self._ended.result()
+        when = "" if is_ready else " while it was loading"
+        print(f"serve: {name} ended with {describe_exit(status)}{when}", flush=True)
+        return status or 1
+
+    async def hand_back(self, signals: asyncio.Queue[int]) -> None:
+        """Give clients the tokens so far, unless a second signal comes or `_DRAIN_S` is over."""
+        leaving, again = asyncio.create_task(self._leave()), asyncio.create_task(signals.get())
+        await asyncio.wait([leaving, again], timeout=_DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if leaving.done():
+            leaving.result()
+        leaving.cancel()
 
     async def kill(self) -> None:
         """End it with everything it started."""
         self._run.kill()
-        await self.ended
+        await self._ended
 
-    async def _end(self, job: Job) -> int:
-        status = await self._run.run(job, self.output)
+    async def _end(self) -> int:
+        host, _, port = self._address.rpartition(":")
+        job = Job(self._args.name, [*self._args.command, "--host", host, "--port", port], {})
+        status = await self._run.run(job, self._pass_on)
         for pid in descendants(os.getpid()):  # if its guard was killed, we have adopted what it watched over
             kill_tree(pid)
         return status
+
+    def _pass_on(self, output: bytes) -> None:
+        self._last = (self._last + output)[-_REMEMBERED_BYTES:]
+        sys.stdout.buffer.write(output)
+        sys.stdout.buffer.flush()
+
+    async def _leave(self) -> None:
+        with contextlib.suppress(TimeoutError):  # a registry that hangs must not cost tokens
+            await asyncio.wait_for(self._registration.say("leaving"), _NOTICE_S)
+        if not num_connected(self._address):
+            return
+        await asyncio.sleep(_NOTICE_S)
+        if (abort := KINDS[self._args.backend].abort_call) is not None:
+            await self._post(*abort)
+        self._run.terminate()
+        while num_connected(self._address) and not self._ended.done():
+            await asyncio.sleep(_LOOK_S)
+
+    async def _post(self, endpoint: str, body: Mapping[str, str]) -> None:
+        """Ask for something that the server may fail to do."""
+        url, headers = f"http://{self._address}{endpoint}", authorization(self._secret)
+        try:
+            async with aiohttp.request("POST", url, json=body, headers=headers, timeout=_TIMEOUT) as answer:
+                answer.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            what = f"{type(error).__name__}: {error}"  # its repr shows the secret
+            print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {what}", flush=True)
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -119,22 +175,21 @@ async def _run(args: argparse.Namespace) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
-    secret = secret_of_environment()
-    with _hold(args, secret) as holder:
+    with _hold(args) as holder:
         address = f"{args.host}:{port_of(holder)}"
-        registration = _registration(args, address, secret)
+        registration = _registration(args, address)
         try:
             await registration.publish()
         except RegistryRefusedError as error:
             raise ConfigError(f"the registry of the run must accept this server: {error}") from error
         except RegistryError:  # `keep_saying` tries again and reports it
             pass
-        server = Server(args.name, args.command, address)
+        server = Server(args, address, registration)
         saying = asyncio.create_task(registration.keep_saying(server.last_line))
         try:
-            status = await _watch(server, registration, signals, args, secret)
+            status = await server.watch(signals)
             if status == 0:
-                await _hand_back(server, registration, signals, args.backend, secret)
+                await server.hand_back(signals)
             return status
         finally:
             saying.cancel()
@@ -142,10 +197,10 @@ async def _run(args: argparse.Namespace) -> int:
             await registration.withdraw()
 
 
-def _hold(args: argparse.Namespace, secret: str | None) -> socket.socket:
+def _hold(args: argparse.Namespace) -> socket.socket:
     """Reserve the address until the server listens there."""
     try:
-        check_exposed(args.host, secret)
+        check_exposed(args.host, secret_of_environment())
         return hold_port(args.host, args.port)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -156,51 +211,18 @@ def _hold(args: argparse.Namespace, secret: str | None) -> socket.socket:
         ) from error
 
 
-def _registration(args: argparse.Namespace, address: str, secret: str | None) -> Registration:
+def _registration(args: argparse.Namespace, address: str) -> Registration:
     """Describe the server to its run, if it has one."""
     record = ServerRecord(address, args.backend, args.node, os.getpid(), "loading", "starting", time.time())
     if not args.registry:
         return Registration(None, args.name, record)
-    if secret is None:
+    if (secret := secret_of_environment()) is None:
         raise ConfigError(
             f"{SECRET_VARIABLE} must be the secret of the run: got nothing. It is in .secret of its folder."
         )
     if args.host == "0.0.0.0":
         raise ConfigError("--host must be one address, which trainers connect to: got 0.0.0.0. Name an interface's.")
     return Registration(RegistryClient(args.registry, secret), args.name, record)
-
-
-async def _watch(
-    server: Server,
-    registration: Registration,
-    signals: asyncio.Queue[int],
-    args: argparse.Namespace,
-    secret: str | None,
-) -> int:
-    """Return 0 after a signal, else the exit status that explains why the server is unusable."""
-    started, signalled = time.monotonic(), asyncio.create_task(signals.get())
-    is_exposed = secret is not None and not is_loopback(args.host)
-    loading = asyncio.create_task(_loaded(server.address, is_exposed=is_exposed))
-    await asyncio.wait(
-        [loading, signalled, server.ended], timeout=args.setup_timeout, return_when=asyncio.FIRST_COMPLETED
-    )
-    if is_ready := loading.done():
-        loading.result()
-        print(f"serve: {args.name} is ready at {server.address} after {time.monotonic() - started:.1f} s", flush=True)
-        await registration.say("ready")
-        await asyncio.wait([signalled, server.ended], return_when=asyncio.FIRST_COMPLETED)
-    loading.cancel()
-    if signalled.done():
-        return 0
-    signalled.cancel()
-    if not server.ended.done():
-        last = server.last_line()
-        print(f"serve: {args.name} was not ready within {args.setup_timeout:g} s; it last wrote: {last}", flush=True)
-        return NOT_READY
-    status = server.ended.result()
-    when = "" if is_ready else " while it was loading"
-    print(f"serve: {args.name} ended with {describe_exit(status)}{when}", flush=True)
-    return status or 1
 
 
 async def _loaded(address: str, *, is_exposed: bool) -> None:
@@ -221,50 +243,9 @@ async def _loaded(address: str, *, is_exposed: bool) -> None:
 async def _get(address: str, path: str) -> int | None:
     """Return the status of a request without the secret; None without an answer."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session,
-            session.get(f"http://{address}{path}", headers={"Connection": "close"}) as answer,
-        ):
+        async with aiohttp.request("GET", f"http://{address}{path}", timeout=_TIMEOUT) as answer:
             return answer.status
     return None
-
-
-async def _hand_back(
-    server: Server, registration: Registration, signals: asyncio.Queue[int], backend: str, secret: str | None
-) -> None:
-    """Give clients the tokens so far, unless a second signal comes or `_DRAIN_S` is over."""
-
-    async def leave() -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(registration.say("leaving"), _NOTICE_S)  # a registry that hangs must not cost tokens
-        if not num_connected(server.address):
-            return
-        await asyncio.sleep(_NOTICE_S)
-        if (abort := KINDS[backend].abort_call) is not None:
-            await _post(server.address, *abort, secret)
-        server.terminate()
-        while num_connected(server.address) and not server.ended.done():
-            await asyncio.sleep(_LOOK_S)
-
-    leaving, again = asyncio.create_task(leave()), asyncio.create_task(signals.get())
-    await asyncio.wait([leaving, again], timeout=_DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
-    again.cancel()
-    if leaving.done():
-        leaving.result()
-    leaving.cancel()
-
-
-async def _post(address: str, endpoint: str, body: Mapping[str, str], secret: str | None) -> None:
-    """Ask a server for something that it may fail to do."""
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session,
-            session.post(f"http://{address}{endpoint}", json=body, headers=authorization(secret)) as answer,
-        ):
-            answer.raise_for_status()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        what = f"{type(error).__name__}: {error}"  # its repr shows the secret
-        print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {what}", flush=True)
 
 
 def num_connected(address: str) -> int:
@@ -272,7 +253,3 @@ def num_connected(address: str) -> int:
     port = int(address.rpartition(":")[2])
     connections = psutil.net_connections("tcp")
     return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in connections if one.laddr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

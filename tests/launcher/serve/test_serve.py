@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientTimeout
 from testing_ports import held_port
 from testing_registry import RunningRegistry
 from tiny_models import build, config, tokenizer
@@ -225,7 +226,7 @@ def test_a_server_that_lets_other_nodes_in_without_the_secret_is_never_ready(
 async def test_a_server_that_is_busy_when_it_is_asked_for_the_secret_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(module, "_TIMEOUT", ClientTimeout(total=0.3))
     asked: list[str] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
