@@ -20,7 +20,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.jobs import server_job, visible_gpus
-from arealite.launcher.plan.plan import Placement, check_model, rollout_of
+from arealite.launcher.plan.plan import Placement, check_model
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
 from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, address_in
@@ -38,7 +38,7 @@ def serve(args: argparse.Namespace) -> int:
         host = _check_registry(config, registry, secret, host=args.host, may_wait=args.config is not None)
     name = f"{platform.node()}-{os.getpid()}"
     placement = Placement(name, "server", node=0, devices=tuple(range(len(gpus))), index=os.getpid())
-    job = server_job(config, placement, host, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+    job = server_job(config, placement, host, gpus)
     command = job.command
     if args.port:
         at = command.index("--host")
@@ -114,10 +114,10 @@ def _check_registry(
 
     Without a registry the server waits for the run to begin, if it may and sees the run's folder.
     """
-    rollout = rollout_of(config)
-    if rollout.server_addrs:
+    assert config.rollout is not None, "`_check` has found servers"
+    if config.rollout.server_addrs:
         raise ConfigError(
-            f"rollout.server_addrs must be empty for servers to join: got {','.join(rollout.server_addrs)}, and "
+            f"rollout.server_addrs must be empty for servers to join: got {','.join(config.rollout.server_addrs)}, and "
             "the run asks no others. Serve without --join at one of these addresses."
         )
     try:
@@ -130,9 +130,9 @@ def _check_registry(
             f"the registry of the run must be reached: {error} Join while the run lasts; where its folder can't be "
             f"seen, set {REGISTRY_VARIABLE}=HOST:PORT to what is in its registry.json."
         ) from error
-    if others := {one.backend for one in servers} - {rollout.backend}:
+    if others := {one.backend for one in servers} - {config.rollout.backend}:
         raise ConfigError(
-            f"a server must be of the run's backend: got {rollout.backend}, and it has {', '.join(others)}. "
+            f"a server must be of the run's backend: got {config.rollout.backend}, and it has {', '.join(others)}. "
             "Leave allocation_mode as the run has it."
         )
     its_host = address.rpartition(":")[0]

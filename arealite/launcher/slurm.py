@@ -25,8 +25,8 @@ from pathlib import Path
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.slurm import ask_slurm
+from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, cpus_and_mebibytes
-from arealite.launcher.plan.text import plan_lines
 from arealite.launcher.supervise.run import parse, settle
 from arealite.launcher.supervise.supervisor import NODE_LOST
 

@@ -8,7 +8,6 @@ nodes: it restarts the ranks when one of them fails. It writes one file, the run
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,10 +47,10 @@ def command_lines(settled: Run) -> Iterator[str]:
     yield "# on every node, with the addresses by which they reach each other"
     yield "export " + " ".join(f"HOST{node}=ADDRESS" for node in range(plan.num_nodes))
     yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(settled.folder.secret))})"
-    for node, placements in itertools.groupby(sorted(plan.placements, key=lambda one: one.node), lambda one: one.node):
+    for node in plan.used_nodes:
         yield f"# node {node}"
-        for one in placements:
-            if one.role == "server":
+        for one in plan.servers:
+            if one.node == node:
                 yield f"{_server_command(settled, one)} &"
         if node in plan.trainer_nodes:
             yield _trainer_command(settled, node)

@@ -71,7 +71,7 @@ class Hosts:
         env[REGISTRY_VARIABLE] = str(RunFolder(config).registry)
         with contextlib.ExitStack() as stack:
             for host, placement in zip(SERVERS, make_plan(config).servers, strict=True):
-                job = server_job(config, placement, self.net.address(host), {})
+                job = server_job(config, placement, self.net.address(host), [])
                 self.servers[host] = stack.enter_context(self._program(host, job.name, job.command, env | job.env))
             for host in TRAINERS:
                 torchrun = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "8", "--monitor-interval", "1"]

@@ -8,51 +8,50 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import arealite
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job
-from arealite.launcher.plan.plan import Placement, Plan, Run, foreign_servers, rollout_of
+from arealite.launcher.plan.plan import Placement, Plan, Run, foreign_servers, setup_timeout_s
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.network import LOOPBACK
 
+_SHOWN_VARIABLES = (
+    *("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 
-def server_job(
-    config: BaseExperimentConfig,
-    placement: Placement,
-    host: str,
-    devices: Mapping[str, str],
-) -> Job:
+
+def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gpus: Sequence[str]) -> Job:
     """Describe a server, which listens at `host` and picks its own port."""
-    rollout = rollout_of(config)
     kind = kind_of(config)
     command = kind.command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
     serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", kind.name]
-    serve += ["--name", placement.name, "--host", host, "--setup-timeout", str(rollout.setup_timeout)]
+    serve += ["--name", placement.name, "--host", host, "--setup-timeout", str(setup_timeout_s(config))]
     env = environment(
         config.launcher.inference_server_env_vars,
         python=command[0],
-        **devices,
+        CUDA_VISIBLE_DEVICES=",".join(gpus),
         **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
     )
     return Job(placement.name, [*serve, "--", *command], env)
 
 
 def trainer_job(
-    run: Run, placement: Placement, devices: Mapping[str, str], *, master: tuple[str, int | str], is_restart: bool
+    run: Run, placement: Placement, gpus: Sequence[str], *, master: tuple[str, int | str], is_restart: bool
 ) -> Job:
     """Describe a rank of the trainer, with the variables that torchrun sets; `master` is where rank 0 listens."""
     beside, nodes = run.plan.ranks_on(placement.node), run.plan.trainer_nodes
     env = environment(
         run.config.launcher.trainer_env_vars,
-        **devices,
+        CUDA_VISIBLE_DEVICES=",".join(gpus),
         OMP_NUM_THREADS=str(trainer_threads(run.config, run.plan, num_ranks=len(beside))),
         RANK=str(placement.index),
         WORLD_SIZE=str(len(run.plan.trainers)),
@@ -65,6 +64,38 @@ def trainer_job(
         **{RESTART_VARIABLE: str(int(is_restart))},
     )
     return Job(placement.name, [sys.executable, str(run.entry), *run.argv], env)
+
+
+def plan_lines(run: Run, *, by: str) -> Iterator[str]:
+    """Spell a plan for `--dry-run`: which process runs on which node with which GPUs, and how each kind starts."""
+    config, plan = run.config, run.plan
+    devices = f"{plan.gpus_per_node} GPUs each" if plan.gpus_per_node else "CPUs only"
+    nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
+    yield f"{config.experiment_name}/{config.trial_name}: {config.allocation_mode} on {nodes}, {devices} ({by})"
+    yield f"run folder: {run.folder.path}"
+    for node in plan.used_nodes:
+        yield f"node {node}"
+        servers = [(one,) for one in plan.servers if one.node == node]
+        for alike in filter(None, [*servers, plan.ranks_on(node)]):
+            name = alike[0].name if len(alike) == 1 else f"{alike[0].role}-{{{_span([one.index for one in alike])}}}"
+            numbers = [device for one in alike for device in one.devices]
+            gpus = f"GPU {_span(numbers):<4}  " if numbers else ""
+            yield f"  {name:<14} {gpus}log {name}.log"
+    num_gpus = plan.num_nodes * plan.gpus_per_node
+    if idle := num_gpus - sum(len(one.devices) for one in plan.placements):
+        yield f"{idle} of {num_gpus} GPUs stay idle"
+    if foreign := foreign_servers(config):
+        yield f"servers of someone else: {foreign}"
+    jobs = [server_job(config, one, f"<node {one.node}>", []) for one in plan.servers[:1]]
+    for one in plan.trainers[:1]:
+        jobs.append(trainer_job(run, one, [], master=(f"<node {one.node}>", "<a free port>"), is_restart=False))
+    for job in jobs:
+        words = [f"{name}={job.env[name]}" for name in _SHOWN_VARIABLES if name in job.env]
+        for word in job.command:
+            word = "python" if word == sys.executable else word
+            words.append(word if word.startswith("<") else shlex.quote(word))
+        yield f"{job.name} runs"
+        yield "  " + " ".join(words)
 
 
 def visible_gpus() -> list[str]:
@@ -119,3 +150,9 @@ def _folder_of_package() -> Path:
     with contextlib.suppress(FileExistsError):
         (folder / package.name).symlink_to(package, target_is_directory=True)
     return folder
+
+
+def _span(consecutive: Sequence[int]) -> str:
+    """Spell numbers as `0-3`."""
+    first, last = consecutive[0], consecutive[-1]
+    return str(first) if first == last else f"{first}-{last}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
-from arealite.api.cli_args import BaseExperimentConfig, InferenceEngineConfig, LauncherConfig
+from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
@@ -55,6 +55,10 @@ class Plan:
     @property
     def trainers(self) -> tuple[Placement, ...]:
         return tuple(one for one in self.placements if one.role == "trainer")
+
+    @property
+    def used_nodes(self) -> list[int]:
+        return sorted({one.node for one in self.placements})
 
     @property
     def trainer_nodes(self) -> tuple[int, ...]:
@@ -130,7 +134,11 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
         placements = _place(num_servers, 1, num_ranks, per_node)
         placements = [replace(one, devices=()) for one in placements]
     else:
-        _check_size(config, mode, num_servers)
+        if num_servers > 0 and mode.gen_instance_size > cluster.n_gpus_per_node:
+            raise ConfigError(
+                f"a server must fit into one node: got {mode.gen}, whose servers have {mode.gen_instance_size} GPUs, "
+                f"and cluster.n_gpus_per_node={cluster.n_gpus_per_node}. Use a smaller t in allocation_mode."
+            )
         placements = _place(num_servers, mode.gen_instance_size, num_ranks, cluster.n_gpus_per_node)
         if is_evaluation:
             placements = [one if one.role == "server" else replace(one, node=0, devices=()) for one in placements]
@@ -149,12 +157,6 @@ def foreign_servers(config: BaseExperimentConfig) -> str:
     if config.rollout is not None and config.rollout.server_addrs:
         return ",".join(config.rollout.server_addrs)
     return os.environ.get(SERVER_ADDRS_VARIABLE, "")
-
-
-def rollout_of(config: BaseExperimentConfig) -> InferenceEngineConfig:
-    """Return the block that an experiment with servers has."""
-    assert config.rollout is not None, type(config)
-    return config.rollout
 
 
 def setup_timeout_s(config: BaseExperimentConfig) -> float:
@@ -200,15 +202,6 @@ def _check_trainers(mode: AllocationMode) -> None:
                 f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
                 f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
             )
-
-
-def _check_size(config: BaseExperimentConfig, mode: AllocationMode, num_servers: int) -> None:
-    per_node = config.cluster.n_gpus_per_node
-    if num_servers > 0 and mode.gen_instance_size > per_node:
-        raise ConfigError(
-            f"a server must fit into one node: got {mode.gen}, whose servers have {mode.gen_instance_size} GPUs, "
-            f"and cluster.n_gpus_per_node={per_node}. Use a smaller t in allocation_mode."
-        )
 
 
 def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[Placement]:

@@ -13,9 +13,8 @@ from pathlib import Path
 from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, Place, Slot
-from arealite.launcher.plan.jobs import server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Run, foreign_servers, rollout_of, setup_timeout_s
-from arealite.launcher.plan.text import plan_lines
+from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
+from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import file_lock, write_atomically
@@ -154,23 +153,19 @@ def _trainer_jobs(run: Run, slots: Mapping[str, Slot], *, is_restart: bool) -> l
     jobs = []
     for one in run.plan.trainers:
         gpus = [gpu for rank in run.plan.ranks_on(one.node) for gpu in slots[rank.name].gpus]
-        job = trainer_job(run, one, _visible(gpus), master=(first.address, first.port), is_restart=is_restart)
+        job = trainer_job(run, one, gpus, master=(first.address, first.port), is_restart=is_restart)
         jobs.append((slots[one.name], job))
     return jobs
-
-
-def _visible(gpus: Sequence[str]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def _start_servers(
     run: Run, supervisor: Supervisor, place: Place, slots: Mapping[str, Slot], registry: Registry
 ) -> None:
     def describe(placement: Placement, slot: Slot) -> Job:
-        return server_job(run.config, placement, slot.address, _visible(slot.gpus))
+        return server_job(run.config, placement, slot.address, slot.gpus)
 
     policy = ServerPolicy(
-        setup_timeout_s=rollout_of(run.config).setup_timeout,
+        setup_timeout_s=setup_timeout_s(run.config),
         restarts=run.config.launcher.server_restarts,
         registry=registry,
         publish_progress=kind_of(run.config).is_embedded,

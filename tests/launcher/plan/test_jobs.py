@@ -77,7 +77,7 @@ def plan_of(config: RunConfig) -> Plan:
 
 
 def server_jobs(config: RunConfig) -> list[Job]:
-    return [server_job(config, one, "127.0.0.1", {}) for one in plan_of(config).servers]
+    return [server_job(config, one, "127.0.0.1", []) for one in plan_of(config).servers]
 
 
 def program(job: Job) -> list[str]:
@@ -141,8 +141,7 @@ def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
 def test_ranks_know_each_other_as_under_torchrun(load):
     config = load("allocation_mode=d5", "model.path=tiny", "cluster.n_nodes=2", "launcher.trainer_env_vars=RANK_ZERO=b")
     run = Run(config, make_plan(config), Path("e.py"), ["a=b"])
-    gpus = {"CUDA_VISIBLE_DEVICES": "7,6"}
-    jobs = [trainer_job(run, one, gpus, master=("h", 9), is_restart=True) for one in run.plan.trainers]
+    jobs = [trainer_job(run, one, ["7", "6"], master=("h", 9), is_restart=True) for one in run.plan.trainers]
     names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
     assert [[job.env[name] for name in names] for job in jobs] == [
         *(["0", "0", "3", "0"], ["1", "1", "3", "0"], ["2", "2", "3", "0"], ["3", "0", "2", "1"], ["4", "1", "2", "1"])
