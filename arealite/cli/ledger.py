@@ -1,8 +1,4 @@
-"""`arealite ledger`: the audit of a run folder, as tables or as one JSON object.
-
-Exit status: 0 when every prompt is accounted for, 1 when one is lost, repeated or missing (2, from the front door: the
-folder can't be read).
-"""
+"""`arealite ledger`: the audit of a run folder, as tables or as one JSON object."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import json
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from arealite.rollout.account.audit import Audit, Bias, audit
 
@@ -25,30 +21,25 @@ _TITLES = {
 
 
 def show_ledger(run_folder: str, *, as_json: bool) -> int:
-    """Print what became of the prompts of a run."""
+    """Print what became of the prompts of a run and return 0, or 1 when one is lost, repeated or in no state."""
     result = audit(run_folder)
     if as_json:
         print(json.dumps({**dataclasses.asdict(result), "adds_up": result.adds_up}))
     else:
-        _print(result, Console(highlight=False))
+        console = Console(highlight=False)
+        console.print(_totals(result))
+        for bias in result.bias:
+            if bias.parts:
+                console.print(_deciles(bias))
+                console.print(_comparison(bias) + "\n")
+        for line in _verdict(result):
+            console.print(line, soft_wrap=True)
     return 0 if result.is_clean else 1
 
 
-def _print(result: Audit, console: Console) -> None:
-    console.print(_totals(result))
-    for bias in result.bias:
-        if bias.parts:
-            console.print(_deciles(bias))
-            console.print(_comparison(bias) + "\n")
-    for line in _verdict(result):
-        console.print(line, soft_wrap=True)
-
-
 def _totals(result: Audit) -> Table:
-    table = _table("Prompts by state")
-    table.add_column("state", no_wrap=True)
-    for name in ("prompts", "share", "samples", "tokens"):
-        table.add_column(name, justify="right")
+    columns = [Column(name, justify="right") for name in ("prompts", "share", "samples", "tokens")]
+    table = _table("Prompts by state", Column("state", no_wrap=True), *columns)
     for state in sorted(result.states, key=_order):
         count, of_state = result.states[state], result.samples.get(state, {})
         if state.startswith("retried_"):
@@ -61,11 +52,8 @@ def _totals(result: Audit) -> Table:
 
 def _deciles(bias: Bias) -> Table:
     title, unit, *_ = _TITLES[bias.measure]
-    table = _table(f"Bias by {title}")
-    table.add_column(unit, justify="right", no_wrap=True)
-    table.add_column("settled", justify="right", no_wrap=True)
-    table.add_column("trained", justify="right", no_wrap=True)
-    table.add_column("dropped, % by reason")
+    columns = [Column(name, justify="right", no_wrap=True) for name in (unit, "settled", "trained")]
+    table = _table(f"Bias by {title}", *columns, Column("dropped, % by reason"))
     for part in bias.parts:
         shares = part.dropped_shares.items()
         dropped = ", ".join(f"{outcome.partition('_')[2]} {100 * share:.1f}" for outcome, share in shares)
@@ -118,5 +106,5 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def _table(title: str, *columns: Column) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

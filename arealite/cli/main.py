@@ -16,10 +16,40 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        return _run(args)
     except AReaLiteError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    match args.command:
+        case "quickstart":
+            return int(_example("quickstart").quickstart(args.overrides))
+        case "tiny-model":
+            write = _example("tiny_model").write_tiny_model
+            print(write(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
+        case "check":
+            from arealite.cli.check.check import check
+
+            return check(args.entry, args.arguments)
+        case "serve":
+            from arealite.cli.serve import serve
+
+            return serve(args)
+        case "replay":
+            from arealite.cli.replay import replay
+
+            return replay(args.run_folder, args.step)
+        case "ledger":
+            from arealite.cli.ledger import show_ledger
+
+            return show_ledger(args.run_folder, as_json=args.json)
+        case "report":
+            from arealite.trainer.report.report import write_report
+
+            print(write_report(args.run_folder))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="arealite", description="Asynchronous reinforcement learning of language models."
     )
     parser.add_argument("--version", action="version", version=f"arealite {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
 
     quickstart = commands.add_parser(
         "quickstart",
@@ -42,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
         help="any key of the GRPO config, e.g. seed=2 gconfig.n_samples=16; "
         "fileroot= is short for cluster.fileroot=, and sft_steps= is the length of the fine-tuning",
     )
-    quickstart.set_defaults(run=_quickstart)
 
     check = commands.add_parser(
         "check",
@@ -54,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("entry", metavar="ENTRY.py", help="script with the training loop")
     check.add_argument("arguments", nargs=argparse.REMAINDER, help="what the launcher would get")
-    check.set_defaults(run=_check)
 
     serve = commands.add_parser(
         "serve",
@@ -71,21 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", help="address by which trainers reach this node; detected unless given")
     serve.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     serve.add_argument("--dry-run", action="store_true", help="print the command of the server")
-    serve.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="keys of the config to change, e.g. lite.slots=8"
-    )
-    serve.set_defaults(run=_serve)
+    serve.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change, e.g. lite.slots=8")
 
     tiny_model = commands.add_parser("tiny-model", help="make a tiny model and tokenizer for tests and smoke runs")
     tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")
-    tiny_model.add_argument(
-        "--corpus", help="text or jsonl file to train the tokenizer on; default: generated word problems"
-    )
+    tiny_model.add_argument("--corpus", help="text or jsonl file for the tokenizer; default: generated word problems")
     tiny_model.add_argument("--seed", type=int, default=1, help="seed of the random weights (default 1)")
-    tiny_model.add_argument(
-        "--untied", action="store_true", help="give the output layer weights of its own (default: the embeddings)"
-    )
-    tiny_model.set_defaults(run=_tiny_model)
+    tiny_model.add_argument("--untied", action="store_true", help="give the output layer weights of its own")
 
     replay = commands.add_parser(
         "replay",
@@ -96,11 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
     replay.add_argument("--step", type=int, required=True, help="the step, counted from 0")
-    replay.set_defaults(run=_replay)
 
     report = commands.add_parser("report", help="write report.html for a run folder")
     report.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
-    report.set_defaults(run=_report)
 
     ledger = commands.add_parser(
         "ledger",
@@ -110,7 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
     ledger.add_argument("--json", action="store_true", help="print one JSON object")
-    ledger.set_defaults(run=_ledger)
     return parser
 
 
@@ -122,52 +139,6 @@ def _example(name: str) -> ModuleType:
             sys.path.insert(0, str(examples / "quickstart"))
             return import_module(name)
     raise ConfigError(f"the examples must lie beside or in the package: got neither at {package}. Reinstall.")
-
-
-def _quickstart(args: argparse.Namespace) -> int:
-    status: int = _example("quickstart").quickstart(args.overrides)
-    return status
-
-
-def _check(args: argparse.Namespace) -> int:
-    from arealite.cli.check.check import check
-
-    return check(args.entry, args.arguments)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    from arealite.cli.serve import serve
-
-    if not (args.join or args.config):
-        raise ConfigError(
-            "serve must be told what to serve: got neither --join nor --config. Add --join EXPERIMENT/TRIAL."
-        )
-    return serve(args)
-
-
-def _tiny_model(args: argparse.Namespace) -> int:
-    write = _example("tiny_model").write_tiny_model
-    print(write(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
-    return 0
-
-
-def _replay(args: argparse.Namespace) -> int:
-    from arealite.cli.replay import replay
-
-    return replay(args.run_folder, args.step)
-
-
-def _report(args: argparse.Namespace) -> int:
-    from arealite.trainer.report.report import write_report
-
-    print(write_report(args.run_folder))
-    return 0
-
-
-def _ledger(args: argparse.Namespace) -> int:
-    from arealite.cli.ledger import show_ledger
-
-    return show_ledger(args.run_folder, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`arealite replay`: repeat one training step of a run and compare the weights.
 
-It starts the run's own script through the local launcher, without servers, in a scratch folder, from the newest
-checkpoint before the step (or from the initial model); what the run sampled comes from its `rollouts/`.
+The local launcher starts the run's own script, without servers, in a scratch folder, from the newest checkpoint before
+the step (or from the initial model); what the run sampled comes from its `rollouts/`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import platform
 import shlex
 from pathlib import Path
 
-from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
@@ -29,7 +28,11 @@ from arealite.utils.secret import is_loopback, secret_of_environment
 
 def serve(args: argparse.Namespace) -> int:
     """Become the server, or print how; see `cli.main` for the arguments."""
-    config = _joined_config(args) if args.join else _config(args.config, args.overrides)
+    if not (args.join or args.config):
+        raise ConfigError(
+            "serve must be told what to serve: got neither --join nor --config. Add --join EXPERIMENT/TRIAL."
+        )
+    config = _joined_config(args) if args.join else load_run_config(["--config", args.config, *args.overrides])
     gpus = _check(config)
     secret, registry, host = secret_of_environment() or "", "", args.host or LOOPBACK
     if args.join:
@@ -39,10 +42,8 @@ def serve(args: argparse.Namespace) -> int:
     name = f"{platform.node()}-{os.getpid()}"
     placement = Placement(name, "server", node=0, devices=tuple(range(len(gpus))), index=os.getpid())
     job = server_job(config, placement, host, gpus)
-    command = job.command
-    if args.port:
-        at = command.index("--host")
-        command = [*command[:at], "--port", str(args.port), *command[at:]]
+    at = job.command.index("--host")
+    command = [*job.command[:at], *(["--port", str(args.port)] if args.port else []), *job.command[at:]]
     if args.dry_run:
         print(shlex.join(command))
         return 0
@@ -55,7 +56,8 @@ def _joined_config(args: argparse.Namespace) -> BaseExperimentConfig:
     if not (experiment and trial) or "/" in trial:
         raise ConfigError(f"--join must be EXPERIMENT/TRIAL: got {args.join}. Write the two names of the run.")
     if args.config:
-        return _config(args.config, [*args.overrides, f"experiment_name={experiment}", f"trial_name={trial}"])
+        names = [f"experiment_name={experiment}", f"trial_name={trial}"]
+        return load_run_config(["--config", args.config, *args.overrides, *names])
     fileroot = Path(args.fileroot).expanduser().absolute()
     file = fileroot / experiment / trial / "config.yaml"
     if not file.is_file():
@@ -63,21 +65,14 @@ def _joined_config(args: argparse.Namespace) -> BaseExperimentConfig:
             f"--join must name a run that has begun to train: got {args.join}, and there is no {file}. Correct it or "
             f"--fileroot; where the folder can't be seen, give --config FILE and the secret in {SECRET_VARIABLE}."
         )
-    config = _config(str(file), args.overrides)
-    if config.cluster.fileroot != str(fileroot):  # this node sees it elsewhere
-        config = _config(str(file), [f"cluster.fileroot={fileroot}", *args.overrides])
-    return config
-
-
-def _config(file: str, overrides: list[str]) -> BaseExperimentConfig:
-    """Load what servers need to know, also of someone's own config class."""
-    return load_run_config(["--config", file, *overrides])
+    # This node may see the run folder elsewhere than the node that wrote the config.
+    return load_run_config(["--config", str(file), f"cluster.fileroot={fileroot}", *args.overrides])
 
 
 def _check(config: BaseExperimentConfig) -> list[str]:
     """Refuse what can't be served here, and return the GPUs to serve with."""
-    mode = AllocationMode.from_str(config.allocation_mode or "d1")
-    if mode.gen_dp_size == 0:
+    mode = config.allocation
+    if mode is None or mode.gen_dp_size == 0:
         raise ConfigError(
             f"allocation_mode must name servers: got {config.allocation_mode or 'nothing'}. "
             "Add e.g. allocation_mode=lite.d1."

@@ -1,10 +1,7 @@
 """`arealite check`: preflight: find what would make a run fail, before it starts.
 
-Every check looks at the real thing: the config as the launcher reads it, the installed server's parser, the
-headers of the model's files, the tokenizer's own ids. Nothing is started except servers' parsers, and nothing is
-downloaded except what describes a model (its configs and tokenizer) and data sets.
-
-Exit status: 0 no problem (warnings don't count), 1 problems (2, from the front door: the config can't be read).
+Every check looks at the real thing. Nothing is started except servers' parsers, and nothing is downloaded except what
+describes a model (its configs and tokenizer) and data sets.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import last_name, load_run_config, script_calls
 from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
-from arealite.cli.check.model import check_model, check_weights
-from arealite.cli.check.text import check_data, check_template, check_tokenizer
+from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer, check_weights
 from arealite.inference.backends import kind_of
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from arealite.api.errors import AReaLiteError
@@ -55,10 +55,7 @@ class Findings:
         """Print a finding of the check that is being made."""
         self.all.append(Finding(level, text, fix))
         mark, style = _STYLES[level]
-        line = Table.grid(padding=(0, 1))
-        line.add_column(width=len("PROBLEM"))
-        line.add_column(width=9)
-        line.add_column(overflow="fold")
+        line = Table.grid(Column(width=len("PROBLEM")), Column(width=9), Column(overflow="fold"), padding=(0, 1))
         line.add_row(Text(mark, style=style), Text(self._topic, style="bold"), Text(text))
         if fix:
             line.add_row("", "", Text(f"Fix: {fix}", style="cyan"))

@@ -1,5 +1,4 @@
-"""The memory plan: what trainer ranks and servers need, compared with the GPUs of this node or, for a run on the
-CPU, against its memory."""
+"""The memory plan: what trainer ranks and servers need, compared with this node's GPUs or, on the CPU, its memory."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Sequence
 
 import psutil
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import PreTrainedModel
 
 from arealite.api.alloc_mode import AllocationMode
@@ -45,13 +44,7 @@ def check_memory(found: Findings, config: Config, model: PreTrainedModel, longes
 
 
 def plan_memory(
-    found: Findings,
-    config: Config,
-    shape: ModelShape,
-    longest_prompt: int,
-    *,
-    gpus: Sequence[int],
-    host: int,
+    found: Findings, config: Config, shape: ModelShape, longest_prompt: int, *, gpus: Sequence[int], host: int
 ) -> Table:
     """Add up what trainer ranks and servers need, hold it against the bytes of the devices, and return the plan."""
     mode, (key, block) = AllocationMode.from_str(config.allocation_mode), config.trained
@@ -141,10 +134,8 @@ def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: i
 
 def _plan(trainer: Parts, num_ranks: int, server: Parts, num_gpus: int) -> Table:
     """Return the plan of the devices, in GiB."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("GiB for sequences of full length")
-    table.add_column("each", justify="right")
-    table.add_column("all", justify="right")
+    numbers = [Column(name, justify="right") for name in ("each", "all")]
+    table = Table("GiB for sequences of full length", *numbers, box=None, pad_edge=False)
     for name, parts, count in (("trainer rank", trainer, num_ranks), ("server", server, num_gpus)):
         for label, size in ({name: sum(parts.values())} | parts).items():
             if size > 0:

@@ -1,18 +1,31 @@
-"""Checks of the model that is trained: does it build, are its files whole?"""
+"""Checks of the model that is trained, and of what it reads and writes: tokenizer, chat template, first rows."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.cli.check.findings import Findings, counted
+from arealite.dataset import load_split
 from arealite.engine.hf_model import build_meta_model, pick_attention
+from arealite.inference.backends import kind_of
+from arealite.launcher.plan.plan import foreign_servers
+from arealite.utils.chat_template import Certificate, certify
+from arealite.utils.hf import load_hf_tokenizer
 from arealite.utils.memory_plan import model_shape
+
+_MAX_ROWS = 256
+"""Of a data set that are read."""
+_AS_PROMPT = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
+"""How `RLVRWorkflow` renders."""
 
 
 def check_model(found: Findings, config: Config) -> PreTrainedModel:
@@ -50,3 +63,106 @@ def check_weights(found: Findings, config: Config, model: PreTrainedModel) -> No
         found.add("problem", told, f"Save or download the model in {folder} again; what is missing is random.")
     else:
         found.add("ok", f"all {len(expected)} tensors in {counted(len(files), 'safetensors file')}")
+
+
+def check_tokenizer(found: Findings, config: Config, model: PreTrainedModel) -> Any:
+    """Load the tokenizer, all of whose tokens the model must know."""
+    tokenizer = load_hf_tokenizer(config.tokenizer_path)
+    size, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
+    if size > rows:
+        found.add(
+            "problem",
+            f"the tokenizer has {size:,} tokens and the model embeddings for {rows:,}",
+            "Set tokenizer_path to the model's own tokenizer, or give the model more embeddings.",
+        )
+    else:
+        found.add("ok", f"{size:,} tokens of {rows:,} that the model has")
+    return tokenizer
+
+
+def check_template(found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> None:
+    """Issue the chat-template certificate; `calls` are the names that the entry script calls."""
+    if tokenizer.chat_template is None:
+        return found.add("problem", "the tokenizer has no chat template", "Add chat_template.jinja to tokenizer_path.")
+    end_ids = _end_ids(config, model, tokenizer)
+    certificate = certify(tokenizer, end_ids=end_ids)
+    workflows = {name for name in calls if name.endswith("Workflow")}
+    is_single_turn = config.rollout is None or workflows == {"RLVRWorkflow"}
+    refused = f"; no {', '.join(certificate.refused)}" if certificate.refused else ""
+    if certificate.breaks:
+        (kind, change), *others = certificate.breaks.items()
+        same = f" The same with {', '.join(other for other, _ in others)}." if others else ""
+        need = "No matter for single-turn workflows like this run's" if is_single_turn else "This run may be multi-turn"
+        found.add(
+            "warning" if is_single_turn else "problem",
+            f"not append-only: with {kind}, {change}{same}{refused}",
+            f"{need}. A multi-turn workflow must keep the sampled tokens and append only what is new to them, or use a "
+            "template that never rewrites a turn (tokenizer_path=<folder with another chat_template.jinja>).",
+        )
+    else:
+        found.add("ok", f"append-only{refused}")
+    _check_end(found, config, tokenizer, certificate, end_ids)
+    for text, back in list(certificate.garbled.items())[:1]:
+        told = f"{text!r} comes back from the tokenizer as {back!r}, so rewards see other text than was sampled"
+        found.add("warning", told, "Use a tokenizer that keeps every character (byte-level).")
+
+
+def _check_end(found: Findings, config: Config, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
+    """The token after a completion must end generation, and be the one that fine-tuning teaches."""
+    tail, end = certificate.after_answer, certificate.end_id
+    if end is None:
+        ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids))
+        told = f"it writes {tail!r} after an answer, where the model ends with {ends}: completions may run on"
+        fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
+        found.add("warning", told, fix)
+    elif config.rollout is None and end != tokenizer.eos_token_id:
+        ours, its = (repr(tokenizer.decode([token])) for token in (tokenizer.eos_token_id, end))
+        told = f"demonstrations end with the tokenizer's eos token {ours}, where the template ends an answer with {its}"
+        found.add("warning", told, f"Set eos_token of the tokenizer to {its}.")
+
+
+def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Collect what ends generation: of tokenizer, model, its generation config, and the run's own stop tokens."""
+    eos: list[Any] = [tokenizer.eos_token_id, model.config.eos_token_id]
+    with contextlib.suppress(OSError):  # a model may have none
+        eos.append(GenerationConfig.from_pretrained(config.trained[1].path).eos_token_id)
+    if config.sampling is not None:
+        eos.append(config.sampling.stop_token_ids)
+    return {token for ids in eos if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
+
+
+def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> int:
+    """Read the first rows as the script will, and return the longest of prompts or demonstrations in tokens."""
+    if not calls & {"load_split", "get_custom_dataset"}:
+        found.add("ok", "not checked: the script has data of its own")
+        return 0
+    longest = 0
+    for key, split in (("train_dataset", "train"), ("valid_dataset", "test")):
+        if (data := getattr(config, key)) is None:
+            continue
+        first = dataclasses.replace(data, max_rows=min(data.max_rows or _MAX_ROWS, _MAX_ROWS))
+        rows = load_split(first, split, tokenizer=tokenizer, seed=config.seed)
+        tokens = (row.get("input_ids") or tokenizer.apply_chat_template(row["messages"], **_AS_PROMPT) for row in rows)
+        lengths = [len(ids) for ids in tokens]
+        longest = max(longest, *lengths)
+        what = "demonstrations" if data.type == "sft" else "prompts"
+        found.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
+    context, new = _context(config, model), config.sampling.max_new_tokens if config.sampling is not None else 0
+    if longest + new > context:
+        is_hopeless = longest >= context
+        found.add(
+            "problem" if is_hopeless else "warning",
+            f"the longest prompt seen has {longest:,} tokens, the context {context:,}: "
+            f"{'it does not fit' if is_hopeless else 'completions are cut before gconfig.max_new_tokens'}",
+            "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
+        )
+    return longest
+
+
+def _context(config: Config, model: PreTrainedModel) -> float:
+    """Return the longest sequence that model and servers take, as far as the config tells."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    if config.rollout is not None and not foreign_servers(config):
+        kind = kind_of(config)
+        limits.append(kind.block(config).get(kind.context_flag))
+    return min((int(limit) for limit in limits if limit is not None), default=float("inf"))
