@@ -2,16 +2,14 @@
 
     python3 -m arealite.launcher.slurm ENTRY.py --config FILE.yaml [--dry-run] [--no-wait] [key=value ...]
 
-The batch script, `job.sbatch` in the run folder, asks for the nodes of the plan and runs the common launcher on the
-first of them (see `place.slurm`). Nothing of the run lives here: Ctrl-C and SIGTERM cancel the job, but the end of the
-terminal or a SIGKILL leaves it alone. All is read from `scontrol show job` and the job's output, so no accounting is
-needed; the folder of runs must be seen by all nodes. The exit status is that of the run (see `run.EPILOG`).
+The batch script, `job.sbatch` in the run folder, runs `place.slurm` on the first node of the plan. Nothing of the run
+lives here: Ctrl-C and SIGTERM cancel the job, but the end of the terminal or a SIGKILL leaves it alone. No accounting
+is needed; all nodes must see the folder of runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -146,25 +144,23 @@ class _Follower:
     def follow(self) -> int:
         """Look until the job has ended."""
         self._say(f"submitted; its output is {self._output}")
-        answered_at, asked_at = time.monotonic(), -math.inf
+        answered_at = time.monotonic()
         while True:
-            self._copy_output()
-            if time.monotonic() - asked_at < _ASK_S:
-                time.sleep(_LOOK_S)
-                continue
             asked_at = time.monotonic()
-            state = job_state(self._job)
-            if state is not None:
+            if (state := job_state(self._job)) is not None:
                 answered_at = asked_at
                 self._tell(state)
-                if not state or state["JobState"] in _OVER:
-                    self._copy_output()
-                    return self._status(state)
             elif asked_at - answered_at > _SILENCE_S:
                 self._say(
                     f"Slurm has not answered for {_SILENCE_S:g} s; the job may still run, see squeue --job {self._job}"
                 )
                 return 1
+            self._copy_output()
+            if state is not None and (not state or state["JobState"] in _OVER):
+                return self._status(state)
+            while time.monotonic() - asked_at < _ASK_S:
+                time.sleep(_LOOK_S)
+                self._copy_output()
 
     def take_signal(self, number: int, _frame: object) -> None:
         """Cancel the job at the first signal, and don't wait for its end at the second."""

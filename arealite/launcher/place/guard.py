@@ -1,13 +1,9 @@
-"""Owns one command and everything it starts: none of it outlives the command or the guard's owner.
+"""`python -m arealite.launcher.place.guard COMMAND...`: nothing outlives the command or the guard's owner.
 
-The owner holds the other end of the guard's stdin and never writes to it. When that end closes - because the owner
-stops the command or was killed itself - or when the command ends, all descendants get SIGKILL. The guard adopts
-orphans, so sessions and daemons do not escape. SIGTERM goes to the command alone, which may then end in its own time.
-Files of shared memory that they had mapped are removed with them, because whoever would do that was killed as well.
-The guard's exit status is the command's, 128 + n if signal n ended it. If the guard itself is killed, the kernel kills
-the command with it, and the owner sees the guard end.
-
-    python -m arealite.launcher.place.guard COMMAND...
+The owner holds the other end of the guard's stdin and never writes to it. When that end or the command ends, all
+descendants get SIGKILL, daemons included, and the shared memory that they had mapped is removed. SIGTERM goes to the
+command alone. The exit status is the command's, 128 + n if signal n ended it. If the guard itself is killed, the kernel
+kills the command.
 """
 
 from __future__ import annotations

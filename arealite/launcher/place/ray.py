@@ -1,9 +1,7 @@
 """Slots on a Ray cluster: a bundle of resources for each node of the plan, and in it an actor for each job.
 
-Ray decides which node a bundle is on, and finds another one when that node dies. An actor keeps the CPUs, GPUs
-and memory of its job, owns the job's relay, and carries bytes between the relay and the launcher; what they mean is the
-relay's affair. Invariant: an actor that was not asked for output for `node_timeout` ends its relay and so the job,
-because the launcher is gone or takes this node for lost. Ray's own transport is trusted.
+Ray decides which node a bundle is on, and finds another one when that node dies. An actor keeps the CPUs, GPUs and
+memory of its job and carries bytes between the job's relay and the launcher. Ray's own transport is trusted.
 """
 
 from __future__ import annotations

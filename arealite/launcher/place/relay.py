@@ -1,12 +1,10 @@
 """Runs one job on a node that the launcher reaches only through a cluster's own transport (srun, a Ray actor).
 
-    python -m arealite.launcher.place.relay [--toward HOST] [--devices I,J,...] [--watchdog SECONDS]
-
 One JSON object per line. To the launcher, on stdout: `hello` (where this is, its GPUs, and a port that is kept free),
 `out` (output), `alive` every two seconds, and `exit` at last. From the launcher, on stdin: the job, {"do": "stay"}
-after each sign of life, and perhaps {"do": "terminate"}. The end of stdin, whatever the reason, ends the job with all
-its descendants. `RelaySlot` is the launcher's side. Invariant: a node that says nothing for
-`timeout_s` is lost, and a relay whose watchdog is not rearmed in time ends its job, as the launcher is lost.
+after each sign of life, and perhaps {"do": "terminate"}. The end of stdin ends the job with all its descendants.
+Invariant: a node that says nothing for `timeout_s` is lost, and a relay whose watchdog is not rearmed in time ends its
+job, as the launcher is lost.
 """
 
 from __future__ import annotations
@@ -275,20 +273,11 @@ def _gpus(devices: str | None) -> list[str]:
 
 
 def main() -> int:
-    """Parse the command line and run one job."""
-    parser = argparse.ArgumentParser(
-        prog="python -m arealite.launcher.place.relay",
-        description="Run one job for a launcher that reaches this node only through srun or a Ray actor.",
-    )
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m arealite.launcher.place.relay", description="Run one job.")
     parser.add_argument("--toward", metavar="HOST", help="node that must reach this one; picks the interface")
     parser.add_argument("--devices", metavar="I,J,...", help="which of the visible GPUs the slot has; default is all")
-    parser.add_argument(
-        "--watchdog",
-        metavar="SECONDS",
-        type=float,
-        default=0.0,
-        help="end when the launcher is silent for this long; 0 never",
-    )
+    parser.add_argument("--watchdog", metavar="SECONDS", type=float, default=0.0, help="0 trusts a silent launcher")
     args = parser.parse_args()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -6,9 +6,9 @@
 SIGTERM hands back what runs: the server's record says `leaving`, trainers send nothing more, requests in flight are
 answered with the tokens so far, the server ends. A second signal, or ten seconds, end it at once.
 
-Exit status: 0 after SIGTERM or SIGINT; 2 refused; 3 not ready in time; else that of the server, and 1 if that is 0.
-Invariant: the server does not outlive this program, however that ends, and no record says `ready` before the server has
-answered at its address and, if other nodes reach it, has refused a request without the secret.
+Exit status: 0 after a signal; 2 refused; 3 not ready in time; else that of the server, and 1 if that is 0. Invariant:
+the server does not outlive this program, and no record says `ready` before the server has answered at its address and,
+if other nodes reach it, has refused a request without the secret.
 """
 
 from __future__ import annotations

@@ -135,47 +135,41 @@ async def _attempt(run: Run, place: Place, secret: str, registry: Registry, rest
             place.open(config, plan, supervisor.log)
             slots = await supervisor.take_slots(place, plan.placements)
             if slots is not None:
-                by_name = {one.name: slot for one, slot in zip(plan.placements, slots, strict=True)}
+                by_placement = dict(zip(plan.placements, slots, strict=True))
                 if plan.servers:
-                    _start_servers(run, supervisor, place, by_name, registry)
+                    servers = [(one, by_placement[one]) for one in plan.servers]
+                    supervisor.start_servers(servers, _server_policy(run, place, registry))
                 if plan.trainers:
-                    supervisor.start_trainer(_trainer_jobs(run, by_name, is_restart=restart is not None))
+                    supervisor.start_trainer(_trainer_jobs(run, by_placement, is_restart=restart is not None))
             await supervisor.wait()
         return supervisor
     finally:
         await place.close()
 
 
-def _trainer_jobs(run: Run, slots: Mapping[str, Slot], *, is_restart: bool) -> list[tuple[Slot, Job]]:
+def _trainer_jobs(run: Run, slots: Mapping[Placement, Slot], *, is_restart: bool) -> list[tuple[Slot, Job]]:
     """Return each rank's slot and job. Ranks see all GPUs of the ranks on their node, because NCCL links only GPUs
     that both sides see; LOCAL_RANK picks one."""
-    first = slots[run.plan.trainers[0].name]
+    first = slots[run.plan.trainers[0]]
     jobs = []
     for one in run.plan.trainers:
-        gpus = [gpu for rank in run.plan.ranks_on(one.node) for gpu in slots[rank.name].gpus]
+        gpus = [gpu for rank in run.plan.ranks_on(one.node) for gpu in slots[rank].gpus]
         job = trainer_job(run, one, gpus, master=(first.address, first.port), is_restart=is_restart)
-        jobs.append((slots[one.name], job))
+        jobs.append((slots[one], job))
     return jobs
 
 
-def _start_servers(
-    run: Run, supervisor: Supervisor, place: Place, slots: Mapping[str, Slot], registry: Registry
-) -> None:
-    def describe(placement: Placement, slot: Slot) -> Job:
-        return server_job(run.config, placement, slot.address, slot.gpus)
-
-    policy = ServerPolicy(
+def _server_policy(run: Run, place: Place, registry: Registry) -> ServerPolicy:
+    invitation = f"export {SECRET_VARIABLE}=$(cat {run.folder.secret}) {SERVER_ADDRS_VARIABLE}="
+    return ServerPolicy(
+        place=place,
+        describe=lambda placement, slot: server_job(run.config, placement, slot.address, slot.gpus),
         setup_timeout_s=setup_timeout_s(run.config),
         restarts=run.config.launcher.server_restarts,
         registry=registry,
         publish_progress=kind_of(run.config).is_embedded,
-        invitation=None
-        if run.plan.trainers
-        else f"servers only, until Ctrl-C: export {SECRET_VARIABLE}=$(cat "
-        f"{run.folder.secret}) {SERVER_ADDRS_VARIABLE}=",
+        invitation=None if run.plan.trainers else f"servers only, until Ctrl-C: {invitation}",
     )
-    servers = run.plan.servers
-    supervisor.start_servers(place, servers, [slots[one.name] for one in servers], describe, policy)
 
 
 def _check_resume(run: Run) -> None:

@@ -1,9 +1,7 @@
 """Runs the jobs of a run until a failure, a signal or the trainer's end, then ends all of them within seconds.
 
-Where a job runs is its slot's business (see `place`). Servers and trainer start together, because both take seconds to
-import what they need. A server that ends before it was ready ends the run; one that ends later is started again, while
-the others keep serving. One event loop runs it all; only timeouts and the stall watch are timed, everything else is an
-event.
+Where a job runs is its slot's business (see `place`). A server that ends before it was ready ends the run; one that
+ends later is started again, while the others keep serving.
 """
 
 from __future__ import annotations
@@ -73,8 +71,11 @@ class ExitReason:
 
 @dataclass(frozen=True)
 class ServerPolicy:
-    """What is expected of servers."""
+    """What is expected of servers, and how they are started."""
 
+    place: Place
+    """Gives slots for restarts."""
+    describe: Callable[[Placement, Slot], Job]
     setup_timeout_s: float
     restarts: int
     registry: Registry
@@ -155,21 +156,14 @@ class Supervisor:
             self._watches[-1].set_result(ExitReason(status, f"{type(error).__name__}: {error}"))
             return None
 
-    def start_servers(
-        self,
-        place: Place,
-        placements: Sequence[Placement],
-        slots: Sequence[Slot],
-        describe: Callable[[Placement, Slot], Job],
-        policy: ServerPolicy,
-    ) -> None:
+    def start_servers(self, servers: Sequence[tuple[Placement, Slot]], policy: ServerPolicy) -> None:
         """Start servers; each must become ready in time, and is started again when it ends after that."""
+        self._server_names = [placement.name for placement, _ in servers]
         if policy.publish_progress:
-            self._expected += [placement.name for placement in placements]
-        self._server_names = [placement.name for placement in placements]
-        for placement, slot in zip(placements, slots, strict=True):
+            self._expected += self._server_names
+        for placement, slot in servers:
             policy.registry.remove(placement.name)  # what a killed server of the attempt before has left
-            self._watch(self._serve(place, placement, slot, describe, policy))
+            self._watch(self._serve(placement, slot, policy))
 
     def start_trainer(self, jobs: Sequence[tuple[Slot, Job]]) -> None:
         """Start the ranks of the trainer. The first one that fails ends the run, and so does the end of all. From now
@@ -203,18 +197,11 @@ class Supervisor:
 
     # Watching
 
-    async def _serve(
-        self,
-        place: Place,
-        placement: Placement,
-        slot: Slot,
-        describe: Callable[[Placement, Slot], Job],
-        policy: ServerPolicy,
-    ) -> ExitReason:
+    async def _serve(self, placement: Placement, slot: Slot, policy: ServerPolicy) -> ExitReason:
         """Run a server, again when it ends after it was ready, and return what ends the run."""
         name, was_ready = placement.name, False
         for restart in itertools.count(1):
-            running = self._loop.create_task(self._run(slot, describe(placement, slot)))
+            running = self._loop.create_task(self._run(slot, policy.describe(placement, slot)))
             loading = self._loop.create_task(self._becomes_ready(name, policy))
             try:
                 await asyncio.wait({running, loading}, return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +221,7 @@ class Supervisor:
                 return ExitReason(status, ended, self._output(name))
             self.log(f"{ended}; starting it again ({restart} of {policy.restarts})")
             try:
-                (slot,) = await place.take([placement])
+                (slot,) = await policy.place.take([placement])
             except (NodeLostError, TimeoutError, ConfigError) as error:
                 return ExitReason(status, f"{name} could not be started again: {error}")
         raise AssertionError("servers end")
