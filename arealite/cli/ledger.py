@@ -1,7 +1,5 @@
 """`arealite ledger`: the audit of a run folder, as tables or as one JSON object."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """The console script `arealite`: parses, calls. Each command imports its own machinery, so that --help is quick."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib import import_module

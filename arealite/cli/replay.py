@@ -4,8 +4,6 @@ The local launcher starts the run's own script, without servers, in a scratch fo
 the step (or from the initial model); what the run sampled comes from its `rollouts/`.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The server gets the command that the launcher would have given it, from the conf
 `arealite.launcher.serve`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

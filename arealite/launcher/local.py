@@ -6,8 +6,6 @@ Nothing that was started survives. With `recover.mode` auto or fault a run that 
 the exit status (`--help` lists them) is that of the last attempt.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ The cluster is that of RAY_ADDRESS, or else the one this node belongs to. Exit s
 launcher. When the launcher ends, whatever ends it, so do the jobs; Ray itself keeps running.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

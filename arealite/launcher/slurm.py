@@ -7,8 +7,6 @@ lives here: Ctrl-C and SIGTERM cancel the job, but the end of the terminal or a 
 is needed; all nodes must see the folder of runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -6,8 +6,6 @@ It is the plan of the other launchers for nodes without a scheduler. It starts n
 nodes: it restarts the ranks when one of them fails. It writes one file, the run's secret, which the nodes must share.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence

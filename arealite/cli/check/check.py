@@ -4,8 +4,6 @@ Every check looks at the real thing. Nothing is started except servers' parsers,
 describes a model (its configs and tokenizer) and data sets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

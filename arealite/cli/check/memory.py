@@ -1,7 +1,5 @@
 """The memory plan: what trainer ranks and servers need, compared with this node's GPUs or, on the CPU, its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import psutil

@@ -1,7 +1,5 @@
 """Checks of the model that is trained, and of what it reads and writes: tokenizer, chat template, first rows."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

@@ -4,8 +4,6 @@ A slot is taken before its job is known, because jobs must be told each other's 
 their places; everything above (`supervise`) knows this file alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ command alone. The exit status is the command's, 128 + n if signal n ended it. I
 kills the command.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

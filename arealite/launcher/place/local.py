@@ -1,7 +1,5 @@
 """Runs jobs on this node, each under a guard."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -4,8 +4,6 @@ Ray decides which node a bundle is on, and finds another one when that node dies
 memory of its job and carries bytes between the job's relay and the launcher. Ray's own transport is trusted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util
@@ -200,8 +198,8 @@ class RayPlace(RelayPlace):
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources()
         has = [f"{free.get(name, 0):g} of {_sum(alive).get(name, 0):g} {name} free" for name in needed]
-        cluster = f"the cluster has {len(alive)} nodes with {', '.join(has)}"
-        return f"Ray to place {names} with {_spell(needed)}; {cluster}"
+        needs = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
+        return f"Ray to place {names} with {needs}; the cluster has {len(alive)} nodes with {', '.join(has)}"
 
 
 def _environment() -> dict[str, str]:
@@ -212,10 +210,6 @@ def _environment() -> dict[str, str]:
 
 def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return dict(sum((Counter(part) for part in parts), Counter()))
-
-
-def _spell(needs: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
 
 
 def _last_line(error: BaseException) -> str:

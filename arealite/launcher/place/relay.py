@@ -7,8 +7,6 @@ Invariant: a node that says nothing for `timeout_s` is lost, and a relay whose w
 job, as the launcher is lost.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import base64

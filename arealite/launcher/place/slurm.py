@@ -6,8 +6,6 @@ may be restarted goes back into the queue. Invariant: only the newest start of a
 can live on where Slurm has lost sight of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -28,7 +26,7 @@ from arealite.launcher.supervise.supervisor import NODE_LOST
 from arealite.utils.network import LOOPBACK, host_ip
 from arealite.utils.secret import is_loopback
 
-_PROGRESS_S = 10.0
+_RETRY_S = 10.0
 _CLOSE_S = 10.0
 """What the end of a job's processes and of its relay may take, once it was told."""
 _ANSWER_S = 60.0
@@ -176,14 +174,12 @@ def _requeue(number: int, retries: int) -> None:
     """Give a broken allocation back and let the job wait for another, unless it has or may not; `number` counts its
     starts."""
     deadline = time.monotonic() + _REQUEUE_S
-    while True:
+    while time.monotonic() < deadline:
         try:
             return _requeue_now(os.environ["SLURM_JOB_ID"], number, retries)
         except ConfigError as error:  # the controller may suffer from the same failure
             print(error, file=sys.stderr, flush=True)
-            if time.monotonic() > deadline:
-                return
-        time.sleep(_PROGRESS_S)
+            time.sleep(_RETRY_S)
 
 
 def _requeue_now(job: str, number: int, retries: int) -> None:

@@ -3,8 +3,6 @@
 Every launcher starts the same jobs; a job's environment holds only what it has besides that of its node and of its run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -4,13 +4,11 @@ Servers fill the nodes first, one behind the other, and none is spread over two 
 follow. Every launcher places the same plan; only how differs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
@@ -85,7 +83,7 @@ class Run:
         return RunFolder(self.config)
 
     @classmethod
-    def load(cls, entry: str | Path, argv: Sequence[str]) -> Run:
+    def load(cls, entry: str | Path, argv: Sequence[str]) -> Self:
         """Read the config that the script will read. Raises ConfigError."""
         script = entry_script(entry)
         config = load_run_config(argv, script)

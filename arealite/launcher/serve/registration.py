@@ -4,8 +4,6 @@ What the registry could not be told is repeated until it answers; the entry ends
 withdraw it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -11,8 +11,6 @@ the server does not outlive this program, and no record says `ready` before the 
 if other nodes reach it, has refused a request without the secret.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

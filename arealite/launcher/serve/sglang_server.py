@@ -4,8 +4,6 @@ Runs in SGLang's environment, which lacks our dependencies. SGLang's own parser 
 refuse what would hang later or corrupt training data.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -45,7 +43,7 @@ def check_flags(flags: list[str]) -> tuple[list[str], dict[str, object]]:
         )
         server_args.ServerArgs.add_cli_args(parser)
         drop_unknown_version(flags, parser._option_string_actions)
-        _check_options(parser.parse_args(flags))
+        check_options(parser.parse_args(flags))
         try:
             record = server_args.prepare_server_args(list(flags))
             if hasattr(record, "resolve_once"):  # older versions check flags in the constructor
@@ -65,13 +63,21 @@ def drop_unknown_version(flags: list[str], known: Collection[str]) -> None:
         del flags[at : at + 2]
 
 
-def _check_options(options: argparse.Namespace) -> None:
-    check_nodes(
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        dist_init_addr=options.dist_init_addr,
-        num_devices=options.tp_size * options.pp_size,
-    )
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what would hang later, as nodes that can't meet do, or corrupt training data."""
+    if options.nnodes < 1 or not 0 <= options.node_rank < options.nnodes:
+        raise ConfigError(
+            f"node_rank must be from 0 to nnodes - 1: got node_rank {options.node_rank} and nnodes {options.nnodes}. "
+            "Number the nodes of a server from 0."
+        )
+    if options.nnodes > 1 and not options.dist_init_addr:
+        raise ConfigError(
+            f"dist_init_addr must be given if nnodes is above 1: got nnodes {options.nnodes} and no address. "
+            "Add dist_init_addr=HOST:PORT of node 0, the same on every node."
+        )
+    if (num_devices := options.tp_size * options.pp_size) % options.nnodes:
+        told = f"got {options.nnodes} and {num_devices}"
+        raise ConfigError(f"nnodes must divide tp_size * pp_size: {told}. Change one of them.")
     if getattr(options, "tokenizer_worker_num", 1) > 1 and secret_of_environment():
         raise ConfigError(
             f"tokenizer_worker_num must be 1 for a server with a secret: got {options.tokenizer_worker_num}, whose "
@@ -87,22 +93,6 @@ def _check_options(options: argparse.Namespace) -> None:
             f"{RAW_LOGPROBS_VARIABLE} must be off: got {os.environ[RAW_LOGPROBS_VARIABLE]}, which returns logprobs of "
             "temperature 1 whatever the temperature is. Remove it from launcher.inference_server_env_vars."
         )
-
-
-def check_nodes(*, nnodes: int, node_rank: int, dist_init_addr: str | None, num_devices: int) -> None:
-    """Refuse a server on several nodes that can't meet, or whose `num_devices` can't be divided evenly."""
-    if nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise ConfigError(
-            f"node_rank must be from 0 to nnodes - 1: got node_rank {node_rank} and nnodes {nnodes}. "
-            "Number the nodes of a server from 0."
-        )
-    if nnodes > 1 and not dist_init_addr:
-        raise ConfigError(
-            f"dist_init_addr must be given if nnodes is above 1: got nnodes {nnodes} and no address. "
-            "Add dist_init_addr=HOST:PORT of node 0, the same on every node."
-        )
-    if num_devices % nnodes:
-        raise ConfigError(f"nnodes must divide tp_size * pp_size: got {nnodes} and {num_devices}. Change one of them.")
 
 
 def _serve(flags: list[str]) -> None:

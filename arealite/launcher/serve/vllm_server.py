@@ -4,8 +4,6 @@ Runs in vLLM's environment, which lacks our dependencies. vLLM's own parser and 
 our defaults.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

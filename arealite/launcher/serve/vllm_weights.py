@@ -5,8 +5,6 @@ vLLM's own engines transfer GPU tensors only and wait without a deadline; this o
 and leaves every layer with all of its new or all of its old weights; the next update makes the model consistent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

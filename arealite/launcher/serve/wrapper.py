@@ -3,8 +3,6 @@
 They run in the environments of SGLang and vLLM, so this needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

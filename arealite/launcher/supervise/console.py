@@ -4,8 +4,6 @@ On a terminal a bar below the lines shows how far the trainer is. Rank 0's lines
 dim one, and of servers only warnings and worse are shown. Each log file gets all lines, without colours.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import os

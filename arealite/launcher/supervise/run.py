@@ -1,7 +1,5 @@
 """What all launchers share: from a command line to a run that is watched to its end, and started again if it may be."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -4,8 +4,6 @@ Where a job runs is its slot's business (see `place`). A server that ends before
 ends later is started again, while the others keep serving.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -17,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
@@ -120,7 +118,7 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 self._loop.add_signal_handler(number, self._take_signal, number)
 
-    async def __aenter__(self) -> Supervisor:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tiny_models
 
 import arealite
 from arealite.api.errors import ConfigError
-from arealite.launcher.serve.sglang_server import check_nodes, drop_unknown_version, main
+from arealite.launcher.serve.sglang_server import check_options, drop_unknown_version, main
 
 PYTHON = os.environ.get("AREALITE_SGLANG_PYTHON", "")
 needs_sglang = pytest.mark.skipif(
@@ -41,9 +42,13 @@ def test_a_version_is_given_only_to_servers_that_know_it() -> None:
     assert flags == ["--port", "1", "--tp-size", "2"]
 
 
+def options(nnodes: int, node_rank: int, address: str | None, num_devices: int) -> Namespace:
+    return Namespace(nnodes=nnodes, node_rank=node_rank, dist_init_addr=address, tp_size=num_devices, pp_size=1)
+
+
 @pytest.mark.parametrize("nnodes, node_rank, address, num_devices", [(1, 0, None, 3), (2, 1, "host:5000", 4)])
 def test_nodes_that_can_meet_are_taken(nnodes: int, node_rank: int, address: str | None, num_devices: int) -> None:
-    check_nodes(nnodes=nnodes, node_rank=node_rank, dist_init_addr=address, num_devices=num_devices)
+    check_options(options(nnodes, node_rank, address, num_devices))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_nodes_that_would_wait_for_ever_are_refused(
     nnodes: int, node_rank: int, address: str | None, num_devices: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_nodes(nnodes=nnodes, node_rank=node_rank, dist_init_addr=address, num_devices=num_devices)
+        check_options(options(nnodes, node_rank, address, num_devices))
 
 
 def test_an_interpreter_without_sglang_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
