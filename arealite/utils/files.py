@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 
 def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
     """Write a file that readers see whole or not at all; `mode` is cut by the umask."""
@@ -82,6 +80,8 @@ def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
 
     TimeoutError names the holder if it is not free within `timeout_s` seconds.
     """
+    from filelock import FileLock, Timeout  # an interpreter of servers may lack it
+
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without flock the library would fall back to a file whose existence is the lock, which outlives a killed holder.
     lock = FileLock(path, timeout=timeout_s, fallback_to_soft=False, on_acquired=_write_pid)
