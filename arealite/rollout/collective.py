@@ -70,11 +70,7 @@ class RankZeroExchange:
         return parts[0]
 
     def receive(self, callback: Callable[[], None] | None) -> Any:
-        """Return this rank's part, and run the callback as often as rank 0 does meanwhile.
-
-        One that fails on every rank fails on rank 0 too, whose error ends the wait.
-        """
-        failure: Exception | None = None
+        """Return this rank's part, and run the callback as often as rank 0 does meanwhile."""
         while True:
             received: list[Any] = [None]
             with heartbeat.waiting("what rank 0 collects", on="ranks"):
@@ -86,15 +82,12 @@ class RankZeroExchange:
                 try:
                     callback()
                 except Exception as error:
-                    if not is_agreed(error):
+                    if not is_agreed(error):  # else rank 0 fails too, and its error ends the wait
                         raise
-                    failure = error
-                continue
-            if message.error is not None:
+            elif message.error is not None:
                 raise EpisodeError(f"rank 0 could not collect the batch: {message.error}")
-            if failure is not None:
-                raise failure
-            return message.part
+            else:
+                return message.part
 
     def run_on_every_rank(self, callback: Callable[[], None]) -> None:
         """Run a callback on this rank and on those that receive (rank 0); do nothing while others do not listen."""

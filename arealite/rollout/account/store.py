@@ -45,7 +45,8 @@ class RolloutStore:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arealite-store")
-        self._last: Future[None] | None = None
+        self._last: Future[None] = Future()  # of what was queued last
+        self._last.set_result(None)
         self._num_batches: Counter[Path] = Counter()
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
 
@@ -58,8 +59,6 @@ class RolloutStore:
 
     def flush(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
-        if self._last is None:
-            return
         try:
             self._last.result(_FLUSH_S)
         except TimeoutError as error:
@@ -75,18 +74,17 @@ class RolloutStore:
                 path.unlink()
 
     def check(self) -> None:
-        if self._last is not None and self._last.done():
+        if self._last.done():
             self._last.result()
 
     def close(self) -> None:
         try:
             self.flush()
         finally:
-            self._thread.shutdown(wait=self._last is None or self._last.done())
+            self._thread.shutdown(wait=self._last.done())
 
-    def _write(self, path: Path, episodes: list[Episode], step: int | None, previous: Future[None] | None) -> None:
-        if previous is not None:
-            previous.result()
+    def _write(self, path: Path, episodes: list[Episode], step: int | None, previous: Future[None]) -> None:
+        previous.result()  # nothing follows what could not be written
         batch = self._num_batches[path]
         self._num_batches[path] += 1
         path.parent.mkdir(parents=True, exist_ok=True)
