@@ -1,8 +1,9 @@
 """Decides when something is due: every so many epochs, steps or seconds since the last time, whichever comes first."""
 
+import math
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -25,25 +26,19 @@ class HasEpochs(Protocol):
 class Frequency:
     """Counts the calls of `check`, one per training step. Its answers are equal on all ranks."""
 
-    def __init__(self, *, limit_steps: int | None, limit_s: float | None, is_first_due: bool = False) -> None:
-        """Nothing is ever due without a limit."""
-        self._limit_steps = limit_steps
-        self._limit_s = limit_s
-        self._is_first_due = is_first_due and (limit_steps is not None or limit_s is not None)
-        self._restart()
-
-    @classmethod
-    def from_config(cls, config: Triggers, ft_spec: HasEpochs, *, is_first_due: bool = False) -> Self:
-        """Count epochs in steps."""
+    def __init__(self, config: Triggers, ft_spec: HasEpochs, *, is_first_due: bool = False) -> None:
+        """Nothing is ever due without a trigger."""
         epoch_steps = None if config.freq_epochs is None else config.freq_epochs * ft_spec.steps_per_epoch
         limits = [limit for limit in (config.freq_steps, epoch_steps) if limit is not None]
-        return cls(limit_steps=min(limits, default=None), limit_s=config.freq_secs, is_first_due=is_first_due)
+        self._limit_steps: float = min(limits, default=math.inf)
+        self._limit_s = config.freq_secs
+        self._is_first_due = is_first_due and (bool(limits) or self._limit_s is not None)
+        self._restart()
 
     def check(self, *, force: bool = False) -> bool:
         """Count one step; return whether it is due or forced, and if so restart the count (collective)."""
         self._num_steps += 1
-        is_due = force or self._is_first_due
-        is_due = is_due or (self._limit_steps is not None and self._num_steps >= self._limit_steps)
+        is_due = force or self._is_first_due or self._num_steps >= self._limit_steps
         if self._limit_s is not None:
             is_due = _on_rank0(is_due or time.monotonic() - self._began >= self._limit_s)
         if is_due:

@@ -4,6 +4,7 @@ User code is what lies neither in this package, nor in the standard library, nor
 """
 
 import sysconfig
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +45,7 @@ def line_of(code: CodeType, line: int | None) -> SourceLine:
 
 def lines_of_frame(frame: FrameType | None) -> list[SourceLine]:
     """Return the stack of a frame, innermost first."""
-    lines = []
-    while frame is not None:
-        lines.append(line_of(frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return lines
+    return [line_of(one.f_code, line) for one, line in traceback.walk_stack(frame)] if frame else []
 
 
 def users_line(lines: Iterable[SourceLine]) -> SourceLine | None:
