@@ -7,7 +7,6 @@ left, and every rank raises.
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
-from arealite.utils.distributed import agreed, all_reduce, raise_on_every_rank
+from arealite.utils.distributed import all_reduce, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
@@ -31,7 +30,7 @@ OPTIMIZER_FOLDER = "optimizer"
 def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> None:
     """Write a Hugging Face checkpoint (collective)."""
     state = _gather(model, dtype)
-    _on_rank0(lambda: write_checkpoint(model, state, path, dtype))
+    on_rank_0(lambda: write_checkpoint(model, state, path, dtype))
 
 
 def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
@@ -43,7 +42,7 @@ def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: t
         if meta.wants_fingerprints:
             meta.fingerprints |= fingerprints(written)
 
-    _on_rank0(publish)
+    on_rank_0(publish)
 
 
 def _gather(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -167,8 +166,3 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, pat
     state_dict_loader.load(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return int(state["num_steps"])
-
-
-def _on_rank0(action: Callable[[], object]) -> None:
-    """Run `action` on rank 0; every rank waits, and raises if it fails."""
-    agreed(lambda: action() if dist.get_rank() == 0 else None)

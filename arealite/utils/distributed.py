@@ -182,6 +182,11 @@ def agreed(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     return outcome
 
 
+def on_rank_0(action: Callable[[], T]) -> T | None:
+    """Run one phase on rank 0 alone and return its result there; raise on every rank if it failed (collective)."""
+    return agreed(lambda: action() if dist.get_rank() == 0 else None)
+
+
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise this rank's error, or RuntimeError with the first failed rank's text. Every rank calls this."""
     texts: list[str | None] = [None] * dist.get_world_size(group)

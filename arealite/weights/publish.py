@@ -6,9 +6,7 @@ the new weights and sampled from them, in the order servers, rollout, actor; any
 """
 
 import functools
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -17,12 +15,10 @@ from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils import heartbeat
-from arealite.utils.distributed import agreed, is_agreed
+from arealite.utils.distributed import agreed, is_agreed, on_rank_0
 from arealite.weights.canary import check_canary
 from arealite.weights.log import record_weights
 from arealite.weights.replay import compare_weights
-
-T = TypeVar("T")
 
 _WIND_UP_S = 60.0
 """In which the receiving half finds out which servers failed, and resumes the others."""
@@ -72,7 +68,7 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
         only_joining=only_joining,
     )
     try:
-        receiving = _on_rank_0(lambda: rollout.update_weights(meta))  # 1 pause
+        receiving = on_rank_0(lambda: rollout.update_weights(meta))  # 1 pause
         failure = None
         try:
             with heartbeat.waiting("the servers to take new weights", on="servers"):
@@ -83,12 +79,12 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
             failure = error  # the servers' error names the one that failed
         agreed(lambda: _finish(meta, receiving, failure))
         check_canary(actor, rollout, version)  # 3 verify; servers have compared checksums already
-        _on_rank_0(lambda: rollout.run(rollout.receiver.admit()))  # 4 the servers' versions advance
+        on_rank_0(lambda: rollout.run(rollout.receiver.admit()))  # 4 the servers' versions advance
     except Exception as error:
         if not is_agreed(error):  # it failed on this rank alone: the others wait in a collective
             raise
         failure = error
-        _on_rank_0(lambda: rollout.run(rollout.receiver.require_servers(failure)))
+        on_rank_0(lambda: rollout.run(rollout.receiver.require_servers(failure)))
         return False
     return True
 
@@ -100,8 +96,3 @@ def _finish(meta: WeightUpdateMeta, receiving: Future[None] | None, failure: Exc
             receiving.result(timeout=2 * meta.timeout_s + _WIND_UP_S)
     if failure is not None:
         raise failure
-
-
-def _on_rank_0(action: Callable[[], T]) -> T | None:
-    """Do something on rank 0 only; every rank raises if it fails (collective)."""
-    return agreed(lambda: action() if dist.get_rank() == 0 else None)
