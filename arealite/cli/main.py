@@ -51,9 +51,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="arealite", description="Asynchronous reinforcement learning of language models."
-    )
+    description = "Asynchronous reinforcement learning of language models."
+    parser = argparse.ArgumentParser(prog="arealite", description=description)
     parser.add_argument("--version", action="version", version=f"arealite {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
 

@@ -17,7 +17,7 @@ from arealite.launcher.supervise import run
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     description = "Start inference servers and trainer on this node, as allocation_mode says."
-    return run.main(argv, LocalPlace(), by="local", description=description)
+    return run.main(argv, LocalPlace(), name="local", description=description)
 
 
 def launch(entry: str | Path, argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from arealite.launcher.supervise import run
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     description = "Start inference servers and trainer on a Ray cluster, as allocation_mode says."
-    return run.main(argv, RayPlace(), by="Ray", description=description)
+    return run.main(argv, RayPlace(), name="Ray", description=description)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ lives here: Ctrl-C and SIGTERM cancel the job, but the end of the terminal or a 
 is needed; all nodes must see the folder of runs.
 """
 
+import argparse
 import contextlib
 import os
 import re
@@ -23,7 +24,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.place.slurm import ask_slurm
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, cpus_and_mebibytes
-from arealite.launcher.supervise.run import parse, settle
+from arealite.launcher.supervise.run import command
 from arealite.launcher.supervise.supervisor import NODE_LOST
 
 _LOOK_S = 0.2
@@ -42,28 +43,27 @@ _OVER = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    args = parse(
+    return command(
         argv,
-        prog="python3 -m arealite.launcher.slurm",
+        _act,
+        prog="arealite.launcher.slurm",
         description="Submit a job to Slurm that starts inference servers and trainer, as allocation_mode says, and "
         "follow it.",
         flags={"--no-wait": "submit only, and print the number of the job"},
     )
 
-    def act(run: Run) -> int:
-        script = batch_script(run)
-        if args.dry_run:
-            print("\n".join(plan_lines(run, by="Slurm")))
-            print(f"\n{run.folder.path / 'job.sbatch'}:\n{script}", end="")
-            return 0
-        folder = run.folder.path.absolute()
-        job = _submit(folder, script)
-        if args.no_wait:
-            print(job)
-            return 0
-        return follow(job, folder / f"slurm-{job}.log")
 
-    return settle(args.entry, args.argv, act)
+def _act(run: Run, args: argparse.Namespace) -> int:
+    script, folder = batch_script(run), run.folder.path.absolute()
+    if args.dry_run:
+        print("\n".join(plan_lines(run, by="Slurm")))
+        print(f"\n{run.folder.path / 'job.sbatch'}:\n{script}", end="")
+        return 0
+    job = _submit(folder, script)
+    if args.no_wait:
+        print(job)
+        return 0
+    return follow(job, folder / f"slurm-{job}.log")
 
 
 def batch_script(run: Run) -> str:

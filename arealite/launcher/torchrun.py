@@ -6,13 +6,14 @@ It is the plan of the other launchers for nodes without a scheduler. It starts n
 nodes: it restarts the ranks when one of them fails. It writes one file, the run's secret, which the nodes must share.
 """
 
+import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.launcher.plan.jobs import trainer_threads
 from arealite.launcher.plan.plan import Placement, Run
-from arealite.launcher.supervise import run
+from arealite.launcher.supervise.run import command
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import ensure_secret
 
@@ -22,48 +23,48 @@ MAX_RESTARTS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the commands and return the exit status."""
-    args = run.parse(
+    return command(
         argv,
-        prog="python3 -m arealite.launcher.torchrun",
+        _print,
+        prog="arealite.launcher.torchrun",
         description="Print the commands that start a run by hand, and write the secret that its nodes share.",
         epilog="exit status: 0 done, 2 config error",
     )
 
-    def act(settled: Run) -> int:
-        if not args.dry_run:
-            settled.folder.path.mkdir(parents=True, exist_ok=True)
-            ensure_secret(settled.folder.path)
-        print("\n".join(command_lines(settled)))
-        return 0
 
-    return run.settle(args.entry, args.argv, act)
+def _print(run: Run, args: argparse.Namespace) -> int:
+    if not args.dry_run:
+        run.folder.path.mkdir(parents=True, exist_ok=True)
+        ensure_secret(run.folder.path)
+    print("\n".join(command_lines(run)))
+    return 0
 
 
-def command_lines(settled: Run) -> Iterator[str]:
+def command_lines(run: Run) -> Iterator[str]:
     """Return the lines to paste into a shell of each node, all in the same folder of a shared file system."""
-    plan = settled.plan
+    plan = run.plan
     yield "# on every node, with the addresses by which they reach each other"
     yield "export " + " ".join(f"HOST{node}=ADDRESS" for node in range(plan.num_nodes))
-    yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(settled.folder.secret))})"
+    yield f"export {SECRET_VARIABLE}=$(cat {shlex.quote(str(run.folder.secret))})"
     for node in plan.used_nodes:
         yield f"# node {node}"
         for one in plan.servers:
             if one.node == node:
-                yield f"{_server_command(settled, one)} &"
+                yield f"{_server_command(run, one)} &"
         if node in plan.trainer_nodes:
-            yield _trainer_command(settled, node)
+            yield _trainer_command(run, node)
 
 
-def _server_command(settled: Run, placement: Placement) -> str:
-    config = settled.config
+def _server_command(run: Run, placement: Placement) -> str:
+    config = run.config
     serve = f"arealite serve --join {config.experiment_name}/{config.trial_name}"
     variables = _variables(placement.devices, config.launcher.inference_server_env_vars, {})
-    return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(settled.argv)}"
+    return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(run.argv)}"
 
 
-def _trainer_command(settled: Run, node: int) -> str:
+def _trainer_command(run: Run, node: int) -> str:
     """Spell a torchrun that finds the others at the trainer's first node."""
-    config, plan = settled.config, settled.plan
+    config, plan = run.config, run.plan
     ranks, first = plan.ranks_on(node), plan.trainer_nodes[0]
     threads = {"OMP_NUM_THREADS": str(trainer_threads(config, plan, num_ranks=len(ranks)))}
     devices = [device for one in ranks for device in one.devices]
@@ -71,7 +72,7 @@ def _trainer_command(settled: Run, node: int) -> str:
     torchrun += f" --max-restarts {MAX_RESTARTS} --local-addr $HOST{node} --rdzv-backend c10d"
     # Its own guess of who is the first node fails where a node's name resolves to its loopback.
     torchrun += f" --rdzv-endpoint $HOST{first}:{RENDEZVOUS_PORT} --rdzv-conf is_host={int(node == first)}"
-    words = [str(settled.entry), *settled.argv]
+    words = [str(run.entry), *run.argv]
     return f"{_variables(devices, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join(words)}"
 
 

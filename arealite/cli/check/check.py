@@ -66,7 +66,7 @@ def _check_processes(found: Findings, config: Config) -> Plan:
 def _check_server(found: Findings, config: Config, plan: Plan) -> None:
     """Ask servers for their health, or the program that will run what it says of its flags and of the model."""
     if foreign := foreign_servers(config):
-        asyncio.run(_ask_health(found, foreign.split(",")))
+        asyncio.run(_ask_health(found, foreign))
     elif plan.servers and not kind_of(config).is_embedded:
         _ask_program(found, config, plan)
 
@@ -79,13 +79,14 @@ async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
 
 
 def _ask_program(found: Findings, config: Config, plan: Plan) -> None:
-    command = kind_of(config).command(config, index=0, num_gpus=max(1, len(plan.servers[0].devices)))
-    module = command.index("-m") + 2
-    command = [*command[:module], "--check", *command[module:]]
-    names = visible_gpus() if plan.servers[0].devices else []
-    here = {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in plan.servers[0].devices)}
-    devices = here if plan.num_nodes == 1 else {}
-    env = os.environ | environment(config.launcher.inference_server_env_vars, python=command[0], **devices)
+    devices = plan.servers[0].devices
+    command = kind_of(config).command(config, index=0, num_gpus=max(1, len(devices)))
+    command.insert(command.index("-m") + 2, "--check")
+    gpus = {}
+    if plan.num_nodes == 1:
+        names = visible_gpus() if devices else []
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in devices)}
+    env = os.environ | environment(config.launcher.inference_server_env_vars, python=command[0], **gpus)
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=_PROGRAM_S, check=False, errors="replace"
     )

@@ -214,17 +214,14 @@ async def _relay(toward: str | None, gpus: list[str], watchdog_s: float) -> int:
     with hold_port(address) as holder:
         slot = {"node": socket.gethostname(), "address": address, "port": port_of(holder), "gpus": gpus}
         _write({"hello": slot | {"version": arealite.__version__}})
-        first = asyncio.create_task(lines.readline())
-        while not first.done():
-            _write({"alive": 0})
-            await asyncio.wait([first], timeout=_ALIVE_S)
-        if not first.result():
-            return 0
-        _rearm(watchdog_s)
-        job = Job(**json.loads(first.result()))
-        loop.add_signal_handler(signal.SIGTERM, run.terminate)
-        tasks = [loop.create_task(_obey(lines, run, watchdog_s)), loop.create_task(_live())]
+        tasks = [loop.create_task(_live())]
         try:
+            if not (line := await lines.readline()):
+                return 0
+            _rearm(watchdog_s)
+            loop.add_signal_handler(signal.SIGTERM, run.terminate)
+            tasks.append(loop.create_task(_obey(lines, run, watchdog_s)))
+            job = Job(**json.loads(line))
             status = await run.run(job, lambda data: _write({"out": base64.b64encode(data).decode()}))
         finally:
             for task in tasks:

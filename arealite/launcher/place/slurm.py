@@ -6,6 +6,7 @@ may be restarted goes back into the queue. Invariant: only the newest start of a
 can live on where Slurm has lost sight of it.
 """
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -21,7 +22,7 @@ from arealite.inference.backends import kind_of
 from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
 from arealite.launcher.plan.plan import Placement, Plan, Run
-from arealite.launcher.supervise.run import launch, parse, settle
+from arealite.launcher.supervise.run import command, launch
 from arealite.launcher.supervise.supervisor import NODE_LOST
 from arealite.utils.network import LOOPBACK, host_ip
 from arealite.utils.secret import is_loopback
@@ -140,12 +141,8 @@ def step_command(config: LauncherConfig, placement: Placement, *, node: str, tow
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    args = parse(
-        argv,
-        prog="python3 -m arealite.launcher.place.slurm",
-        description="Start inference servers and trainer on the nodes of the Slurm allocation that this runs in.",
-    )
-    return settle(args.entry, args.argv, _launch)
+    description = "Start inference servers and trainer on the nodes of the Slurm allocation that this runs in."
+    return command(argv, _launch, prog="arealite.launcher.place.slurm", description=description)
 
 
 def ask_slurm(*command: str) -> str:
@@ -159,7 +156,7 @@ def ask_slurm(*command: str) -> str:
     return done.stdout
 
 
-def _launch(run: Run) -> int:
+def _launch(run: Run, _: argparse.Namespace) -> int:
     """Run in the allocation, and give a broken one back."""
     place = SlurmPlace(ask_slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split())
     number = int(os.environ.get("SLURM_RESTART_COUNT", "0"))

@@ -83,7 +83,7 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
     if idle := num_gpus - sum(len(one.devices) for one in plan.placements):
         yield f"{idle} of {num_gpus} GPUs stay idle"
     if foreign := foreign_servers(config):
-        yield f"servers of someone else: {foreign}"
+        yield f"servers of someone else: {','.join(foreign)}"
     jobs = [server_job(config, one, f"<node {one.node}>", []) for one in plan.servers[:1]]
     for one in plan.trainers[:1]:
         jobs.append(trainer_job(run, one, [], master=(f"<node {one.node}>", "<a free port>"), is_restart=False))
@@ -115,7 +115,7 @@ def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int)
         return config.launcher.trainer_threads
     if plan.num_nodes > 1:
         return config.launcher.trainer_cpus_per_gpu
-    foreign = [one for one in foreign_servers(config).split(",") if one.startswith((LOOPBACK, "localhost"))]
+    foreign = [one for one in foreign_servers(config) if one.startswith((LOOPBACK, "localhost"))]
     cores = len(os.sched_getaffinity(0)) - (len(plan.servers) + len(foreign)) * config.lite.threads
     return max(1, cores // num_ranks)
 

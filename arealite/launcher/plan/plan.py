@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def trainer_nodes(self) -> tuple[int, ...]:
-        """Numbers of the nodes that have ranks, in the order of the ranks."""
+        """The nodes that have ranks, in the order of the ranks."""
         return tuple(dict.fromkeys(one.node for one in self.trainers))
 
     def ranks_on(self, node: int) -> tuple[Placement, ...]:
@@ -150,11 +150,11 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
     return Plan(cluster.n_nodes, cluster.n_gpus_per_node, tuple(placements))
 
 
-def foreign_servers(config: BaseExperimentConfig) -> str:
-    """Return the addresses of servers that someone else starts and stops, with commas between them."""
+def foreign_servers(config: BaseExperimentConfig) -> list[str]:
+    """Return the addresses of servers that someone else starts and stops."""
     if config.rollout is not None and config.rollout.server_addrs:
-        return ",".join(config.rollout.server_addrs)
-    return os.environ.get(SERVER_ADDRS_VARIABLE, "")
+        return config.rollout.server_addrs
+    return [address for address in os.environ.get(SERVER_ADDRS_VARIABLE, "").split(",") if address]
 
 
 def setup_timeout_s(config: BaseExperimentConfig) -> float:

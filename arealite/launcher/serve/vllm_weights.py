@@ -75,7 +75,8 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._group: BroadcastGroup | None = None
-        self._received: dict[str, str] = {}
+        self.received: dict[str, str] = {}
+        """Fingerprints of the last update's tensors."""
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join a group, leaving the old one."""
@@ -94,7 +95,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def start_weight_update(self) -> None:
         """Make vLLM buffer the tensors of each layer until the layer is complete."""
-        self._received = {}
+        self.received = {}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -112,7 +113,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         bucket = receive_bucket(
             self._group, [ArrivingTensor(name, dtype, tuple(shape)) for name, dtype, shape in described]
         )
-        self._received |= fingerprints(bucket)
+        self.received |= fingerprints(bucket)
         self.model.load_weights(bucket.items())
 
     def finish_weight_update(self) -> None:
@@ -126,10 +127,6 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             info.loaded_weights.clear()
             info.load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
-
-    def mismatched(self, expected: dict[str, str]) -> list[str]:
-        """Return the tensors whose fingerprints in the last update differ from `expected`."""
-        return differing(self._received, expected)
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -166,7 +163,7 @@ class WorkerExtension:
 
     def mismatched_weights(self, fingerprints: dict[str, str]) -> list[str]:
         """Return the tensors whose fingerprints in the last update differ from the sender's."""
-        return self.weight_transfer_engine.mismatched(fingerprints)
+        return differing(self.weight_transfer_engine.received, fingerprints)
 
     def abandon_weight_update(self) -> None:
         """Drop an unfinished update. Idempotent."""

@@ -28,29 +28,29 @@ EPILOG = (
 )
 
 
-def main(argv: Sequence[str] | None, place: Place, *, by: str, description: str) -> int:
-    """Run the command line of a launcher and return its exit status; `by` is what it calls itself."""
-    args = parse(argv, prog=f"python3 -m arealite.launcher.{by.lower()}", description=description)
+def main(argv: Sequence[str] | None, place: Place, *, name: str, description: str) -> int:
+    """Run the command line of a launcher that starts the run itself, and return its exit status."""
 
-    def act(run: Run) -> int:
+    def act(run: Run, args: argparse.Namespace) -> int:
         if args.dry_run:
-            print("\n".join(plan_lines(run, by=by)))
+            print("\n".join(plan_lines(run, by=name)))
             return 0
         return launch(run, place)
 
-    return settle(args.entry, args.argv, act)
+    return command(argv, act, prog=f"arealite.launcher.{name.lower()}", description=description)
 
 
-def parse(
+def command(
     argv: Sequence[str] | None,
+    act: Callable[[Run, argparse.Namespace], int],
     *,
     prog: str,
     description: str,
     epilog: str = EPILOG,
     flags: Mapping[str, str] | None = None,
-) -> argparse.Namespace:
-    """Parse the command line that all launchers have: entry, argv (of the entry) and dry_run; `flags` are more."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
+) -> int:
+    """Parse the command line that all launchers have and `act` on it; `flags` are more than `--dry-run`."""
+    parser = argparse.ArgumentParser(prog=f"python3 -m {prog}", description=description, epilog=epilog)
     parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="config of the experiment")
     parser.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
@@ -58,8 +58,7 @@ def parse(
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
     args = parser.parse_intermixed_args(argv)
-    args.argv = ["--config", args.config, *args.overrides]
-    return args
+    return settle(args.entry, ["--config", args.config, *args.overrides], lambda run: act(run, args))
 
 
 def settle(entry: str | Path, argv: Sequence[str], act: Callable[[Run], int]) -> int:
@@ -123,7 +122,7 @@ async def _attempt(run: Run, place: Place, secret: str, registry: Registry, rest
         timeout_s=config.launcher.stall_timeout,
         setup_timeout_s=setup_timeout_s(config),
         on_stall=config.launcher.on_stall,
-        foreign_servers={address: address for address in foreign_servers(config).split(",") if address},
+        foreign_servers={address: address for address in foreign_servers(config)},
         secret=secret,
     )
     env = {SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry.address}
