@@ -20,7 +20,7 @@ from arealite.utils.processes import kill_tree
 EXAMPLES = Path(__file__).parents[1] / "examples" / "arealite"
 STEPS, BATCH, GROUP = 4, 4, 2
 DEADLINE_S = 400
-pytestmark = pytest.mark.xdist_group("recovered_runs")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,6 @@ def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run
     assert [row["rollout/accepted"] for row in cut.rows[: STEPS + 2]] == [BATCH * (n + 1) for n in range(STEPS + 2)]
 
 
-@pytest.mark.slow
 def test_a_killed_rank_of_two(make_run: Callable[[str, str], Run]) -> None:
     """The launcher starts the run again."""
     whole, cut = (make_run(name, "lite.d1p1t1+d2p1t1") for name in ("whole", "cut"))
