@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from arealite.utils.hf import require_fixed_rope
+
 PACKED_SDPA = "packed_sdpa"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
@@ -61,13 +63,19 @@ def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor
 
 
 def check_packable(model: PreTrainedModel) -> None:
-    """Refuse models that mix tokens of a packed row outside of causal or sliding-window attention."""
+    """Refuse models in which the rows packed with it change a row, or later tokens an earlier one."""
     config = model.config.get_text_config()
+    require_fixed_rope(config)
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if getattr(config, "is_decoder", None) is False and any(
+        getattr(module, "is_causal", None) is False for module in model.modules()
+    ):
+        others.add("attention to later tokens")  # an encoder; decoders such as GPT-NeoX also have is_decoder false
     if others or not model._supports_attention_backend or getattr(config, "attention_chunk_size", None):
         raise ValueError(
             f"the layers of a trained model must be full or sliding-window attention: got {type(model).__name__} "
-            f"with {sorted(others) or 'its own token mixing'}. Use a model of the Qwen2, Qwen3, Llama or Mistral type."
+            f"with {', '.join(sorted(others)) or 'its own token mixing'}. "
+            "Use a model of the Qwen2, Qwen3, Llama or Mistral type."
         )
 
 

@@ -24,6 +24,7 @@ from arealite.generation.slot_attention import (
     SlotStep,
     slot_attention,
 )
+from arealite.utils.hf import require_fixed_rope
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class ModelRunner:
         config = model.config.get_text_config()
         if not hasattr(config, "num_attention_heads"):
             raise ValueError(f"the model must attend: got {type(model).__name__}. Serve it with SGLang or vLLM.")
+        require_fixed_rope(config)
         limit = getattr(config, "max_position_embeddings", context)
         if context > limit:
             logger.warning("context is %d tokens, the model's limit, instead of %d", limit, context)

@@ -26,6 +26,17 @@ def load_hf_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
+def require_fixed_rope(config: Any) -> None:
+    """Refuse rotary embeddings whose frequencies transformers picks for all rows of a batch by the longest one."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for kind in {one.get("rope_type") for one in (rope, *by_layer_type)} & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"the rotary embedding of a model must not depend on the longest row: got rope_type {kind}. "
+            "Use a model with another rope_type, such as yarn or llama3."
+        )
+
+
 def vocab_size(path: str | Path) -> int | None:
     """Return how many token ids a model has, which may be more than its tokenizer knows; None for a tokenizer alone."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():

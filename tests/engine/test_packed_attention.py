@@ -1,12 +1,16 @@
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -28,6 +32,15 @@ SIZES = {
     "initializer_range": 0.3,
 }
 LENGTHS = [7, 1, 12, 4, 12]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "original_max_position_embeddings": 8,
+}
 
 
 def models() -> dict[str, tuple]:
@@ -38,7 +51,7 @@ def models() -> dict[str, tuple]:
             Qwen2ForCausalLM,
             Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, layer_types=alternating),
         ),
-        "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+        "llama yarn": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=YARN)),
         "mistral sliding": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=5)),
     }
 
@@ -89,6 +102,33 @@ def test_models_that_mix_tokens_otherwise_are_refused(make: type, config: object
         model = make(config)
     with pytest.raises(ValueError, match="must be full or sliding-window attention"):
         check_packable(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "kind"),
+    [
+        (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=DYNAMIC), "dynamic"),
+        (Phi3ForCausalLM, Phi3Config(**SIZES, pad_token_id=0, rope_parameters=LONGROPE), "longrope"),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_rotary_embeddings_that_the_longest_row_changes_are_refused(make: type, config: object, kind: str) -> None:
+    with torch.device("meta"):
+        model = make(config)
+    with pytest.raises(ValueError, match=f"must not depend on the longest row: got rope_type {kind}"):
+        check_packable(model)
+
+
+def test_encoders_are_refused() -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    for is_decoder in (False, True):
+        with torch.device("meta"):
+            model = BertLMHeadModel(BertConfig(**sizes, intermediate_size=48, is_decoder=is_decoder))
+        if is_decoder:
+            check_packable(model)
+        else:
+            with pytest.raises(ValueError, match="BertLMHeadModel with attention to later tokens"):
+                check_packable(model)
 
 
 def test_soft_capped_scores_are_refused() -> None:

@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -23,6 +24,14 @@ from transformers import (
 from arealite.generation.model_runner import ModelRunner, read_checkpoint
 
 PROMPTS = [[5, 9, 7, 3, 11], [8], [20, 21, 22, 23, 24, 25, 26, 27, 28], [5, 9, 7, 3, 12]]
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "original_max_position_embeddings": 16,
+}
 CONTINUATION = [13, 4, 31, 30, 2, 40]
 
 
@@ -63,6 +72,8 @@ def test_one_sequence_per_forward_makes_the_bits_independent_of_neighbours() -> 
         ),
         (lambda: config(Gemma2Config, sliding_window=64), "softcap"),
         (lambda: MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2), "Mamba"),
+        (lambda: config(LlamaConfig, rope_parameters=DYNAMIC), "got rope_type dynamic"),
+        (lambda: config(Phi3Config, rope_parameters=LONGROPE), "got rope_type longrope"),
     ],
 )
 def test_a_model_that_would_be_served_wrongly_is_refused(
