@@ -1,0 +1,115 @@
+"""Tasks in the background that fail: reported once, without what they sent, and told to their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from arealite.utils.tasks import BackgroundTasks
+
+logger = logging.getLogger("arealite.test")
+SECRET = "0123456789abcdef"
+
+
+async def fail_with_the_secret() -> None:
+    """Raise what aiohttp raises for a bad reply; its repr shows the headers of the request."""
+    app = web.Application()
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    headers = {"Authorization": f"Bearer {SECRET}"}
+    try:
+        async with aiohttp.ClientSession(headers=headers) as session, session.get(f"http://127.0.0.1:{port}") as reply:
+            reply.raise_for_status()
+    finally:
+        await runner.cleanup()
+
+
+async def until(tasks: BackgroundTasks) -> None:
+    async with asyncio.timeout(120):
+        while tasks.error is None:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_failure_is_logged_once_without_the_secret_and_raised_to_the_owner(caplog) -> None:
+    tasks = BackgroundTasks("what a server does", logger)
+    with caplog.at_level(logging.DEBUG):
+        tasks.start(fail_with_the_secret())
+        await until(tasks)
+        gc.collect()  # asyncio reports a task whose error nobody took, with the repr of the error
+    assert isinstance(tasks.error, aiohttp.ClientResponseError) and SECRET in repr(tasks.error)
+    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert record.name == "arealite.test" and "what a server does" in record.getMessage()
+    assert "404" in caplog.text and "fail_with_the_secret" in caplog.text and SECRET not in caplog.text
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="what a server does must not fail: got ClientResponseError") as raised:
+            tasks.check()
+        assert raised.value.__cause__ is tasks.error
+
+
+async def test_the_owner_is_woken_and_the_first_failure_stays(caplog) -> None:
+    woken = asyncio.Event()
+    tasks = BackgroundTasks("work", logger, on_failure=woken.set)
+
+    async def fail(number: int) -> None:
+        raise GeneratorExit(number)
+
+    for number in range(2):
+        tasks.start(fail(number))
+        async with asyncio.timeout(120):
+            await woken.wait()
+        woken.clear()
+    assert isinstance(tasks.error, GeneratorExit) and tasks.error.args == (0,)
+    assert len(caplog.records) == 2, "each failure is logged"
+
+
+async def test_of_tasks_with_one_key_one_runs() -> None:
+    tasks, may_end, started = BackgroundTasks("work", logger), asyncio.Event(), []
+
+    async def work(name: str) -> None:
+        started.append(name)
+        await may_end.wait()
+        if name == "first":
+            tasks.start(work("while the first runs"), "key")
+
+    async def take_over() -> None:
+        await may_end.wait()  # wakes after the first task has ended, and before its callbacks have run
+        tasks.start(work("as soon as it has ended"), "key")
+
+    tasks.start(work("first"), "key")
+    tasks.start(work("refused"), "key")
+    tasks.start(work("another key"), "other")
+    await asyncio.sleep(0)
+    assert started == ["first", "another key"]
+    tasks.start(take_over())
+    await asyncio.sleep(0)
+    may_end.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert started == ["first", "another key", "as soon as it has ended"]
+    tasks.check()
+
+
+async def test_what_is_cancelled_did_not_fail(caplog) -> None:
+    tasks = BackgroundTasks("work", logger)
+    ended: list[str] = []
+
+    async def wait_for_ever(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    tasks.start(wait_for_ever("a"))
+    tasks.start(wait_for_ever("b"), "key")
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert ended == ["a", "b"] and tasks.error is None and not caplog.records
+    assert asyncio.all_tasks() == {asyncio.current_task()}
