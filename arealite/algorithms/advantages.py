@@ -23,11 +23,17 @@ def whiten(
 
     Of rewards, with the samples of a prompt as a group, this is the advantage of GRPO, arXiv:2402.03300.
     """
-    values_N = values.double()  # so that a group of one, or of equal values, gives exactly 0
+    mean_G, deviation_G = spread(values, groups, num_groups, reduce=reduce)
+    return ((values.double() - mean_G[groups]) / (deviation_G[groups] + eps)).to(values.dtype)
+
+
+def spread(
+    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = _one_rank
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and deviation `[G]` of the `values [N]` of each group; a group without values gets NaN."""
+    values_N = values.double()  # so that a group of one, or of equal values, deviates by exactly 0
     mean_G = _group_mean(values_N, groups, num_groups, reduce)
-    centered_N = values_N - mean_G[groups]
-    deviation_G = _group_mean(centered_N.square(), groups, num_groups, reduce).sqrt()
-    return (centered_N / (deviation_G[groups] + eps)).to(values.dtype)
+    return mean_G, _group_mean((values_N - mean_G[groups]).square(), groups, num_groups, reduce).sqrt()
 
 
 def _group_mean(values_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int, reduce: Reduce) -> torch.Tensor:
@@ -35,7 +41,7 @@ def _group_mean(values_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int,
     sums_2G[0].index_add_(0, groups_N, values_N)
     sums_2G[1].index_add_(0, groups_N, torch.ones_like(values_N))
     sums_2G = reduce(sums_2G)
-    return sums_2G[0] / sums_2G[1].clamp(min=1)
+    return sums_2G[0] / sums_2G[1]
 
 
 def scale_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float) -> torch.Tensor:

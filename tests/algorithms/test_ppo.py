@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -26,6 +27,8 @@ def test_three_tokens_by_hand() -> None:
     # token losses: clipped -1.2, clipped 0.8, unclipped 8; times the weights 2, 1, 0.5; over 3 tokens
     assert loss.item() == pytest.approx((-1.2 * 2 + 0.8 * 1 + 8.0 * 0.5) / 3)
     assert statistics["clip_ratio"].tolist() == [True, True, False]
+    assert statistics["clip_ratio_high"].tolist() == [True, False, False]
+    assert statistics["clip_ratio_low"].tolist() == [False, True, False]
     torch.testing.assert_close(statistics["ratio"], torch.tensor([1.5, 0.5, 4.0]))
     torch.testing.assert_close(statistics["rollout_importance_weight"], torch.tensor([2.0, 1.0, 0.5]))
 
@@ -56,6 +59,36 @@ def test_masked_tokens_play_no_part_whatever_they_hold() -> None:
     # clipped tokens have no gradient; the third: d(8 * ratio / 4)/dlogprob * weight / 2
     assert tensors["logprobs"].grad.tolist() == pytest.approx([0.0, 0.0, 8.0 * 0.5 / 2])
     assert statistics["rollout_importance_weight"][0].item() == 1.0
+
+
+@pytest.mark.parametrize("gap", [95.0, 9998.0, float("inf")])
+@pytest.mark.parametrize("far", ["logprobs", "proximal_logprobs", "rollout_logprobs"])
+def test_one_extreme_token_leaves_the_gradients_of_the_others(far: str, gap: float) -> None:
+    """It gets none itself: it is clipped, left out by the cap, or beyond what the loss tells apart."""
+    for advantage, cap, c_clip in itertools.product((1.0, -1.0), (None, 5.0), (None, 3.0)):
+        tokens = {name: torch.cat([tensor, torch.full((1,), -1.0)]) for name, tensor in three_tokens().items()}
+        tokens["advantages"][3] = advantage
+        tokens[far][3] -= gap
+        gradients = []
+        for tensors in (three_tokens(), tokens):
+            tensors["logprobs"] = tensors["logprobs"].clone().requires_grad_()
+            mask = torch.ones(len(tensors["logprobs"]))
+            loss, _ = ppo_actor_loss_fn(
+                **tensors, eps_clip=0.2, loss_mask=mask, c_clip=c_clip, behav_imp_weight_cap=cap
+            )
+            (loss * len(mask)).backward()
+            gradients.append(tensors["logprobs"].grad)
+        torch.testing.assert_close(gradients[1][:3], gradients[0])
+        assert gradients[1][3].isfinite()
+        if far != "rollout_logprobs" or cap is not None:
+            assert gradients[1][3].item() == 0.0
+
+
+def test_ratios_are_bounded_by_the_exponential_of_20() -> None:
+    tokens = {name: torch.tensor([value]) for name, value in zip(three_tokens(), (-1.0, -99.0, -1.0, -1.0))}
+    loss, statistics = ppo_actor_loss_fn(**tokens, eps_clip=0.2, loss_mask=torch.ones(1))
+    assert statistics["ratio"].item() == pytest.approx(math.exp(20))
+    assert loss.item() == pytest.approx(math.exp(20) * math.exp(-20))
 
 
 def test_no_loss_tokens_give_zero() -> None:

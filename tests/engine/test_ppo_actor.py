@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -183,6 +184,33 @@ def test_metrics_of_an_on_policy_batch(make: Make) -> None:
     assert 0 < metrics["policy/entropy"] < 4
 
 
+def test_metrics_tell_spread_extremes_and_what_was_left_out(make: Make) -> None:
+    actor, batch = (
+        make(ppo_n_minibatches=1, use_decoupled_loss=True, behav_imp_weight_cap=2.0),
+        trajectory_batch(LENGTHS, 2),
+    )
+    mask = batch["loss_mask"].bool()
+    batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    batch["logprobs"] = batch["proximal_logprobs"] * mask
+    batch["logprobs"][0, 3] -= 80.0  # its weight is e^80
+    batch["ref_logprobs"] = batch["logprobs"] - 0.25 * mask
+    batch["rewards"] = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
+    batch["proximal_logprobs"][2, 4] -= 1.0  # so that its ratio is e
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    assert metrics["policy/rollout_importance_weight"] == pytest.approx(
+        (mask.sum().item() - 2 + math.exp(-1)) / (mask.sum().item() - 1), rel=1e-5
+    )
+    assert metrics["policy/rollout_importance_dropped_ratio"] == pytest.approx(1 / mask.sum().item())
+    assert metrics["policy/ratio_max"] == pytest.approx(math.e, rel=1e-4)
+    assert metrics["policy/clip_ratio_high"] + metrics["policy/clip_ratio_low"] == metrics["policy/clip_ratio"]
+    assert metrics["policy/ref_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25, rel=1e-5)
+    assert metrics["reward/std"] == pytest.approx(0.5)
+    assert metrics["reward/dead_group_ratio"] == 0.5  # of four groups, the first and the third
+    assert metrics["rollout/completion_tokens_min"] == min(LENGTHS) - 2
+    assert metrics["rollout/completion_tokens_max"] == max(LENGTHS) - 2
+
+
 def test_mismatch_is_measured_against_the_server(make: Make) -> None:
     actor, batch = make(use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
     batch["proximal_logprobs"] = actor.compute_logprobs(batch)
@@ -191,6 +219,28 @@ def test_mismatch_is_measured_against_the_server(make: Make) -> None:
     metrics = actor.ppo_update(batch)
     assert metrics["policy/mismatch_kl"] == pytest.approx(torch.tensor(-0.1).exp().item() - 1 + 0.1, abs=1e-5)
     assert metrics["policy/rollout_importance_weight"] == pytest.approx(torch.tensor(-0.1).exp().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_tokens_whose_logprob_the_server_does_not_know_are_left_out_and_counted(make: Make, is_decoupled: bool) -> None:
+    actors = [make(use_decoupled_loss=is_decoupled, kl_ctl=0.1, ppo_n_minibatches=1) for _ in range(2)]
+    batches = [trajectory_batch(LENGTHS, 2) for _ in actors]
+    batches[0]["logprobs"][2, 5] = -9999.0  # as vLLM reports a logprob that is not finite
+    batches[1]["loss_mask"][2, 5] = 0
+    found = []
+    for actor, batch in zip(actors, batches):
+        batch["ref_logprobs"] = batch["logprobs"].clamp(min=-5) - 0.1
+        if is_decoupled:
+            batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+        actor.compute_advantages(batch)
+        found.append(actor.ppo_update(batch))
+    assert torch.equal(batches[0]["advantages"], batches[1]["advantages"])
+    assert found[0]["optim/skipped_steps"] == 0.0 and found[0]["rollout/unknown_logprobs"] == 1.0
+    assert found[1]["rollout/unknown_logprobs"] == 0.0
+    for name in ("optim/grad_norm", "policy/loss", "policy/ref_kl", "perf/trained_tokens"):
+        assert found[0][name] == found[1][name] and math.isfinite(found[0][name])
+    for first, second in zip(*(actor.model.parameters() for actor in actors)):
+        assert torch.equal(first.full_tensor(), second.full_tensor())
 
 
 def test_decoupled_loss_needs_proximal_logprobs(make: Make) -> None:

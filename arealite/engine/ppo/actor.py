@@ -6,11 +6,13 @@ minibatches depend on `group_index`, a row's group in the global batch, and neve
 
 # B rows of this rank, T padded tokens, N packed tokens
 
+import math
+
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.algorithms.advantages import gae, scale_rewards, token_rewards, whiten
+from arealite.algorithms.advantages import gae, scale_rewards, spread, token_rewards, whiten
 from arealite.algorithms.kl import k3
 from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
 from arealite.algorithms.ppo import ppo_actor_loss_fn
@@ -20,6 +22,8 @@ from arealite.utils.distributed import all_reduce, all_reduce_numbers
 
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
 """What scripts of the original call these; a key that nobody reads would change the objective silently."""
+UNKNOWN_LOGPROB = -9999.0
+"""What vLLM's HTTP server reports for a logprob that is not finite. Such a token is not trained on."""
 
 
 class PPOActor:
@@ -59,7 +63,7 @@ class PPOActor:
         if config.mask_no_eos_with_zero:
             _require(batch, "no_eos", "mask_no_eos_with_zero", "Let the workflow mark truncated completions")
             scores_B = scores_B.masked_fill(batch["no_eos"].bool(), 0.0)
-        mask_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+        mask_BT = _trained_tokens(batch)
         kl_BT = None
         if config.kl_ctl > 0:
             _require(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
@@ -88,9 +92,10 @@ class PPOActor:
             raise ValueError("a batch must have a row on some rank: got none. Train on what prepare_batch returns.")
         proximal_BT, rollout_BT = self._old_logprobs(batch)
         columns = batch.select("input_ids", "attention_mask", "advantages")
-        columns["loss_mask"] = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+        columns["loss_mask"] = _trained_tokens(batch)
         columns["proximal_logprobs"], columns["rollout_logprobs"] = proximal_BT, rollout_BT
         means = MeanMetrics()
+        largest: list[torch.Tensor] = []
 
         def loss_fn(logits_NV: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
             logprobs_N, entropy_N = packed_logprobs_entropy(
@@ -107,7 +112,11 @@ class PPOActor:
                 config.behav_imp_weight_cap,
             )
             statistics["entropy"] = entropy_N
-            means.add(micro_batch["loss_mask"], **{f"policy/{name}": value for name, value in statistics.items()})
+            mask_N = micro_batch["loss_mask"]
+            largest.append(torch.where(mask_N, statistics["ratio"], 0.0).max())
+            kept_N = mask_N & ~statistics["rollout_importance_dropped_ratio"]
+            for name, value in statistics.items():
+                means.add(kept_N if name == "rollout_importance_weight" else mask_N, **{f"policy/{name}": value})
             return loss
 
         self.engine.train()
@@ -124,6 +133,7 @@ class PPOActor:
             "optim/lr": steps[0]["lr"],
             "optim/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
             **self._batch_metrics(batch, columns["loss_mask"]),
+            "policy/ratio_max": self._largest([max(map(float, largest), default=0.0)])[0],
         }
 
     def _old_logprobs(self, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,6 +156,8 @@ class PPOActor:
 
         `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
         the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
+        `policy/ref_kl` is that between the sampling policy, or the recomputed one without the decoupled loss, and the
+        reference. A dead group, whose rewards are all equal, teaches nothing under `group_reward_norm`.
         """
         version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
         staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)
@@ -163,12 +175,28 @@ class PPOActor:
         if "proximal_logprobs" in batch:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
             means.add(mask_BT, **{"policy/mismatch_kl": k3(log_ratio_BT)})
+        if "ref_logprobs" in batch:
+            log_ratio_BT = self._old_logprobs(batch)[1].double() - batch["ref_logprobs"].double()
+            means.add(mask_BT, **{"policy/ref_kl": k3(log_ratio_BT)})
+        groups_B, num_groups = self._groups(batch)
+        (deviation,) = spread(batch["rewards"], torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()
+        deviations_G = spread(batch["rewards"], groups_B, num_groups, reduce=self._sum_over_ranks)[1]
+        unknown_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & ~mask_BT
         group = self.engine.parallelism_group
-        num_tokens, num_trained = all_reduce_numbers([lengths_B.sum().item(), mask_BT.sum().item()], group=group)
-        (oldest,) = all_reduce_numbers([max(staleness_B.tolist(), default=0)], dist.ReduceOp.MAX, group)
+        num_tokens, num_trained, num_unknown = all_reduce_numbers(
+            [one.sum().item() for one in (lengths_B, mask_BT, unknown_BT)], group=group
+        )
+        oldest, longest, shortest = self._largest(
+            [max(values.tolist(), default=-math.inf) for values in (staleness_B, sampled_B, -sampled_B)]
+        )
         return {
             **means.reduce(group),
+            "reward/std": deviation,
+            "reward/dead_group_ratio": (deviations_G == 0).sum().item() / (~deviations_G.isnan()).sum().item(),
             "staleness/max": oldest,
+            "rollout/completion_tokens_min": -shortest,
+            "rollout/completion_tokens_max": longest,
+            "rollout/unknown_logprobs": num_unknown,
             "perf/processed_tokens": num_tokens,
             "perf/trained_tokens": num_trained,
         }
@@ -189,7 +217,10 @@ class PPOActor:
             rows_B = torch.arange(batch.batch_size[0], device=batch["attention_mask"].device)
             groups_B = first + rows_B // self.config.group_size
         largest = groups_B.max().item() + 1 if len(groups_B) else 0
-        return groups_B, int(all_reduce_numbers([largest], dist.ReduceOp.MAX, group)[0])
+        return groups_B, int(self._largest([largest])[0])
+
+    def _largest(self, values: list[float]) -> list[float]:
+        return all_reduce_numbers(values, dist.ReduceOp.MAX, self.engine.parallelism_group)
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(tensor, group=self.engine.parallelism_group)
@@ -213,9 +244,9 @@ class MeanMetrics:
 
     def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
         """Add values under a mask of their shape."""
-        counted = mask.double()
+        counted = mask.double().sum()
         for name, value in values.items():
-            entry = torch.stack([(value.double() * counted).sum(), counted.sum()])
+            entry = torch.stack([torch.where(mask.bool(), value.double(), 0.0).sum(), counted])
             self._sums[name] = self._sums[name] + entry if name in self._sums else entry
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
@@ -227,6 +258,11 @@ class MeanMetrics:
             for name, entry in sums.items():
                 totals[name] = totals[name] + entry if name in totals else entry
         return {name: total.item() / max(count.item(), 1.0) for name, (total, count) in totals.items()}
+
+
+def _trained_tokens(batch: TensorDict) -> torch.Tensor:
+    """Return the bool mask `[B, T]` of tokens to train on: those that were sampled, with a known logprob."""
+    return trained_tokens(batch["attention_mask"], batch["loss_mask"]) & (batch["logprobs"] > UNKNOWN_LOGPROB)
 
 
 def _require(batch: TensorDict, key: str, because: str, remedy: str) -> None:
