@@ -216,12 +216,11 @@ async def _relay(toward: str | None, gpus: list[str], watchdog_s: float) -> int:
         _write({"hello": slot | {"version": arealite.__version__}})
         tasks = [loop.create_task(_live())]
         try:
-            if not (line := await lines.readline()):
+            if (job := await _receive_job(lines, run)) is None:
                 return 0
             _rearm(watchdog_s)
             loop.add_signal_handler(signal.SIGTERM, run.terminate)
             tasks.append(loop.create_task(_obey(lines, run, watchdog_s)))
-            job = Job(**json.loads(line))
             status = await run.run(job, lambda data: _write({"out": base64.b64encode(data).decode()}))
         finally:
             for task in tasks:
@@ -230,6 +229,17 @@ async def _relay(toward: str | None, gpus: list[str], watchdog_s: float) -> int:
         kill_tree(pid)
     _write({"exit": status})
     return 0
+
+
+async def _receive_job(lines: asyncio.StreamReader, run: JobRun) -> Job | None:
+    """Return the job; what was sent after it may come before it, because calls of an actor may overtake each other."""
+    while (line := await lines.readline()).endswith(b"\n"):
+        message = json.loads(line)
+        if "do" not in message:
+            return Job(**message)
+        if message["do"] == "terminate":
+            run.terminate()
+    return None
 
 
 def _rearm(watchdog_s: float) -> None:

@@ -87,6 +87,15 @@ async def test_a_job_tells_its_output_and_status(tmp_path):
         assert await node.process.wait() == 0
 
 
+@pytest.mark.parametrize("overtaking, status", [("stay", 0), ("terminate", 137)])
+async def test_what_overtakes_a_job_is_obeyed(overtaking: str, status: int):
+    """Ray may run the calls of an actor in another order than they were made in."""
+    async with Node.start() as node:
+        assert node.process.stdin is not None
+        node.process.stdin.write(f'{{"do": "{overtaking}"}}\n'.encode())
+        assert await node.slot.run(job("print('up')"), Heard()) == status
+
+
 async def test_a_job_can_be_asked_to_end():
     async with Node.start() as node:
         heard = Heard()
