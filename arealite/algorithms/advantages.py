@@ -44,9 +44,10 @@ def _group_mean(values_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int,
     return sums_2G[0] / sums_2G[1]
 
 
-def scale_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float) -> torch.Tensor:
+def scale_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float | None = None) -> torch.Tensor:
     """Return `(reward + bias) * scaling` of `rewards [B]`, clipped to +- clip."""
-    return ((rewards.float() + bias) * scaling).clamp(-clip, clip)
+    scaled_B = (rewards.float() + bias) * scaling
+    return scaled_B if clip is None else scaled_B.clamp(-clip, clip)
 
 
 def token_rewards(

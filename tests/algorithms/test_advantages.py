@@ -49,6 +49,7 @@ def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]
 def test_rewards_are_biased_scaled_and_clipped() -> None:
     rewards = torch.tensor([0.0, 1.0, 9.0])
     assert scale_rewards(rewards, scaling=10.0, bias=-0.5, clip=20.0).tolist() == [-5.0, 5.0, 20.0]
+    assert scale_rewards(rewards, scaling=10.0, bias=-0.5).tolist() == [-5.0, 5.0, 85.0]
 
 
 def test_the_score_lies_on_the_last_trained_token_and_kl_on_all() -> None:

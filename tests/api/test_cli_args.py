@@ -456,10 +456,10 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("allocation_mode=lite.d1+d1", "lite.context must be greater than max_new_tokens: got 2048 and 16384."),
         ("allocation_mode=sglang.d1p2+d1", "rollout.weight_update must be disk if servers have p > 1"),
         ("gconfig.min_new_tokens=20000", "gconfig.min_new_tokens must be at most gconfig.max_new_tokens"),
-        ("actor.group_size=2", "actor.group_size must equal gconfig.n_samples: got 2 and 1."),
+        ("actor.group_size=2", "actor.group_size must equal gconfig.n_samples: got 2 and 8."),
         ("actor.temperature=0.5", "actor.temperature must equal gconfig.temperature: got 0.5 and 1.0."),
         ("actor.use_decoupled_loss=true", "actor.recompute_logprob must be true if actor.use_decoupled_loss is"),
-        ("actor.group_reward_norm=true", "actor.group_reward_norm must be false if gconfig.n_samples is 1"),
+        ("gconfig.n_samples=1", "actor.group_reward_norm must be false if gconfig.n_samples is 1"),
         (
             "actor.ppo_n_minibatches=9",
             "actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got 9 and 8",
@@ -542,6 +542,8 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for cls in (GRPOConfig, SFTConfig, CustomConfig):
         assert [key.name for key in config_keys(cls) if not key.doc] == []
     assert "actor.c_clip (number or null; default None)\n    Dual clipping" in config_help(GRPOConfig)
+    assert "actor.adv_norm (true or false; default False)" in config_help(GRPOConfig)
+    assert "train_dataset.type (sft or rl; default 'sft')" in config_help(SFTConfig)
     with pytest.raises(SystemExit) as stopped:
         load_expr_config(["--help"], GRPOConfig)
     assert stopped.value.code == 0
@@ -553,7 +555,7 @@ def test_shipped_configs_load() -> None:
         return load_expr_config(["--config", str(CONFIGS / name), *overrides], cls)[0]
 
     grpo = shipped("gsm8k_grpo.yaml", GRPOConfig, "experiment_name=my_experiment", "trial_name=my_trial")
-    assert (grpo.actor.eps_clip, grpo.actor.reward_scaling, grpo.actor.group_size) == (0.4, 10.0, 4)
+    assert (grpo.actor.eps_clip, grpo.actor.group_size) == (0.4, 4)
     assert (grpo.rollout.consumer_batch_size, grpo.rollout.max_head_offpolicyness) == (256, 4)
     for mode, nodes, gpus in (("sglang.d12p1t1+d4p1t1", 4, 4), ("sglang.d96p1t1+d32p1t1", 16, 8)):
         cluster = (f"cluster.n_nodes={nodes}", f"cluster.n_gpus_per_node={gpus}")

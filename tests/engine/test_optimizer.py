@@ -37,3 +37,12 @@ def test_a_falling_schedule_needs_to_know_its_length() -> None:
     optimizer = make_adamw([torch.nn.Parameter(torch.zeros(1))], config)
     with pytest.raises(ValueError, match="cosine schedule must know"):
         LRSchedule(optimizer, config, total_steps=None)
+
+
+def test_a_small_gradient_is_followed_like_a_large_one() -> None:
+    """The root mean square of a 7B model's gradient is about 1e-6 when its norm is 0.1."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = make_adamw([parameter], OptimizerConfig(lr=0.1))
+    parameter.grad = torch.tensor([1e-6, -1e-6, 1e-3, 1.0])
+    optimizer.step()
+    assert parameter.tolist() == pytest.approx([-0.1, 0.1, -0.1, -0.1], rel=0.02)

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,10 +8,11 @@ from tensordict import TensorDict
 from training_cases import actor_config, trajectory_batch, write_model
 from transformers import AutoModelForCausalLM
 
-from arealite.api.cli_args import OptimizerConfig
+from arealite.api.cli_args import GRPOConfig, OptimizerConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 
+CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
 
 
@@ -55,6 +57,29 @@ def test_advantages_are_group_normalised_rewards_on_the_sampled_tokens(make: Mak
     first_is_better = batch["rewards"][::2] > batch["rewards"][1::2]
     signs = torch.stack([first_is_better.float() * 2 - 1, 1 - first_is_better.float() * 2], dim=1).flatten()
     torch.testing.assert_close(batch["advantages"], signs[:, None] * batch["loss_mask"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config_file", ["gsm8k_grpo.yaml", "gsm8k_grpo_cpu.yaml", None])
+def test_shipped_configs_and_defaults_are_grpo(make: Make, tmp_path: Path, config_file: str | None) -> None:
+    """Neither an easy prompt is reinforced, nor a hopeless one punished."""
+    file = tmp_path / "config.yaml"
+    file.write_text("{experiment_name: e, trial_name: t, train_dataset: {path: p, batch_size: 8}}")
+    path = str(file if config_file is None else CONFIGS / config_file)
+    config = load_expr_config(["--config", path, "actor.path=m", "gconfig.n_samples=4"], GRPOConfig)[0].actor
+    objective = {name: getattr(config, name) for name in ("group_size", "group_reward_norm", "adv_norm", "reward_clip")}
+    batch = trajectory_batch([5, 9, 4, 7] * 3, 4)
+    batch["rewards"] = torch.tensor([1.0] * 4 + [0.0] * 4 + [1.0, 0.0, 0.0, 0.0])
+    make(**objective).compute_advantages(batch)
+    expected = torch.tensor([0.0] * 8 + [math.sqrt(3)] + [-1 / math.sqrt(3)] * 3)
+    torch.testing.assert_close(batch["advantages"], expected[:, None] * batch["loss_mask"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("clip", [None, 20.0])
+def test_rewards_are_clipped_if_asked(make: Make, clip: float | None) -> None:
+    batch = trajectory_batch([5, 5], 2)
+    batch["rewards"] = torch.tensor([100.0, 30.0])
+    make(adv_norm=False, **({} if clip is None else {"reward_clip": clip})).compute_advantages(batch)
+    assert batch["advantages"][:, -1].tolist() == ([100.0, 30.0] if clip is None else [clip, clip])
 
 
 def test_cut_off_answers_can_get_zero(make: Make) -> None:

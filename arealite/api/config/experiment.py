@@ -144,7 +144,7 @@ class SFTConfig(BaseExperimentConfig):
 
 @dataclass
 class GRPOConfig(BaseExperimentConfig):
-    """Reinforcement learning with verifiable rewards."""
+    """Reinforcement learning with verifiable rewards; by default GRPO, arXiv:2402.03300."""
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.DEFAULTS_FROM,
@@ -161,13 +161,15 @@ class GRPOConfig(BaseExperimentConfig):
 
     async_training: Bool = True
     """False trains synchronously: `rollout.max_head_offpolicyness` becomes 0."""
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(n_samples=8))
     """Sampling of training episodes."""
     eval_gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
     """Sampling of evaluations; what is not given follows `gconfig`, but greedy and with one sample."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """Episodes and servers."""
-    actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(optimizer=OptimizerConfig()))
+    actor: PPOActorConfig = field(
+        default_factory=lambda: PPOActorConfig(optimizer=OptimizerConfig(), group_reward_norm=True, adv_norm=False)
+    )
     """The policy."""
     ref: PPOActorConfig | None = None
     """The reference of the KL penalty; None is no reference. Path, dtype and memory settings follow `actor`."""

@@ -35,7 +35,7 @@ class OptimizerConfig(ConfigBase):
     """Decay of the mean of gradients."""
     beta2: HalfOpenFraction = 0.95
     """Decay of the mean of squared gradients."""
-    eps: Positive = 1e-5
+    eps: Positive = 1e-8
     """Added to the denominator."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate of the linear and cosine schedules, as a share of `lr`."""
@@ -125,8 +125,8 @@ class PPOActorConfig(TrainEngineConfig):
     """Rewards become (reward + reward_bias) * reward_scaling."""
     reward_bias: Finite = 0.0
     """Added to rewards before scaling."""
-    reward_clip: Positive = 20.0
-    """Largest absolute value of a scaled reward."""
+    reward_clip: Positive | None = None
+    """Largest absolute value of a scaled reward; None is no limit."""
     group_reward_norm: Bool = False
     """Normalise rewards to mean 0 and deviation 1 within each group."""
     mask_no_eos_with_zero: Bool = False

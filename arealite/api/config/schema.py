@@ -61,15 +61,15 @@ class ConfigKey:
         return " or ".join(_in_words(option) for option in _options(self.hint))
 
 
-def config_keys(config_cls: type, prefix: str = "") -> Iterator[ConfigKey]:
-    """Walk all keys, a block before its own keys."""
+def config_keys(config_cls: type, prefix: str = "", defaults: Any = None) -> Iterator[ConfigKey]:
+    """Walk all keys, a block before its own keys; `defaults` is an instance of the class."""
     hints = get_type_hints(config_cls, include_extras=True)
-    defaults = config_cls()
+    defaults = config_cls() if defaults is None else defaults
     for field in dataclasses.fields(config_cls):
         key = ConfigKey(f"{prefix}{field.name}", config_cls, hints[field.name], getattr(defaults, field.name))
         yield key
         if key.block is not None:
-            yield from config_keys(key.block, f"{key.name}.")
+            yield from config_keys(key.block, f"{key.name}.", key.default)
 
 
 def config_help(config_cls: type) -> str:
