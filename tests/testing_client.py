@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,3 +25,12 @@ def connected(*servers: ScriptedServer, **config: Any) -> Iterator[RemoteInferen
         stack.callback(engine.destroy)
         engine.initialize(None, None)
         yield engine
+
+
+def in_loop(engine: RemoteInferenceEngine, function: Callable[[], object]) -> None:
+    """Call a function in the event loop of an engine, the only thread that may change its servers."""
+
+    async def call() -> None:
+        function()
+
+    engine._require_executor().loop.run(call())

@@ -56,6 +56,8 @@ class ScriptedServer:
     """What the next calls of /generate answer: a status, `hang up`, `truncated`, `nan`, or `slow` (1 s late)."""
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Endpoint -> status and message that it always answers."""
+    raw: dict[str, bytes] = field(default_factory=dict)
+    """Endpoint -> bytes that it always writes instead of an answer, before it hangs up."""
     is_healthy: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     """Payloads of /generate."""
@@ -107,6 +109,10 @@ class ScriptedServer:
     async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.method == "POST" and request.path != "/generate":
             self.calls.append(request.path)
+        if request.path in self.raw:
+            assert isinstance(request.transport, asyncio.Transport)
+            request.transport.write(self.raw[request.path])
+            request.transport.close()
         if request.path in self.refusals:
             status, message = self.refusals[request.path]
             return web.json_response({"success": False, "message": message}, status=status)

@@ -18,8 +18,8 @@ from arealite.api.errors import ContextOverflowError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment
 from arealite.inference.health import Health
-from arealite.inference.http import ServerConnection, StatusError, deadline_in
-from arealite.inference.pool import Server, ServerFacts, ServerPool
+from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
+from arealite.inference.pool import Server, ServerFacts, ServerPool, backoff_s
 from arealite.rollout.episode import current_episode, sampling_seed
 from arealite.rollout.prompts import SampleRecord
 from arealite.utils import heartbeat
@@ -132,8 +132,9 @@ class Completions:
                 failed.append(server)
                 if len(failed) > self._config.request_retries or not _may_retry(error):
                     raise
-                self.health.suspect(server)
-                await asyncio.sleep(_backoff_s(len(failed)))
+                if not isinstance(error, OutOfFilesError):
+                    self.health.suspect(server)
+                await asyncio.sleep(backoff_s(len(failed), _FIRST_BACKOFF_S, _MAX_BACKOFF_S))
                 continue
             finally:
                 self._servers.release(server, max_tokens)
@@ -162,7 +163,7 @@ class Completions:
             if num_fruitless > 1:
                 # Someone else paused this server; our own pauses are waited for in `_pick`.
                 self._refuse_standstill(server, progressed, num_fruitless)
-                await asyncio.sleep(_backoff_s(num_fruitless))
+                await asyncio.sleep(backoff_s(num_fruitless, _FIRST_BACKOFF_S, _MAX_BACKOFF_S))
             else:
                 progressed = time.monotonic()
         latency_s = time.monotonic() - started
@@ -283,18 +284,14 @@ class Completions:
                 return segment
             except ServerError as error:
                 num_failures += 1
-                backoff_s = _backoff_s(num_failures)
-                is_left = num_failures <= self._config.request_retries and deadline_in(backoff_s) < connection.deadline
+                pause_s = backoff_s(num_failures, _FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+                is_left = num_failures <= self._config.request_retries and deadline_in(pause_s) < connection.deadline
                 if not (is_left and _may_retry(error)):
                     await self.health.dead_among([server])
                     return error
-                await asyncio.sleep(backoff_s)
+                await asyncio.sleep(pause_s)
 
 
 def _may_retry(error: ServerError) -> bool:
     is_refusal = isinstance(error, StatusError) and error.status < 500
     return not (is_refusal or isinstance(error, ContextOverflowError))
-
-
-def _backoff_s(num_failures: int) -> float:
-    return min(_FIRST_BACKOFF_S * 2.0 ** (num_failures - 1), _MAX_BACKOFF_S)

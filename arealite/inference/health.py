@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
 
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.inference.http import ServerConnection, StatusError, deadline_in
-from arealite.inference.pool import Server, ServerPool
+from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
+from arealite.inference.pool import Server, ServerPool, backoff_s
+from arealite.utils.tasks import BackgroundTasks
 
 logger = logging.getLogger("arealite.client")
 
@@ -49,8 +49,8 @@ class Health:
         """When a server last replied."""
         self._num_errors: defaultdict[Server, int] = defaultdict(int)
         """How often a server was suspected since its last good answer."""
-        self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}
-        self._start(("watch", None), self._watch())
+        self._tasks = BackgroundTasks("watching which servers answer", logger)
+        self._tasks.start(self._watch())
 
     @contextlib.asynccontextmanager
     async def in_flight(self, server: Server) -> AsyncIterator[None]:
@@ -77,13 +77,13 @@ class Health:
             self._servers.mark_reachable(server, False)
             what = "others take over" if self._servers.healthy else "and no other can take over"
             logger.warning("server %s does not answer, %s", server.address, what)
-            self._start(("readmit", server), self._readmit(server))
+            self._tasks.start(self._readmit(server), ("readmit", server))
 
     async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
         """Return the servers that don't answer /health, and treat them as unreachable."""
         asked = list(servers)
         answers = await asyncio.gather(*(self._answers(server.address, "/health", self._health_s) for server in asked))
-        dead = [server for server, is_healthy in zip(asked, answers, strict=True) if not is_healthy]
+        dead = [server for server, is_healthy in zip(asked, answers, strict=True) if is_healthy is False]
         for server in dead:
             self.suspect(server)
         return dead
@@ -109,12 +109,12 @@ class Health:
             for server in list(self._timeouts):
                 is_quiet = loop.time() - self._heard_at[server] > self._quiet_s
                 if self._timeouts[server] and is_quiet and self._may_generate.is_set():
-                    self._start(("examine", server), self._examine(server))
+                    self._tasks.start(self._examine(server), ("examine", server))
 
     async def _examine(self, server: Server) -> None:
         """Ask a silent server for /health; if that fails, take its requests away when another server is healthy."""
         asked_at = asyncio.get_running_loop().time()
-        if await self._answers(server.address, "/health", self._health_s):
+        if await self._answers(server.address, "/health", self._health_s) is not False:
             self._heard_at[server] = asked_at
         if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
             return
@@ -125,33 +125,22 @@ class Health:
 
     async def _readmit(self, server: Server) -> None:
         # A server whose requests fail may answer /health: each failure in a row doubles the pause before the next.
-        await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0 ** (self._num_errors[server] - 1), _MAX_SICK_PAUSE_S))
+        await asyncio.sleep(backoff_s(self._num_errors[server], _FIRST_PAUSE_S, _MAX_SICK_PAUSE_S))
         while server in self._servers.servers:
             if await self.answers_by(deadline_in(self._health_s), server.address):
                 self._servers.mark_reachable(server, True)
                 logger.warning("server %s answers again", server.address)
                 return
 
-    async def _answers(self, address: str, endpoint: str, timeout_s: float) -> bool:
+    async def _answers(self, address: str, endpoint: str, timeout_s: float) -> bool | None:
+        """Ask a server once; None if this process has no file left to ask."""
         try:
             await ServerConnection(self.session, address, deadline_in(timeout_s)).request("GET", endpoint)
         except StatusError as error:
             # There need not be a page at /; a status above is of a proxy without its server.
             return endpoint == "/" and error.status < 500
+        except OutOfFilesError:
+            return None
         except ServerError:
             return False
         return True
-
-    def _start(self, key: tuple[str, Server | None], coroutine: Coroutine[Any, Any, None]) -> None:
-        """Start a task unless the same one runs already."""
-        if key in self._tasks:
-            coroutine.close()
-            return
-
-        async def run() -> None:
-            try:
-                await coroutine
-            finally:
-                del self._tasks[key]  # at once: a server may become a suspect again before a callback would run
-
-        self._tasks[key] = asyncio.create_task(run())

@@ -1,13 +1,16 @@
 """JSON over HTTP to inference servers.
 
 Invariant: every failure becomes a ServerError that names server, endpoint, status and body, by the deadline of the
-call. A `StatusError` below 500 is not worth a retry, all others are.
+call. A `StatusError` below 500 is not worth a retry, all others are. No error leads back to one of aiohttp, whose repr
+shows the headers of the request and so the secret of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
+import resource
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +37,10 @@ class StatusError(ServerError):
         self.status = status
 
 
+class OutOfFilesError(ServerError):
+    """This process can't open a connection; the server is not to blame."""
+
+
 def open_session(secret: str | None = None) -> aiohttp.ClientSession:
     """Open the connections to all servers, which show the run's secret; they belong to one event loop."""
     return aiohttp.ClientSession(
@@ -55,7 +62,7 @@ class ServerConnection:
     """By the clock of the running loop."""
 
     async def request(self, method: Literal["GET", "POST"], endpoint: str, payload: Json | None = None) -> Json:
-        """Return the reply, `{}` if it is no JSON object; without a payload POST sends an empty one."""
+        """Return the reply, `{}` if it is no JSON; without a payload POST sends an empty object."""
         where = f"{method} http://{self.address}{endpoint}"
         timeout_s = max(0.0, round(self.deadline - asyncio.get_running_loop().time(), 3))
         # With the standard library's json a long reply would hold the event loop for 10 ms.
@@ -63,13 +70,19 @@ class ServerConnection:
         try:
             async with (
                 asyncio.timeout_at(self.deadline) as timeout,
-                self.session.request(method, _url(self.address, endpoint), data=body) as reply,
+                self.session.request(method, _url(self.address, endpoint), data=body, allow_redirects=False) as reply,
             ):
                 answer = await reply.read()
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ValueError) as error:  # a ValueError is of an address that is none
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise OutOfFilesError(
+                    f"{where} must get a file descriptor: got too many open files in this process, which may have "
+                    f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise `ulimit -n`, or lower "
+                    "rollout.max_concurrent_rollouts."
+                ) from None
             raise UnreachableError(
                 f"{where} must reach a server: got {type(error).__name__}: {error}. Check that it is running."
-            ) from error
+            ) from None
         except TimeoutError as error:
             if not timeout.expired():
                 raise UnreachableError(
@@ -78,7 +91,7 @@ class ServerConnection:
             raise ServerError(
                 f"{where} must answer within {timeout_s:g} s: got no answer. Raise the timeout or look at its log."
             ) from error
-        if reply.status >= 400:
+        if not 200 <= reply.status < 300:
             text = answer.decode(errors="replace")[:_SHOWN_CHARS]
             raise StatusError(f"{where} must succeed: got status {reply.status}: {text}", reply.status)
         if not answer or reply.content_type != "application/json":
@@ -92,7 +105,7 @@ class ServerConnection:
                 f"{where} must answer with JSON: got status 200 and {len(answer)} bytes, {error}: ...{around}..."
             ) from error
         if not isinstance(parsed, dict):
-            return {}
+            raise bad_reply(self.address, endpoint, "be a JSON object", answer.decode(errors="replace"))
         if parsed.get("success") is False:
             raise bad_reply(self.address, endpoint, "report success", parsed)
         return parsed

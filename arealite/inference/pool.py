@@ -105,8 +105,8 @@ class ServerPool:
 
     def back_off(self, server: Server, *, refused: bool = False) -> float:
         """Leave a server out of weight updates for a while; return for how many seconds (in the event loop)."""
-        pause_s = min(_FIRST_PAUSE_S * 2.0**server.num_failures, _MAX_PAUSE_S)
         server.num_failures += 1
+        pause_s = backoff_s(server.num_failures, _FIRST_PAUSE_S, _MAX_PAUSE_S)
         server.is_backing_off, server.refused = True, refused
         asyncio.get_running_loop().call_later(pause_s, self._end_pause, server, server.num_failures)
         self._notify()
@@ -194,6 +194,11 @@ class ServerPool:
     def _notify(self) -> None:
         if self.on_change is not None:
             self.on_change()
+
+
+def backoff_s(num_failures: int, first_s: float, max_s: float) -> float:
+    """Return the pause after so many failures in a row: doubled by each, up to `max_s`."""
+    return min(first_s * 2.0 ** min(num_failures - 1, 60), max_s)  # a float has no power above 1,023
 
 
 def parse_addresses(text: str | Iterable[str]) -> list[str]:

@@ -24,7 +24,7 @@ from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, Segment
 from arealite.inference.completions import Completions
-from arealite.inference.http import ServerConnection, StatusError, deadline_in
+from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server, ServerPool
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 
@@ -334,7 +334,7 @@ class WeightReceiver:
         if update.found_nobody:
             return
         dead = await self._completions.health.dead_among(update.asked)
-        failures = {one: str(error) for one, error in update.failures.items()}
+        failures = {one: str(error) for one, error in update.failures.items() if not isinstance(error, OutOfFilesError)}
         unreachable = {one: why for one, why in failures.items() if isinstance(update.failures[one], UnreachableError)}
         unreachable |= dict.fromkeys(dead, "it does not answer")
         if unreachable:  # what the others answered may be the consequence

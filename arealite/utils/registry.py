@@ -271,7 +271,7 @@ class RegistryClient:
             raise RegistryError(
                 f"the registry of the run at {address} must answer within {deadline_s:g} s: got "
                 f"{type(error).__name__}: {error}. Check that the run is alive and that this node reaches it."
-            ) from error
+            ) from None  # the repr of aiohttp's shows the secret
         raise RegistryRefusedError(f"the registry of the run at {address} refuses: {refused}")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from testing_raw import REPLIES
+from testing_server import ScriptedServer, serve
 
 from arealite.api.errors import ServerError, UnreachableError
 from arealite.inference.health import Health
@@ -20,6 +24,7 @@ from arealite.inference.http import Json, ServerConnection, deadline_in, open_se
 from arealite.inference.pool import Server, ServerPool
 
 QUIET_S, HEALTH_S = 0.3, 1.5
+SECRET = "s3cret"
 
 SERVER = """
 import asyncio, sys
@@ -67,7 +72,7 @@ async def watching(*addresses: str) -> AsyncIterator[tuple[Health, list[Server],
     for address in addresses:
         servers.add(address)
     servers.advance(servers.servers, 0)
-    async with open_session() as session:
+    async with open_session(SECRET) as session:
         health = Health(session, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S)
         yield health, servers.servers, may_generate
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -106,6 +111,34 @@ async def test_requests_wait_for_a_stopped_server_if_there_is_no_other(tmp_path:
             os.kill(pid, signal.SIGCONT)
             async with asyncio.timeout(120):
                 assert await request == {"done": True}
+
+
+@pytest.mark.parametrize("kind", ["ssh", "long header", "bad chunk", "redirect"])
+async def test_a_server_that_spoke_no_http_is_readmitted(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No reply kills the task that waits for it, and none puts the run's secret into a log."""
+    with serve(ScriptedServer(raw={"/health": REPLIES[kind]})) as one:
+        async with watching(one.address) as (health, (server,), _):
+            assert await health.dead_among([server]) == [server]
+            await asyncio.sleep(0.5)
+            assert not server.is_reachable
+            one.raw.clear()
+            async with asyncio.timeout(120):
+                while not server.is_reachable:
+                    await asyncio.sleep(0.02)
+    gc.collect()  # asyncio reports a task that failed when nothing refers to it any more
+    assert SECRET not in caplog.text and "failed" not in caplog.text and "exception" not in caplog.text
+
+
+async def test_without_a_file_to_ask_no_server_is_judged() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serve(ScriptedServer()) as one:
+        async with watching(one.address) as (health, (server,), _):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                dead = await health.dead_among([server])
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert dead == [] and server.is_reachable
 
 
 async def test_a_long_request_on_a_healthy_server_is_left_alone(tmp_path: Path) -> None:

@@ -1,28 +1,77 @@
-"""What clients of servers make of answers that are not HTTP."""
+"""What clients of servers make of answers that are not those of a server, and of running out of files."""
 
 from __future__ import annotations
 
-import asyncio
+import resource
+import socket
+import traceback
+from typing import Literal
 
 import pytest
+from testing_raw import REPLIES, answering, json_reply
 
-from arealite.api.errors import UnreachableError
-from arealite.inference.http import ServerConnection, deadline_in, open_session
-from arealite.utils.network import LOOPBACK
+from arealite.api.errors import ServerError, UnreachableError
+from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in, open_session
+
+SECRET = "s3cret"
 
 
-@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"])
-async def test_another_program_at_the_address_is_no_server(answer: bytes) -> None:
+async def ask(address: str, method: Literal["GET", "POST"] = "GET") -> Json:
+    async with open_session(SECRET) as session:
+        return await ServerConnection(session, address, deadline_in(60)).request(method, "/health")
+
+
+def check_silent(error: BaseException) -> None:
+    """Check that neither the error nor what led to it shows the secret, as a task that dies of it is logged."""
+    assert SECRET not in repr(error) + repr(error.__cause__) + "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("kind", REPLIES)
+async def test_another_program_at_the_address_is_no_server(kind: str, method: Literal["GET", "POST"]) -> None:
     """A server that died may have left its port to any program."""
+    with answering(REPLIES[kind]) as address, pytest.raises(ServerError) as caught:
+        await ask(address, method)
+    assert str(caught.value).startswith(f"{method} http://{address}/health must ")
+    by_status = {"bad redirect": 302, "redirect": 302, "other protocol": 101}
+    if kind in by_status:
+        assert isinstance(caught.value, StatusError) and caught.value.status == by_status[kind]
+    else:
+        assert isinstance(caught.value, UnreachableError)
+    check_silent(caught.value)
 
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
 
-    async with await asyncio.start_server(greet, LOOPBACK, 0) as program, open_session("s3cret") as session:
-        address = f"{LOOPBACK}:{program.sockets[0].getsockname()[1]}"
-        with pytest.raises(UnreachableError, match=rf"GET http://{address}/health must reach a server") as caught:
-            await ServerConnection(session, address, deadline_in(30)).request("GET", "/health")
-    assert "s3cret" not in repr(caught.value)
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "[::1", "a:b", "", "a b:1"])
+async def test_what_is_no_address_reaches_no_server(address: str) -> None:
+    with pytest.raises(UnreachableError, match="must reach a server") as caught:
+        await ask(address)
+    check_silent(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"[1, 2]", b'"abc"', b"7", b"null"])
+async def test_json_that_is_no_object_is_no_reply(body: bytes) -> None:
+    with answering(json_reply(body)) as address, pytest.raises(ServerError, match="must be a JSON object") as caught:
+        await ask(address)
+    assert body.decode() in str(caught.value) and address in str(caught.value)
+    with answering(json_reply(b"[" * 100_000)) as address, pytest.raises(ServerError, match="must answer with JSON"):
+        await ask(address)
+
+
+async def test_a_process_without_files_says_so_and_accuses_no_server() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with answering(json_reply(b"{}")) as address:
+        async with open_session(SECRET) as session:
+            connection, taken = ServerConnection(session, address, deadline_in(60)), [socket.socket()]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0].fileno() + 8, hard))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    while True:
+                        taken.append(socket.socket())
+                with pytest.raises(OutOfFilesError, match=r"too many open files.*Raise `ulimit -n`") as caught:
+                    await connection.request("GET", "/health")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for one in taken:
+                    one.close()
+            assert not isinstance(caught.value, UnreachableError)
+            assert await connection.request("GET", "/health") == {}

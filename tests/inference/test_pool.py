@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.inference.pool import ServerPool
+from arealite.inference.pool import ServerPool, backoff_s
 
 
 def pool_of(addresses: list[str], **settings: Any) -> ServerPool:
@@ -220,3 +220,13 @@ def test_short_completions_say_nothing_about_speed() -> None:
     servers.measure(server, 80, 2.0)
     servers.measure(server, 80, 1.0)
     assert server.tokens_per_s == pytest.approx(0.8 * 40 + 0.2 * 80)
+
+
+def test_a_pause_doubles_up_to_its_limit_whatever_the_number_of_failures() -> None:
+    assert [backoff_s(number, 0.5, 60.0) for number in (1, 2, 3, 8, 9, 5000)] == [0.5, 1.0, 2.0, 60.0, 60.0, 60.0]
+
+
+async def test_a_server_that_has_failed_thousands_of_times_backs_off_as_long_as_any() -> None:
+    servers = pool_of(["a"])
+    servers.servers[0].num_failures = 5000
+    assert servers.back_off(servers.servers[0]) == 600.0

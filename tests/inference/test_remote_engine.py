@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from testing_client import connected
+from testing_client import connected, in_loop
 from testing_server import EOS, ScriptedServer, logprob_at, serve, token_at
 from testing_workflows import SamplingWorkflow
 
@@ -30,7 +31,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.inference import http as server_http
 from arealite.inference.backends.lite import LiteBackend
 from arealite.inference.backends.sglang import SGLangBackend
-from arealite.inference.http import StatusError
+from arealite.inference.http import OutOfFilesError, StatusError
 from arealite.inference.pool import parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout import loop_watch
@@ -388,18 +389,34 @@ def test_another_server_takes_over_and_the_first_is_readmitted() -> None:
 def test_a_server_that_tells_no_version_is_believed_unless_weights_moved_meanwhile() -> None:
     server = ScriptedServer(tells="nothing")
     with connected(server) as engine:
-        engine.servers.advance(engine.servers.servers, 4)
+        in_loop(engine, lambda: engine.servers.advance(engine.servers.servers, 4))
         assert generate(engine, max_new_tokens=2).output_versions == [4, 4]
         server.holds_at = 8
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=10)))
         thread.start()
         server.wait_until_held()
-        engine.servers.advance(engine.servers.servers, 5)
+        in_loop(engine, lambda: engine.servers.advance(engine.servers.servers, 5))
         server.holds_at = None
         thread.join()
     assert pending[0].output_versions == [5] * 10
     assert len(server.requests) == 3, "the reply that spans the change is asked for again"
+
+
+def test_a_client_without_files_accuses_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_http, "_IDLE_S", 0.05)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connected(ScriptedServer(), request_retries=1) as engine:
+        time.sleep(0.5)  # the connection that initialized it is not used again
+        request = ModelRequest([5, 6, 7], GenerationHyperparameters(max_new_tokens=1))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(OutOfFilesError, match="too many open files"):
+                engine._require_executor().loop.run(engine.agenerate(request))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert [one.is_reachable for one in engine.servers.servers] == [True]
+        assert generate(engine, max_new_tokens=1).output_len == 1
 
 
 def test_a_server_that_forgets_versions_is_not_believed() -> None:
@@ -407,7 +424,7 @@ def test_a_server_that_forgets_versions_is_not_believed() -> None:
     server = ScriptedServer(version=3)
     with connected(server) as engine:
         engine.config.setup_timeout = 0.3
-        engine.servers.advance(engine.servers.servers, 3)
+        in_loop(engine, lambda: engine.servers.advance(engine.servers.servers, 3))
         assert generate(engine, max_new_tokens=2).output_versions == [3, 3]
         server.tells = "nothing"
         with pytest.raises(ServerError, match=f"weights of version 3 .* got {server.address} with unknown weights"):

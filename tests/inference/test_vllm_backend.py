@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import testing_client
 import torch
+from testing_client import in_loop
 from testing_server import logprob_at, token_at
 from testing_vllm import COMPLETIONS, GENERATE, ScriptedVLLM
 
@@ -77,7 +78,7 @@ def test_interrupted_completions_are_exact(has_generate: bool) -> None:
     server = ScriptedVLLM(holds_at=10, version=3, has_generate=has_generate)
     with connected(server) as engine:
         engine.set_version(3)
-        engine.servers.advance(engine.servers.servers, 3)
+        in_loop(engine, lambda: engine.servers.advance(engine.servers.servers, 3))
         pending: list[ModelResponse] = []
         thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=40, temperature=0.5)))
         thread.start()

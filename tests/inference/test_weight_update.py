@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import pickle
 import threading
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from testing_client import in_loop
+from testing_raw import REPLIES
 from testing_server import ScriptedServer, logprob_at, serve, token_at
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -127,7 +130,7 @@ def test_a_change_of_membership_forms_a_new_group(stack: contextlib.ExitStack) -
             add(engine, second)
             assert {sample(engine, f"before-{index}").server for index in range(4)} == {first.address}
         if version == 3:
-            engine.servers.remove(first.address)
+            in_loop(engine, functools.partial(engine.servers.remove, first.address))
         publish(engine, sender, by_broadcast(version=version), float(version))
         picked = {sample(engine, f"{version}-{index}").server for index in range(20 * version)}
         assert picked == {one.address for one in members}
@@ -338,6 +341,29 @@ def test_a_server_that_refuses_is_named_and_the_others_go_on(stack: contextlib.E
     publish(engine, Sender(), meta, 2.0)
     check_weights(good, 2.0)
     check_weights(bad, 2.0)
+
+
+@pytest.mark.parametrize("endpoint", ["/pause_generation", "/update_weights_from_disk"])
+@pytest.mark.parametrize("kind", ["ssh", "long header", "bad chunk", "bad gzip", "redirect", "other protocol"])
+def test_a_server_that_speaks_no_http_is_named_and_the_others_go_on(
+    stack: contextlib.ExitStack, tmp_path: Path, kind: str, endpoint: str
+) -> None:
+    good, bad = ScriptedServer(), ScriptedServer()
+    engine = connect(stack, good, bad)
+    bad.raw = dict.fromkeys((endpoint, "/health", "/continue_generation"), REPLIES[kind])
+    meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), timeout_s=60.0)
+    future = engine.update_weights(meta)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "weights").write_text("1")
+    meta.uploaded.set_result(None)
+    if endpoint == "/pause_generation" and kind not in ("redirect", "other protocol"):
+        future.result(120)  # nobody is there: the others are updated
+        assert good.version == 1
+    else:
+        with pytest.raises(WeightUpdateError, match=f"http://{bad.address}{endpoint} must "):
+            future.result(120)
+    assert not good.is_paused and good.calls[-1] == "/continue_generation"
+    assert sample(engine).server == good.address
 
 
 def test_servers_are_told_of_a_group_only_when_its_sender_listens(stack: contextlib.ExitStack) -> None:

@@ -18,6 +18,7 @@ import tiny_models
 import torch
 from aiohttp import web
 from safetensors.torch import save_file
+from testing_client import in_loop
 from testing_lite import LiteServer, weights_of
 from testing_server import ScriptedServer, serve
 
@@ -275,7 +276,7 @@ def test_wrong_weights_are_not_sent_again_because_a_joining_server_got_them_too(
     """It is dropped from the update, but the one that serves has them nevertheless."""
     servers = lite(stack), lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, *servers, check_canary_bound=1e-12)
-    rollout.servers.mark_weights_lost(rollout.servers.servers[1], 0)
+    in_loop(rollout, lambda: rollout.servers.mark_weights_lost(rollout.servers.servers[1], 0))
     with pytest.raises(WeightUpdateError, match=rf"{servers[0].address} differs by"):
         publish_weights(actor, rollout, version=1)
     assert f"server {servers[1].address} failed in a weight update" in caplog.text

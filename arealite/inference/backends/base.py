@@ -12,7 +12,7 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from arealite.api.errors import ContextOverflowError
+from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.api.server_limits import PauseMode
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
@@ -144,9 +144,21 @@ class Backend(abc.ABC):
     def __init__(self, *, pause_mode: PauseMode) -> None:
         self._pause_mode = pause_mode
 
-    @abc.abstractmethod
     async def meet(self, server: ServerConnection) -> ServerFacts:
         """Inspect a server; ServerError if it is of another kind, ConfigError if it lacks what the run needs."""
+        try:
+            return await self._inspect(server)
+        except ConfigError:
+            raise
+        except (AttributeError, TypeError, LookupError, ValueError) as error:
+            raise ServerError(
+                f"http://{server.address} must describe itself as {self.program} does: got {type(error).__name__}: "
+                f"{error}. Check the version of the server."
+            ) from error
+
+    @abc.abstractmethod
+    async def _inspect(self, server: ServerConnection) -> ServerFacts:
+        """Do what `meet` does; any other error means that a reply breaks the protocol."""
 
     async def take_over(self, server: ServerConnection) -> None:
         """Resume a server that a previous run may have left paused or mid-update."""

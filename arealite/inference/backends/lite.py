@@ -16,7 +16,7 @@ class LiteBackend(SGLangBackend):
     keeps_old_weights = True
     is_on_cpu = True
 
-    async def meet(self, server: ServerConnection) -> ServerFacts:
+    async def _inspect(self, server: ServerConnection) -> ServerFacts:
         info = await self._model_info(server)
         self._takes_seeds.add(server.address)
         return ServerFacts(str(info["dtype"]))

@@ -40,7 +40,7 @@ class SGLangBackend(Backend):
         self._begun: set[str] = set()
         """Addresses of servers in an update that `end` must finish."""
 
-    async def meet(self, server: ServerConnection) -> ServerFacts:
+    async def _inspect(self, server: ServerConnection) -> ServerFacts:
         await self._model_info(server)
         info = await server.request("GET", "/get_server_info")
         if "max_req_input_len" in info:

@@ -50,7 +50,7 @@ class VLLMBackend(Backend):
         self._extended: set[str] = set()
         """Addresses of servers that our launch wrapper has started."""
 
-    async def meet(self, server: ServerConnection) -> ServerFacts:
+    async def _inspect(self, server: ServerConnection) -> ServerFacts:
         try:
             paths = (await server.request("GET", "/openapi.json"))["paths"].keys()
             if _COMPLETIONS not in paths or "/pause" not in paths:
