@@ -7,28 +7,26 @@ Invariant: a registry that does not answer changes nothing.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine
-from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.completions import Completions
-from arealite.inference.http import StatusError
-from arealite.inference.pool import ServerPool
+from arealite.inference.http import StatusError, deadline_in
+from arealite.inference.pool import ServerPool, backoff_s
 from arealite.utils.network import LOOPBACK
 from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord, registry_of_environment
+from arealite.utils.tasks import BackgroundTasks
 
 logger = logging.getLogger("arealite.client")
 
 _LOOK_AGAIN_S = 1.0
 """Between two checks of a member without an entry."""
-_COUNT_AGAIN_S = 0.1
-"""Between two checks of a wait for servers."""
 _TELL_S = 10.0
 """Between two log lines of a wait for servers."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
@@ -73,28 +71,32 @@ class Membership:
         self._looked_after: set[str] = set()
         self._outage: RegistryError | None = None
         self._is_started = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._watching = asyncio.create_task(self._watch())
-        self._watching.add_done_callback(_tell_if_failed)
+        self._news = asyncio.Event()
+        """Set when `wait_for` has something to look at."""
+        self._tasks = BackgroundTasks("noticing which servers come and go", logger, self._news.set)
+        self._tasks.start(self._watch())
 
     async def wait_for(self, count: int) -> None:
         """Wait until so many servers are members; raise at once if one does not fit the run."""
-        deadline, told = time.monotonic() + self._config.setup_timeout, time.monotonic()
+        loop = asyncio.get_running_loop()
+        deadline, tell_at = deadline_in(self._config.setup_timeout), deadline_in(_TELL_S)
         while len(self._servers.servers) < count:
+            self._tasks.check()
             for error in self._failures.values():
                 if isinstance(error, ConfigError):
                     raise error
-            if time.monotonic() > deadline:
+            if loop.time() >= deadline:
                 raise ServerError(
                     f"{count} inference servers must be ready within {self._config.setup_timeout:g} s: "
                     f"{self._describe(count)}. Look at their logs, or raise rollout.setup_timeout."
                 )
-            if time.monotonic() - told >= _TELL_S:
-                told = time.monotonic()
+            if loop.time() >= tell_at:
+                tell_at = deadline_in(_TELL_S)
                 logger.warning("waiting for inference servers: %s", self._describe(count))
-            done, _ = await asyncio.wait([self._watching], timeout=_COUNT_AGAIN_S)
-            if done:
-                self._watching.result()
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(deadline, tell_at)):
+                    await self._news.wait()
         self._is_started = True
 
     def _describe(self, count: int) -> str:
@@ -113,20 +115,19 @@ class Membership:
         return "; ".join(words + [f"{missing} did not register at {self._registry.address}"] * (missing > 0))
 
     async def _watch(self) -> None:
-        moment, pause_s = None, _FIRST_PAUSE_S
+        moment, num_failures = None, 0
         while True:
             try:
                 view = await self._registry.watch(moment)
             except RegistryError as error:
                 if self._outage is None:
                     logger.warning("servers that come and go are not noticed for the time being: %s", error)
-                self._outage = error
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_OUTAGE_PAUSE_S)
+                self._outage, num_failures = error, num_failures + 1
+                await asyncio.sleep(backoff_s(num_failures, _FIRST_PAUSE_S, _MAX_OUTAGE_PAUSE_S))
                 continue
             if self._outage is not None:
                 logger.warning("the registry at %s answers again", self._registry.address)
-            self._outage, pause_s = None, _FIRST_PAUSE_S
+            self._outage, num_failures = None, 0
             if view.moment != moment:
                 moment = view.moment
                 self._compare(view.servers)
@@ -146,18 +147,18 @@ class Membership:
                 self._let_go(address, "is gone")
             elif address not in self._looked_after:
                 self._looked_after.add(address)
-                self._start(self._look_after(address))
+                self._tasks.start(self._look_after(address))
         for address, record in ready.items():
             if address not in self._taken:
                 self._taken[address] = record
-                self._start(self._take(record))
+                self._tasks.start(self._take(record))
 
     def _is_reachable(self, address: str) -> bool:
         return any(one.address == address and one.is_reachable for one in self._servers.servers)
 
     async def _take(self, record: ServerRecord) -> None:
         """Contact a server until that succeeds, and add it to the pool, unless it has left meanwhile."""
-        address, pause_s = record.address, _FIRST_PAUSE_S
+        address, num_failures = record.address, 0
         while True:
             failure: Exception | None = None
             try:
@@ -173,7 +174,9 @@ class Membership:
                 return
             if failure is None:
                 break
-            self._failures[address] = failure
+            self._failures[address], num_failures = failure, num_failures + 1
+            self._news.set()
+            pause_s = backoff_s(num_failures, _FIRST_PAUSE_S, _MAX_PAUSE_S)
             is_final = isinstance(failure, ConfigError) or (isinstance(failure, StatusError) and failure.status < 500)
             if self._is_started:  # else who waits for it tells
                 what = "is turned away" if is_final else f"could not be met, once more in {pause_s:g} s"
@@ -181,9 +184,9 @@ class Membership:
             if is_final:
                 return
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         self._failures.pop(address, None)
         self._servers.add(address, facts)
+        self._news.set()
         if self._is_started:
             self.num_joined += 1
             logger.warning("server %s has joined and gets requests once it has the current weights", address)
@@ -205,16 +208,6 @@ class Membership:
             self.num_left += 1
             left = len(self._servers.healthy)
             logger.warning("server %s %s: %d with the current weights are left", address, why, left)
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-def _tell_if_failed(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("servers that come and go are not noticed any more", exc_info=error)
 
 
 def _start_of(record: ServerRecord) -> tuple[str, int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import re
 import threading
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from testing_client import in_loop
+from testing_raw import REPLIES, json_reply
 from testing_registry import RUN, RunningRegistry
 from testing_server import ScriptedServer, serve, token_at
 
@@ -23,13 +26,14 @@ from arealite.api.errors import ConfigError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.inference.backends.lite import LiteBackend
 from arealite.inference.http import ServerConnection, StatusError
-from arealite.inference.pool import NO_VERSION, ServerFacts
+from arealite.inference.pool import NO_VERSION, Server, ServerFacts, ServerPool
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.registry import Claim, RegistryClient, ServerRecord
 from arealite.utils.secret import ensure_secret
 
 LIMIT_S = 120.0
+SECRET = "secret of this run"
 
 
 @pytest.fixture
@@ -40,8 +44,9 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningRegistry]:
-    one = RunningRegistry()
+    one = RunningRegistry(SECRET)
     monkeypatch.setenv(REGISTRY_VARIABLE, one.address)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     yield one
     one.close()
 
@@ -77,7 +82,7 @@ def addresses(engine: RemoteInferenceEngine) -> list[str]:
 
 def publish(engine: RemoteInferenceEngine, version: int) -> None:
     """Take it that all members got weights."""
-    engine.servers.advance(engine.servers.servers, version)
+    in_loop(engine, lambda: engine.servers.advance(engine.servers.servers, version))
 
 
 def test_a_run_begins_when_enough_servers_are_ready(
@@ -298,6 +303,73 @@ def test_a_meeting_that_fails_takes_place_again(
     registry.put("server-2", second.address)
     until(lambda: len(engine.servers.servers) == 2)
     assert not failures
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(REPLIES[kind] for kind in ("ssh", "long header", "bad chunk", "redirect")),
+        *map(json_reply, (b"[]", b"{}", b'{"dtype": "f')),
+    ],
+)
+def test_a_newcomer_that_answers_nonsense_joins_when_it_answers_well(
+    stack: contextlib.ExitStack, registry: RunningRegistry, caplog: pytest.LogCaptureFixture, reply: bytes
+) -> None:
+    """The task that meets it survives any reply, and says which one it was without showing the run's secret."""
+    registry.put("server-0", serving(stack).address)
+    engine = connect(stack, 1)
+    newcomer = serving(stack, raw={"/get_model_info": reply})
+    registry.put("server-1", newcomer.address)
+    until(lambda: any(f"server {newcomer.address} " in line for line in caplog.messages))
+    newcomer.raw.clear()
+    if reply == REPLIES["redirect"]:
+        assert "is turned away" in caplog.text, "as with any status below 500"
+        registry.put("server-1", newcomer.address, pid=2)
+    until(lambda: len(engine.servers.servers) == 2)
+    gc.collect()
+    assert SECRET not in caplog.text and "exception" not in caplog.text
+
+
+def test_a_wait_for_servers_sleeps_until_something_happens(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
+    """It looks when a server joins, and otherwise not."""
+    first, second = serving(stack), serving(stack)
+    registry.put("server-0", first.address)
+    looks: list[int] = []
+
+    class WatchedPool(ServerPool):
+        @property
+        def servers(self) -> list[Server]:
+            looks.append(len(self._servers))
+            return super().servers
+
+    engine = RemoteInferenceEngine(
+        InferenceEngineConfig(num_servers=2, setup_timeout=LIMIT_S, backend="lite", **RUN)  # type: ignore[arg-type]
+    )
+    engine.servers = WatchedPool()
+    stack.callback(engine.destroy)
+    connecting = threading.Thread(target=lambda: engine.initialize(None, None))
+    connecting.start()
+    until(lambda: 1 in looks)
+    time.sleep(1.0)  # after what the first server causes
+    num_looks = len(looks)
+    time.sleep(2.0)
+    assert len(looks) - num_looks <= 2
+    registry.put("server-1", second.address)
+    connecting.join(LIMIT_S)
+    assert set(addresses(engine)) == {first.address, second.address}
+
+
+def test_a_watch_that_fails_ends_the_wait_for_servers(
+    stack: contextlib.ExitStack, registry: RunningRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("a defect of ours")
+
+    monkeypatch.setattr(RegistryClient, "watch", fail)
+    with pytest.raises(RuntimeError, match=r"noticing which servers come and go must not fail: .* a defect of ours"):
+        connect(stack, 1)
 
 
 def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
