@@ -86,6 +86,19 @@ def test_a_rank_that_lost_its_peer_is_not_blamed_for_it(launch_script):
     assert "trainer-1 failed with exit status 7; its last 1 lines:\n    ValueError: the cause" in run.output
 
 
+def test_nobody_has_to_read_the_output(launch_script):
+    """As after Ctrl-S, or in an ssh session that lost its network: the run ends, and its log has it all."""
+    reader, writer = os.pipe()
+    try:
+        run = launch_script("for n in range(100_000): print(n, 'x' * 90)", *SFT, stdout=writer)
+        os.close(writer)
+        assert run.end() == 0
+    finally:
+        os.close(reader)
+    log = (run.logs / "trainer-0.log").read_text().splitlines()
+    assert [line.partition(" ")[0] for line in log] == [str(n) for n in range(100_000)]
+
+
 def test_killed_rank_is_told_by_signal_name(launch_script):
     run = launch_script('print("bye"); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)', *SFT)
     assert run.end() == 137

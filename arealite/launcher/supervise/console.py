@@ -6,10 +6,13 @@ dim one, and of servers only warnings and worse are shown. Each log file gets al
 
 import codecs
 import contextlib
+import io
 import os
 import re
 import sys
+import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -22,38 +25,102 @@ from arealite.utils.files import explain
 Show = Literal["all", "warnings"]
 
 TAIL_LINES = 20
+_MAX_PENDING = 1 << 22
+"""Characters that wait for a reader of the console."""
+_READER_S = 5.0
+"""How long a reader who has stopped reading is waited for at the end."""
+_CHUNK = 100
+"""Lines that are written at once."""
+_MAX_LINE = 1 << 16
+"""Characters after which a line ends, also if its process does not end it."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _WORSE = re.compile(r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^Traceback \(most recent|^[\w.]*(Error|Exception)\b")
 
 
 class Console:
-    """What the user sees. Everything is written by one thread."""
+    """What the user sees. A thread writes it, because whoever should read it may not (Ctrl-S, a pager, an ssh session
+    that lost its network): lines that find no room meanwhile are dropped and counted, and nobody waits for them."""
 
     def __init__(self, stream: BinaryIO | None = None) -> None:
-        self._stream = stream or sys.stdout.buffer
-        self._terminal = rich.console.Console(highlight=False) if self._stream.isatty() else None
+        # A file of its own, not sys.stdout, whose lock the interpreter waits for when it ends.
+        self._stream = stream or open(os.dup(sys.stdout.fileno()), "wb")  # noqa: SIM115
+        self.is_terminal = self._stream.isatty()
+        if self.is_terminal:
+            self._terminal = rich.console.Console(
+                file=io.TextIOWrapper(self._stream, errors="replace"), highlight=False
+            )
         self._bar: Progress | None = None
-
-    @property
-    def is_terminal(self) -> bool:
-        return self._terminal is not None
+        self._changed = threading.Condition()
+        self._pending: list[Text] = []
+        self._num_pending = 0
+        """Characters of `_pending`."""
+        self._num_dropped = 0
+        """Lines that came after `_pending`."""
+        self._progress: tuple[int, int, str] | None = None
+        self._is_closed = False
+        self._num_writes = 0
+        self._writer = threading.Thread(target=self._write, name="arealite-console", daemon=True)
+        self._writer.start()
 
     def line(self, text: str, *, prefix: str = "") -> None:
         """Write a line, above the bar."""
-        line = Text.assemble((f"{prefix} |", "dim"), f" {text}") if prefix else Text(text)
-        try:
-            if self._terminal is not None:
-                self._terminal.print(line, soft_wrap=True)
+        with self._changed:
+            if self._num_dropped or self._num_pending > _MAX_PENDING:
+                self._num_dropped += 1
             else:
-                self._stream.write(f"{line.plain}\n".encode())
-                self._stream.flush()
-        except OSError:  # the reader went away, as in `| head`: the run continues, its logs are complete
-            self._stream, self._terminal = open(os.devnull, "wb"), None  # noqa: SIM115
+                self._pending.append(_line(text, prefix))
+                self._num_pending += len(text) + 1
+            self._changed.notify()
 
     def show_progress(self, step: int, total_steps: int, phase: str) -> None:
         """Draw the bar, on a terminal: steps done and what the trainer is doing."""
-        if self._terminal is None:
-            return
+        with self._changed:
+            self._progress = (step, total_steps, phase)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what is left as long as somebody reads it, and remove the bar."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        num_writes = -1
+        while self._writer.is_alive() and num_writes != self._num_writes:
+            num_writes = self._num_writes
+            self._writer.join(_READER_S)
+
+    def _write(self) -> None:
+        """Write what is pending, until nothing is and the console is closed."""
+        is_last = False
+        while not is_last:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._progress or self._is_closed)
+                lines, progress, is_last = self._pending, self._progress, self._is_closed
+                if self._num_dropped:
+                    text = f"{self._num_dropped} lines are not shown here, because nobody read them; the logs have them"
+                    lines.append(_line(text, "launcher"))
+                self._pending, self._num_pending, self._num_dropped, self._progress = [], 0, 0, None
+            try:
+                for start in range(0, len(lines), _CHUNK):
+                    self._show(lines[start : start + _CHUNK])
+                    self._num_writes += 1
+                if progress is not None and self.is_terminal:
+                    self._draw(*progress)
+                if is_last and self._bar is not None:
+                    self._bar.stop()
+            except OSError:  # the reader went away, as in `| head`: the run continues, its logs are complete
+                with contextlib.suppress(OSError):
+                    self._stream.close()
+                self._stream, self.is_terminal = open(os.devnull, "wb"), False  # noqa: SIM115
+
+    def _show(self, lines: Sequence[Text]) -> None:
+        if self.is_terminal:
+            for line in lines:
+                self._terminal.print(line, soft_wrap=True)
+        else:
+            self._stream.write("".join(f"{line.plain}\n" for line in lines).encode(errors="replace"))
+            self._stream.flush()
+
+    def _draw(self, step: int, total_steps: int, phase: str) -> None:
         if self._bar is None:
             self._bar = Progress(
                 TextColumn("[bold]{task.description:<10}"),
@@ -73,11 +140,9 @@ class Console:
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=min(step, total_steps), description=phase, refresh=True)
 
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+
+def _line(text: str, prefix: str) -> Text:
+    return Text.assemble((f"{prefix} |", "dim"), f" {text}") if prefix else Text(text)
 
 
 class Output:
@@ -100,6 +165,8 @@ class Output:
     def feed(self, data: bytes) -> None:
         """Take in what the process wrote."""
         *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+        if len(self._rest) > _MAX_LINE:
+            lines, self._rest = [*lines, self._rest], ""
         self._finish(lines)
 
     def close(self) -> None:

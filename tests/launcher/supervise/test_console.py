@@ -24,10 +24,12 @@ from arealite.launcher.supervise.console import Console, Output
 def output_of(tmp_path: Path, written: list[bytes], **options) -> tuple[str, str]:
     """Return what console and log show."""
     stream = io.BytesIO()
-    output = Output("p", tmp_path / "p.log", Console(stream), **options)
+    console = Console(stream)
+    output = Output("p", tmp_path / "p.log", console, **options)
     for chunk in written:
         output.feed(chunk)
     output.close()
+    console.close()
     return stream.getvalue().decode(), (tmp_path / "p.log").read_text()
 
 
@@ -41,6 +43,9 @@ def output_of(tmp_path: Path, written: list[bytes], **options) -> tuple[str, str
         ("dos\r\n", ["dos"]),
         ("10%\r20%\r30%\ndone\n", ["30%", "done"]),
         ("bar 1\r\x1b[2Kline\n", ["line"]),
+        ("completion: \x1b]\nTraceback\n", ["completion: ", "Traceback"]),
+        ("\x1bP\x1b_\x1b^\x90\x9d\x1b[\nnext\n", ["\x90\x9d\x1b[", "next"]),
+        ("\x1b[1;2A \x1b[;m\x1b[999999999999C\x1b[?25l|\x00\n", [" |\x00"]),
     ],
 )
 def test_lines_as_a_reader_sees_them(tmp_path, written, seen):
@@ -76,6 +81,41 @@ def test_split_characters_and_foreground(tmp_path):
     euro = "1 €\n".encode()
     console, log = output_of(tmp_path, [euro[:3], euro[3:]], is_foreground=True)
     assert console == log == "1 €\n"
+
+
+def test_a_line_without_an_end_reaches_the_log_while_it_grows(tmp_path):
+    """So that a process that never ends a line can't fill our memory."""
+    console = Console(io.BytesIO())
+    output = Output("p", tmp_path / "p.log", console)
+    for _ in range(1000):
+        output.feed(b"0123456789abcdef" * 1000)
+    assert (tmp_path / "p.log").stat().st_size > 15_000_000
+    output.close()
+    console.close()
+    log = (tmp_path / "p.log").read_text()
+    assert log.replace("\n", "") == "0123456789abcdef" * 1_000_000 and len(log) < 16_001_000
+
+
+def test_what_nobody_reads_is_dropped_and_counted(tmp_path):
+    """Nobody waits for the reader; what it missed is counted where it is missing."""
+    reader, writer = os.pipe()
+    console = Console(os.fdopen(writer, "wb"))
+    output = Output("p", tmp_path / "p.log", console, is_foreground=True)
+    lines = [f"{n} {'x' * 90}" for n in range(100_000)]
+    for line in lines:
+        output.feed(f"{line}\n".encode())
+    assert (tmp_path / "p.log").read_text().splitlines() == lines
+    with os.fdopen(reader, encoding="utf-8") as stream:
+        shown = []
+        while not shown or "not shown" not in shown[-1]:
+            shown.append(stream.readline().rstrip("\n"))
+        output.feed(b"after it\n")
+        output.close()
+        console.close()
+        assert stream.readline() == "after it\n"
+    assert shown[:-1] == lines[: len(shown) - 1] and len(shown) > 1000
+    dropped = len(lines) - (len(shown) - 1)
+    assert shown[-1] == f"launcher | {dropped} lines are not shown here, because nobody read them; the logs have them"
 
 
 def on_terminal(command: list[str | Path], **options) -> bytes:
