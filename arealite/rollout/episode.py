@@ -1,8 +1,8 @@
 """One attempt at a prompt: the user's workflow under a deadline, and the record of how it ended.
 
 The inference client finds its attempt in `current_episode`, which tasks that the workflow starts inherit. Invariants:
-an attempt ends accepted, rejected or failed, and only the executor's own cancellation leaves as CancelledError; every
-end of an episode reaches ledger and budgets exactly once.
+an attempt ends accepted, rejected or failed, whatever its workflow raises; only the executor's own cancellation,
+KeyboardInterrupt and SystemExit leave as exceptions; every end of an episode reaches ledger and budgets exactly once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from arealite.rollout.trajectory import check_trajectory
 
 logger = logging.getLogger("arealite.rollout")
 
-Outcome: TypeAlias = TensorDict | str | Exception  # an accepted trajectory, why it was rejected, or why it failed
+Outcome: TypeAlias = TensorDict | str | BaseException  # an accepted trajectory, why it was rejected, or why it failed
 
 
 @dataclass(eq=False)
@@ -107,10 +107,14 @@ class EpisodeRunner:
         """Run one attempt in the caller's task, and return how it ended."""
         try:
             return await _run_workflow(self.engine, episode, timeout_s=self.config.episode_timeout)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
+            if (interrupt := _interrupt_in(error)) is not None:
+                raise interrupt from None
             return error
 
-    def retry(self, episode: Episode, error: Exception) -> bool:
+    def retry(self, episode: Episode, error: BaseException) -> bool:
         """Make the prompt of a failed attempt ready for another one; False if none may help."""
         prompt, kind = episode.prompt, kind_of(error)
         may_retry = prompt.attempt < self.config.episode_retries and not isinstance(error, ContextOverflowError)
@@ -125,8 +129,8 @@ class EpisodeRunner:
         """Record how an episode ended; the budgets learn of an accepted one when nobody can reject it any more."""
         prompt = episode.prompt
         record = episode.samples, asyncio.get_running_loop().time() - (prompt.first_started_s or 0.0)
-        self.budgets.end(outcome if isinstance(outcome, Exception) else None)
-        if isinstance(outcome, Exception):
+        self.budgets.end(outcome if isinstance(outcome, BaseException) else None)
+        if isinstance(outcome, BaseException):
             self.ledger.drop(prompt, "failed", kind_of(outcome), *record)
         elif isinstance(outcome, str):
             self.ledger.drop(prompt, "rejected", outcome, *record)
@@ -139,6 +143,13 @@ class EpisodeRunner:
         """Raise if a budget is spent, or the ledger could not be written."""
         self.budgets.check()
         self.ledger.check()
+
+
+def _interrupt_in(error: BaseException) -> BaseException | None:
+    """Return what asks the process to end, by itself or in a group."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((one for one in map(_interrupt_in, error.exceptions) if one is not None), None)
+    return error if isinstance(error, KeyboardInterrupt | SystemExit) else None
 
 
 async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> TensorDict | str:

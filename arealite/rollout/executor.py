@@ -7,6 +7,7 @@ wait that raises loses nothing; no wait outlives `episode_timeout` without an ev
 
 import asyncio
 import heapq
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -30,8 +31,10 @@ from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.trajectory import assemble_batch
 from arealite.rollout.unthrottled import UnthrottledBatches
 from arealite.utils import heartbeat
+from arealite.utils.tasks import BackgroundTasks
 
 T = TypeVar("T")
+logger = logging.getLogger("arealite.rollout")
 
 _GRACE_S = 30.0  # added to `episode_timeout` before a wait without any event gives up
 _CLOSE_S = 10.0  # how long cancelled tasks may take to end
@@ -65,6 +68,7 @@ class RolloutExecutor:
 
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
+        self._tasks = BackgroundTasks("the accounting of an episode", logger, on_failure=self._wake)
         self._ready: list[Episode] = []  # accepted episodes that no batch has taken
         self._changed = asyncio.Event()
         self._is_paused = False
@@ -253,10 +257,13 @@ class RolloutExecutor:
                 if not self._queue or self._account.capacity() <= 0:
                     break
                 episode = self._runner.start(self._queue.popleft(), self._account.version)
-                self._running[episode] = asyncio.create_task(self._run(episode))
+                self._running[episode] = self._tasks.start(self._run(episode))
             else:
                 self._is_starting = True
                 asyncio.get_running_loop().call_soon(self._start_more)
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()  # wakes those who wait now, not later ones
         self._changed.clear()
 
@@ -270,7 +277,7 @@ class RolloutExecutor:
             return  # dropped meanwhile
         if isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):
             outcome = OVERDUE
-        if isinstance(outcome, Exception) and self._runner.retry(episode, outcome):
+        if isinstance(outcome, BaseException) and self._runner.retry(episode, outcome):
             self._queue.appendleft(episode.prompt)
         else:
             self._runner.record_end(episode, outcome)
@@ -388,5 +395,6 @@ class RolloutExecutor:
         )
 
     def _check(self) -> None:
+        self._tasks.check()
         self._runner.check()
         self._store.check()

@@ -26,10 +26,10 @@ class Budgets:
         # The cause of each failure, None for an episode that ended otherwise.
         self._recent: deque[str | None] = deque([None] * config.failure_window, maxlen=config.failure_window)
         self._causes: Counter[str] = Counter()  # how often each cause occurs in `_recent`
-        self._examples: dict[str, Exception] = {}  # the last failure of each cause
+        self._examples: dict[str, BaseException] = {}  # the last failure of each cause
         self._rejected: Counter[str] = Counter()
 
-    def end(self, error: Exception | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Count an episode that ended; `error` is why it failed for good."""
         cause = None if error is None else _cause_of(error)
         if (forgotten := self._recent[0]) is not None:

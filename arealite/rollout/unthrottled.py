@@ -81,10 +81,10 @@ async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: i
     while True:
         episode = runner.start(prompt, head_version)
         outcome = await runner.run(episode)
-        if not isinstance(outcome, Exception) or not runner.retry(episode, outcome):
+        if not isinstance(outcome, BaseException) or not runner.retry(episode, outcome):
             break
     runner.record_end(episode, outcome)
-    if isinstance(outcome, Exception | str):
+    if isinstance(outcome, BaseException | str):
         runner.budgets.check()
         return None
     runner.budgets.accept()

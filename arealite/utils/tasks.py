@@ -21,14 +21,15 @@ class BackgroundTasks:
         self._on_failure = on_failure
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
 
-    def start(self, coroutine: Coroutine[Any, Any, None], key: Hashable = None) -> None:
-        """Start a task, unless one with this key runs already; without a key there is no such limit."""
+    def start(self, coroutine: Coroutine[Any, Any, None], key: Hashable = None) -> asyncio.Task[None]:
+        """Start a task, unless one with this key runs, and return the one that runs; without a key, any number may."""
         key = object() if key is None else key
         if key in self._tasks and not self._tasks[key].done():
             coroutine.close()
-            return
+            return self._tasks[key]
         task = self._tasks[key] = asyncio.create_task(coroutine)
         task.add_done_callback(lambda task: self._end(key, task))
+        return task
 
     def check(self) -> None:
         """Raise if a task has failed."""

@@ -196,7 +196,7 @@ def test_pause_stops_new_episodes_only(start: Callable[..., IdleEngine]) -> None
 # Failures
 
 
-def fail_first(error: Exception, attempts: int) -> WaitingWorkflow:
+def fail_first(error: BaseException, attempts: int) -> WaitingWorkflow:
     """Fail that many attempts at each prompt."""
     counts: dict[PromptId, int] = {}
 
@@ -412,6 +412,10 @@ def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str
     assert cancelled == ([0] if overdue == "drop" else [])
 
 
+class Panic(BaseException):
+    """What libraries written in Rust raise."""
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -426,10 +430,15 @@ def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str
         (TimeoutError("the user's own"), "workflow"),
         (ExceptionGroup("several", [RewardError("no", kind="timeout")]), "reward_timeout"),
         (asyncio.CancelledError(), "workflow"),
+        (Panic("in a library written in Rust"), "workflow"),
+        (GeneratorExit(), "workflow"),
+        (BaseExceptionGroup("several", [BaseExceptionGroup("inner", [Panic("no")]), ParseError("no")]), "workflow"),
     ],
 )
-def test_dropped_episodes_are_counted_by_kind(start: Callable[..., IdleEngine], error: Exception, kind: str) -> None:
-    engine = start(consumer_batch_size=2, episode_retries=1)
+def test_dropped_episodes_are_counted_by_kind(
+    start: Callable[..., IdleEngine], error: BaseException, kind: str
+) -> None:
+    engine = start(consumer_batch_size=2, episode_retries=1, episode_timeout=60)
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
         if row["prompt_id"].index == 0:
@@ -441,12 +450,15 @@ def test_dropped_episodes_are_counted_by_kind(start: Callable[..., IdleEngine], 
     assert engine.executor.metrics()[f"rollout/failed_{kind}"] == engine.executor.stats.failed == 1
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError("reward / 0"), Panic("reward / 0")], ids=repr)
 @pytest.mark.parametrize("call", ["prepare_batch", "wait", "run_all"])
-def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., IdleEngine], call: str) -> None:
+def test_too_many_failures_stop_the_run_with_their_cause(
+    start: Callable[..., IdleEngine], call: str, error: BaseException
+) -> None:
     engine = start(
         consumer_batch_size=2, max_failed_share=0.3, failure_window=10, episode_retries=0, max_concurrent_rollouts=2
     )
-    workflow = fail_first(ZeroDivisionError("reward / 0"), 10**9)
+    workflow = fail_first(error, 10**9)
     calls = {
         "prepare_batch": lambda: engine.executor.prepare_batch([rows(2)], workflow),
         "wait": lambda: [engine.executor.submit(row, workflow) for row in rows(6)] and engine.executor.wait(2),
@@ -454,10 +466,11 @@ def test_too_many_failures_stop_the_run_with_their_cause(start: Callable[..., Id
     }
     with pytest.raises(
         EpisodeError,
-        match=r"(?s)at most 3 of the last 10 .* got [4-6]\..*[4-6] x workflow \(ZeroDivisionError at .*\nTraceback",
+        match=r"(?s)at most 3 of the last 10 .* got [4-6]\."
+        rf".*[4-6] x workflow \({type(error).__name__} at .*\nTraceback",
     ) as caught:
         calls[call]()
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.__cause__ is error
     with pytest.raises(EpisodeError):
         engine.executor.wait(1)
 
@@ -511,16 +524,34 @@ def test_malformed_trajectories_name_the_key(
         raise caught.value.__cause__
 
 
-def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine]) -> None:
+@pytest.mark.parametrize("is_in_a_group", [False, True])
+def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine], is_in_a_group: bool) -> None:
     engine = start(consumer_batch_size=1)
+    interrupt = KeyboardInterrupt("from a workflow")
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
-        raise KeyboardInterrupt("from a workflow")
+        raise BaseExceptionGroup("several", [ParseError("no"), interrupt]) if is_in_a_group else interrupt
 
+    loader = [rows(1)]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="has ended") as caught:
-            engine.executor.prepare_batch([rows(1)], WaitingWorkflow(act))
+            engine.executor.prepare_batch(loader, WaitingWorkflow(act))
         assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+
+
+def test_an_episode_whose_end_can_not_be_recorded_ends_the_run_at_once(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1)
+
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise LookupError("no text")
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        raise Unprintable
+
+    with pytest.raises(RuntimeError, match="of an episode must not fail: got LookupError: no text") as caught:
+        engine.executor.prepare_batch([rows(1)], WaitingWorkflow(act))
+    assert isinstance(caught.value.__cause__, LookupError)
 
 
 def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEngine]) -> None:
