@@ -74,6 +74,15 @@ def test_arrows(file: Path) -> None:
         assert forbidden == [], f"{room} may import {sorted(MAY_IMPORT[room])}"
 
 
+@pytest.mark.parametrize("room", ["inference", "reward", "rollout", "workflow"])
+def test_our_own_blocking_calls_do_not_queue_behind_those_of_workflows(room: str) -> None:
+    """In the loop of the episodes `asyncio.to_thread` is for users, and may have no thread left."""
+    calls = ("to_thread", "run_in_executor")
+    for file in (PACKAGE / room).rglob("*.py"):
+        used = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        assert used.isdisjoint(calls), f"{file} must use utils.threads.in_thread"
+
+
 def code_lines(file: Path) -> int:
     """Count lines that are not blank, not only a comment, and not part of a docstring."""
     text = file.read_text()

@@ -25,6 +25,7 @@ from arealite.rollout.prompts import SampleRecord
 from arealite.utils import heartbeat
 from arealite.utils.hf import load_hf_tokenizer, vocab_size
 from arealite.utils.stop_strings import StopStrings
+from arealite.utils.threads import in_thread
 
 logger = logging.getLogger("arealite.client")
 
@@ -89,7 +90,7 @@ class Completions:
     async def load_vocabulary(self) -> None:
         """Find out which token ids the model has, if the tokenizer is known."""
         if self._config.tokenizer_path:
-            self._vocab_size = await asyncio.to_thread(vocab_size, self._config.tokenizer_path)
+            self._vocab_size = await in_thread(vocab_size, self._config.tokenizer_path)
 
     def note_change(self) -> None:
         """Wake what waits for a server (called when servers have changed)."""
@@ -239,7 +240,7 @@ class Completions:
         """Return how many tokens of an interrupted output can't be part of an unfinished stop string."""
         if self._tokenizer is None:
             path = self._config.tokenizer_path
-            self._tokenizer = asyncio.create_task(asyncio.to_thread(load_hf_tokenizer, path))
+            self._tokenizer = asyncio.create_task(in_thread(load_hf_tokenizer, path))
         return StopStrings(await asyncio.shield(self._tokenizer), stops).num_settled(tokens)
 
     def _refuse_standstill(self, server: Server, progressed: float, num_aborts: int) -> None:

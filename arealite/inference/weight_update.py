@@ -27,6 +27,7 @@ from arealite.inference.completions import Completions
 from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server, ServerPool
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
+from arealite.utils.threads import in_thread
 
 logger = logging.getLogger("arealite.client")
 
@@ -185,7 +186,7 @@ class WeightReceiver:
         self._update.is_torn = True
         differing = await self._on_all(lambda one: self._backend.load(one, path, version, checksums), servers)
         self._count_mismatches(servers, differing)
-        await asyncio.to_thread(shutil.rmtree, path)
+        await in_thread(shutil.rmtree, path)
 
     # By broadcast
 

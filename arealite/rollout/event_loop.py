@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from arealite.rollout.loop_watch import LoopWatch, oldest_episodes
 from arealite.utils import heartbeat
+from arealite.utils.threads import DaemonThreads
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")
@@ -23,6 +24,7 @@ logger = logging.getLogger("arealite.rollout")
 # How long another thread of the process may compute before the loop gets Python's lock back; by default 5 ms.
 _SWITCH_S = 0.001
 _WIND_UP_ROUNDS = 3  # a task that is cancelled may have started another
+_MAX_USER_THREADS = 32  # of calls that workflows make by `asyncio.to_thread`
 
 
 class Flag:
@@ -100,8 +102,7 @@ class EventLoopThread:
 
     def close(self, timeout_s: float) -> None:
         """Cancel every task and join the thread; one that does not end in time is left to the end of the process."""
-        with contextlib.suppress(RuntimeError):  # it has ended already
-            self.loop.call_soon_threadsafe(self.loop.stop)
+        self.call_soon(self._must_end.set)
         self._thread.join(timeout_s)
         heartbeat.withdraw(f"loop {self._thread.name}")
         if self._thread.is_alive():
@@ -111,28 +112,40 @@ class EventLoopThread:
 
     def _main(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
-        with asyncio.Runner() as runner:
-            self.watch = LoopWatch(runner.get_loop(), **self._limits_s)
-            self._loop.set_result(runner.get_loop())
-            try:
-                runner.get_loop().run_forever()
-            except BaseException as error:
-                self._cause = error
-            runner.run(self._wind_up())
-        self._ended.set_result(None)
-        self.watch.close()
-
-    async def _wind_up(self) -> None:
-        for _ in range(_WIND_UP_ROUNDS):
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for closer in self.closers:
-            await closer()
+        try:
+            with asyncio.Runner() as runner:
+                loop = runner.get_loop()
+                loop.set_default_executor(DaemonThreads(_MAX_USER_THREADS, "workflow-call"))
+                self._must_end = asyncio.Event()
+                self.watch = LoopWatch(loop, **self._limits_s)
+                self._loop.set_result(loop)
+                self._cause = _failure(runner, self._must_end.wait)
+                # Each in a run of its own: what fails does not keep the others from ending.
+                for part in (*[_cancel_tasks] * _WIND_UP_ROUNDS, *self.closers):
+                    if (error := _failure(runner, part)) is not None:
+                        logger.error("the rollout loop did not end in order", exc_info=error)
+        finally:
+            self._ended.set_result(None)
+            self.watch.close()
 
     def _ended_error(self) -> RuntimeError:
         reason = "closed" if self._cause is None else repr(self._cause)
         error = RuntimeError(f"the rollout loop must be running: it has ended ({reason}). Initialize a new engine.")
         error.__cause__ = self._cause
         return error
+
+
+def _failure(runner: asyncio.Runner, part: Callable[[], Coroutine[Any, Any, object]]) -> BaseException | None:
+    """Run a coroutine, and return what it or another task raised to end the loop."""
+    try:
+        runner.run(part())
+    except BaseException as error:
+        return error
+    return None
+
+
+async def _cancel_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

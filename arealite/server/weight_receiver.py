@@ -6,10 +6,7 @@ fingerprints differ. A failed transfer closes the group, which fails the sender 
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import torch
 
@@ -17,9 +14,8 @@ from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import check_shapes, read_checkpoint
 from arealite.server import protocol
 from arealite.utils.fingerprint import differing, fingerprints
+from arealite.utils.threads import in_thread
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
-
-T = TypeVar("T")
 
 
 class WeightReceiver:
@@ -45,7 +41,7 @@ class WeightReceiver:
     async def load_from_disk(self, body: protocol.DiskUpdateBody) -> list[str]:
         """Load a checkpoint folder; return the tensors whose fingerprints differ from the sender's."""
         async with self._turn():
-            weights = await in_thread(lambda: read_checkpoint(body.model_path))
+            weights = await in_thread(read_checkpoint, body.model_path)
             wrong = await _verify(weights, body)
             if body.abort_all_requests:
                 await asyncio.wrap_future(self._engine.abort())
@@ -82,7 +78,7 @@ class WeightReceiver:
                 if self._staged is None:
                     raise ValueError("/begin_weight_update must come first: got a bucket outside of an update.")
                 check_shapes({spec.name: spec.shape for spec in body.specs}, self._engine.weight_shapes)
-                self._staged.update(await in_thread(lambda: receive_bucket(group, body.specs)))
+                self._staged.update(await in_thread(receive_bucket, group, body.specs))
             except BaseException:  # also a cancellation must stop the sender
                 self._staged = None
                 self._close(body.group_name)
@@ -122,18 +118,3 @@ async def _verify(weights: dict[str, torch.Tensor], body: protocol.VerifiedBody)
             f"{', '.join(wrong[:5])}. The old weights stay; send them again."
         )
     return wrong
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run a blocking function in a daemon thread, which does not keep the process from exiting."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # who is cancelled no longer waits, and the thread ends as it may
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # the future raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -13,13 +13,21 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
+import testing_forks
+from tensordict import TensorDict
+from testing_workflows import IdleEngine, WaitingWorkflow
 
-from arealite.api.errors import EpisodeTimeoutError
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.rollout import loop_watch
 from arealite.rollout.event_loop import EventLoopThread, Flag
 from arealite.utils.source_lines import SourceLine
+from arealite.utils.threads import in_thread
 
 
 @pytest.fixture
@@ -309,3 +317,78 @@ def test_a_coroutine_is_cancelled_if_what_the_flag_asks_for_fails(loop) -> None:
     with pytest.raises(IndexError):
         loop.run(wait_until_cancelled(), flag, fail)
     assert cancelled.wait(120)
+
+
+# Ends
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_loop_that_a_task_ends_closes_what_it_has(error: type[BaseException]) -> None:
+    """Also while it is being closed, and if tasks do not end as asked."""
+    loop = EventLoopThread("test-loop")
+    is_closing, closed = threading.Event(), []
+
+    async def fail() -> None:
+        raise LookupError
+
+    async def close() -> None:
+        is_closing.set()
+        await asyncio.sleep(0.5)
+        closed.append("closed")
+
+    async def raise_when_cancelled() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise error
+
+    async def end() -> None:
+        raise error("by a workflow")
+
+    async def await_another(coroutine) -> None:
+        other = asyncio.create_task(coroutine)
+        other.add_done_callback(asyncio.Task.exception)
+        await asyncio.sleep(3600)
+        await other
+
+    loop.closers += [fail, close]
+    loop.submit(raise_when_cancelled())
+    turn(loop)
+    with pytest.raises(RuntimeError, match="has ended") as caught:
+        loop.run(await_another(end()))
+    assert isinstance(caught.value.__cause__, error) and str(caught.value.__cause__) == "by a workflow"
+    assert is_closing.wait(120)
+    loop.close(120)
+    assert closed == ["closed"]
+    with pytest.raises(RuntimeError, match="has ended"):
+        loop.run(asyncio.sleep(0))
+    assert not {loop._thread, loop.watch._thread} & set(threading.enumerate())
+
+
+class Stuck(WaitingWorkflow):
+    """Calls what never returns, from more threads than there are."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+        await asyncio.gather(*(asyncio.to_thread(threading.Event().wait) for _ in range(100)))
+        return None
+
+
+def train_in_vain(pipe: Connection) -> None:
+    """Finish a run as a trainer does, while calls of its workflow still run."""
+    config = InferenceEngineConfig(consumer_batch_size=1, episode_timeout=0.5, episode_retries=0, max_failed_share=0)
+    executor = IdleEngine(config).executor
+    try:
+        executor.prepare_batch([[{}]], Stuck())
+    except EpisodeError as error:
+        pipe.send(str(error))
+    pipe.send(executor.loop.run(in_thread(lambda: "a call of our own runs")))
+    executor.close()
+    pipe.send("the end")
+
+
+def test_calls_in_threads_that_never_return_hold_up_nothing() -> None:
+    with testing_forks.connected(train_in_vain) as trainer:
+        assert "1 x timeout" in trainer.receive()
+        assert trainer.receive() == "a call of our own runs"
+        assert trainer.receive() == "the end"
+        assert trainer.end() == 0, "it ends"
