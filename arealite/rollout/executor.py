@@ -228,8 +228,14 @@ class RolloutExecutor:
         self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept
     ) -> PromptSource:
         """Return the source of this dataloader, after queueing what it must fetch again for a run that resumes."""
-        if self._source is None or self._source.dataloader is not dataloader:
+        if self._source is None:
             self._source = PromptSource(dataloader)
+        elif self._source.dataloader is not dataloader:
+            raise ValueError(
+                f"prepare_batch must get one dataloader in a run: got a second one, {type(dataloader).__name__}, whose "
+                "prompts would have the names of the first one's. Put all rows into one data set, in the order of a "
+                "curriculum with shuffle=false."
+            )
         self._begin()
         if self._reopened:
             fetch = self._source.require_fetch()

@@ -57,9 +57,19 @@ class PromptSource:
     def __init__(self, dataloader: Iterable[list[Row]]) -> None:
         self.dataloader = dataloader
         self._batches = self._cycle()
+        self._error: Exception | None = None
 
     def pull(self) -> list[Row]:
-        return next(self._batches)
+        if self._error is not None:
+            raise RuntimeError(
+                f"the dataloader must not fail: it has raised {type(self._error).__name__}: {self._error}, and rows "
+                "may be missing since. Resume the run, or start it again."
+            ) from self._error
+        try:
+            return next(self._batches)
+        except Exception as error:
+            self._error = error
+            raise
 
     def cursor(self) -> Mapping[str, Any] | None:
         """Return the dataloader's own note of what it has yielded; None if it keeps none."""
@@ -93,4 +103,9 @@ class PromptSource:
 
 def named(row: Row, prompt_id: PromptId) -> Row:
     """Return the row with a `prompt_id`: its own, or the given one."""
-    return row if "prompt_id" in row else {**row, "prompt_id": prompt_id}
+    if not isinstance(own := row.get("prompt_id", prompt_id), PromptId):
+        raise ValueError(
+            f"the column prompt_id of a row must be a PromptId: got {own!r:.100}. Rename a column of the data set that "
+            "happens to have this name."
+        )
+    return {**row, "prompt_id": own}

@@ -124,16 +124,44 @@ def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Callable[
 
 
 def test_errors_of_the_dataloader_reach_the_caller(start: Callable[..., IdleEngine]) -> None:
-    engine = start()
+    engine = start(consumer_batch_size=2)
 
     def broken() -> Iterator[list[Row]]:
+        yield rows(1)
         raise OSError("disk on fire")
-        yield []
 
+    loader = broken()
     with pytest.raises(OSError, match="disk on fire"):
-        engine.executor.prepare_batch(broken(), WaitingWorkflow())
+        engine.executor.prepare_batch(loader, WaitingWorkflow())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"the dataloader must not fail: .* OSError: disk on fire") as caught:
+            engine.executor.prepare_batch(loader, WaitingWorkflow())
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_dataloader_without_rows_is_refused(start: Callable[..., IdleEngine]) -> None:
     with pytest.raises(ValueError, match="must yield rows"):
-        engine.executor.prepare_batch([], WaitingWorkflow())
+        start().executor.prepare_batch([], WaitingWorkflow())
+
+
+def test_a_run_has_one_dataloader(start: Callable[..., IdleEngine]) -> None:
+    """Those of two would share names."""
+    engine = start(consumer_batch_size=1)
+    first = [[{"a": 1}]]
+    engine.executor.prepare_batch(first, WaitingWorkflow())
+    with pytest.raises(ValueError, match=r"must get one dataloader in a run: got a second one, list.*one data set"):
+        engine.executor.prepare_batch([[{"a": 1}]], WaitingWorkflow())
+    engine.set_version(1)
+    engine.executor.prepare_batch(first, WaitingWorkflow())
+
+
+def test_a_column_named_prompt_id_is_refused(start: Callable[..., IdleEngine]) -> None:
+    engine = start()
+    message = r"the column prompt_id of a row must be a PromptId: got '0012ab'. Rename"
+    with pytest.raises(ValueError, match=message):
+        engine.executor.prepare_batch([[{"prompt_id": "0012ab"}]], WaitingWorkflow())
+    with pytest.raises(ValueError, match=message):
+        engine.executor.submit({"prompt_id": "0012ab"}, WaitingWorkflow())
 
 
 def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable[..., IdleEngine]) -> None:
@@ -684,9 +712,10 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
     )
     workflow = WaitingWorkflow()
     workflow.tokenizer = Tokenizer()  # type: ignore[attr-defined]
-    engine.executor.prepare_batch([rows(2)], workflow)
+    loader = [rows(2)]
+    engine.executor.prepare_batch(loader, workflow)
     engine.set_version(1)
-    engine.executor.prepare_batch([rows(2)], WaitingWorkflow())
+    engine.executor.prepare_batch(loader, WaitingWorkflow())
     engine.executor.run_all(rows(1, first=7), workflow, is_evaluation=True)
     engine.executor.close()
     folder = tmp_path / "exp" / "trial" / "rollouts"
@@ -752,10 +781,11 @@ def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEn
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "rollouts").write_text("a file where the folder should be")
     engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="exp", max_head_offpolicyness=9)
-    engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
+    loader = [rows(1)]
+    engine.executor.prepare_batch(loader, WaitingWorkflow())
     with pytest.raises(OSError, match="rollouts"):
         for attempt in range(8):
-            engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
+            engine.executor.prepare_batch(loader, WaitingWorkflow())
             time.sleep(0.05 * 2**attempt)
     with pytest.raises(OSError, match="rollouts"):
         engine.executor.close()
