@@ -13,6 +13,12 @@ class _Run(Protocol):
     def fileroot(self) -> str: ...
 
 
+OF_TRIAL = (".launcher.lock", ".trainer.lock", ".secret", "job.sbatch", "slurm-*.log")
+"""What stays in the folder of a run that takes the place of an earlier one: held, known to joiners, or Slurm's."""
+OF_LAUNCHER = (*OF_TRIAL, "logs", "run.json", "registry.json", "stall_*.txt")
+"""What is not the trainer's."""
+
+
 class RunFolder:
     """The paths of a run's files, from an experiment's config, a block that knows its run, or the folder itself."""
 

@@ -29,13 +29,12 @@ from arealite.api.cli_args import RecoverConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
-from arealite.api.run_folder import RunFolder
+from arealite.api.run_folder import OF_LAUNCHER, RunFolder
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
-from arealite.trainer.records import summarize
 from arealite.utils.distributed import agreed, all_reduce_numbers, global_rank, is_restarted, raise_on_every_rank
 from arealite.utils.environment import RESTART_VARIABLE
-from arealite.utils.files import explain, file_lock, read_jsonl
+from arealite.utils.files import empty_folder, explain, file_lock, read_jsonl
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
@@ -67,8 +66,8 @@ class Stateful(Protocol):
 class Recover:
     """Finds the checkpoint to resume from, and saves new ones. Every rank calls every method.
 
-    Create it before anything writes into the run folder: it locks the folder, and removes an earlier run's state
-    unless this run resumes from it.
+    Create it before anything writes into the run folder: it locks the folder, and moves an earlier run aside unless
+    this run resumes from it.
     """
 
     def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec) -> None:
@@ -84,7 +83,7 @@ class Recover:
             self._lock.enter_context(file_lock(self._run.trainer_lock, timeout_s=LOCK_TIMEOUT_S))
             self._found = _choose(self._folder, config.mode)
             if self._found is None:
-                _replace(self._run)
+                empty_folder(self._run.path, keep=OF_LAUNCHER)
 
     def load(
         self,
@@ -302,18 +301,6 @@ def _choose(folder: Path, mode: str) -> Path | None:
             f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."
         )
     return None
-
-
-def _replace(run: RunFolder) -> None:
-    """Remove an earlier run's checkpoints, ledger and rollouts; `StatsLogger` removes its metrics."""
-    rows, ledger = read_jsonl(run.metrics), list(run.path.glob(f"{run.ledger.name}*"))
-    if rows or ledger or run.recover.exists():
-        num_steps = summarize(rows, max_head_offpolicyness=None)["steps"]
-        print(f"replacing the run of {num_steps} steps in {run.path}", flush=True)
-    checkpoint.remove(run.recover)  # first and at once: a checkpoint is worth nothing without its ledger
-    for path in ledger:
-        path.unlink()
-    shutil.rmtree(run.rollouts, ignore_errors=True)
 
 
 def _remove_undone(folder: Path, step: int) -> None:

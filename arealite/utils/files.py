@@ -4,7 +4,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,24 @@ def publish_folder(unfinished: Path, path: Path) -> None:
         path.rename(old)
     unfinished.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def aside(path: Path, why: str) -> Path:
+    """Return a free name beside a path, to move away to what is there."""
+    path = path.resolve()
+    return path.with_name(f"{path.name}.{why}-{datetime.now():%Y%m%d-%H%M%S-%f}")
+
+
+def empty_folder(folder: Path, *, keep: Iterable[str]) -> None:
+    """Move what a folder holds, except the names (or patterns) `keep`, to another beside it, and say so."""
+    found = [path for path in folder.iterdir() if not any(path.match(name) for name in keep)]
+    if found:
+        moved = aside(folder, "replaced")
+        with writing(moved):
+            moved.mkdir()
+            for path in sorted(found, reverse=True):
+                path.rename(moved / path.name)
+        print(f"the run that was in {folder} is now in {moved}", flush=True)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -395,6 +395,27 @@ def test_what_can_not_go_better_is_not_tried_again(launch_script, error, before)
     assert f"arealite.api.errors.{error}: seed must be 1: got 2." in run.output and "restart " not in run.output
 
 
+@pytest.mark.parametrize("mode, is_fresh", [("disabled", True), ("fault", True), ("auto", False)])
+def test_a_new_start_of_a_trial_deletes_nothing(launch_script, tmp_path, mode, is_fresh):
+    folder = tmp_path / "runs/exp/trial"
+    names = ["checkpoints/step_3/model", "ledger.sqlite", "logs/trainer-0.log", "metrics.jsonl", "recover/step_3/state"]
+    for name in (*names, ".secret"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name} of the earlier run, which is long enough\n")
+    (folder / ".secret").chmod(0o600)
+    run = launch_script(
+        "print('has', sorted(os.listdir('runs/exp/trial')))", *SFT, f"recover.mode={mode}", "recover.freq_steps=1"
+    )
+    assert run.end() == 0, run.output
+    kept = [folder] if not is_fresh else list(folder.parent.glob("trial.replaced-*"))
+    assert (len(kept) == 1 and f"the run that was in {folder} is now in {kept[0]}" in run.output) or not is_fresh
+    for name in names:
+        assert (kept[0] / name).read_text().startswith(f"{name} of the earlier run")
+    ours = [".launcher.lock", ".secret", "logs", "run.json"]
+    assert f"has {ours}" in run.output or not is_fresh, run.output
+    assert (folder / ".secret").read_text().startswith(".secret of the earlier run"), "joiners know it"
+
+
 def test_a_resume_without_a_checkpoint_starts_nothing(launch_script):
     run = launch_script("print('bye')", *SFT, "recover.mode=resume", "recover.freq_steps=1")
     assert run.end() == 2

@@ -8,7 +8,8 @@ import os
 import random
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -179,23 +180,34 @@ def test_who_goes_on(
     assert train(model, folder, steps=5, mode=mode)["start"] == expected
     is_fresh = expected == 0
     said = capsys.readouterr().out
-    assert (f"replacing the run of 3 steps in {folder}/e/t\n" in said) == is_fresh
     assert (f"resuming after step 3 from {folder}/e/t/recover/step_3\n" in said) != is_fresh
     for name in ("ledger.sqlite", "ledger.sqlite-wal", "rollouts"):
         assert (folder / "e/t" / name).exists() != is_fresh
     assert (folder / "e/t/recover").exists() == (mode != "disabled")
+    earlier = list((folder / "e").glob("t.replaced-*"))
+    assert len(earlier) == is_fresh
+    for path in earlier:
+        assert f"the run that was in {folder}/e/t is now in {path}\n" in said
+        assert {"ledger.sqlite", "ledger.sqlite-wal", "rollouts", "recover", "checkpoints"} <= set(os.listdir(path))
+        assert (path / "metrics.jsonl").read_text().count("\n") == 3 and find_damage(path / "recover/step_3") is None
 
 
-def test_a_failed_write_stops_the_run_and_names_the_file_system(model: str, tmp_path: Path) -> None:
-    """The limit on the size of a file stands in for a full disk; what was published before stays."""
-    train(model, tmp_path, steps=2)
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """A limit on the size of a file stands in for it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError) as caught:
-            train(model, tmp_path, steps=7)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_failed_write_stops_the_run_and_names_the_file_system(model: str, tmp_path: Path) -> None:
+    """What was published before stays."""
+    train(model, tmp_path, steps=2)
+    with full_disk(), pytest.raises(CheckpointError) as caught:
+        train(model, tmp_path, steps=7)
     text = str(caught.value)
     assert f"{tmp_path}/e/t/recover/step_3 must be writable: got " in text and "free" in text, text
     assert caught.value.__cause__ is not None
@@ -206,12 +218,10 @@ def test_a_failed_write_stops_the_run_and_names_the_file_system(model: str, tmp_
 def test_the_error_of_a_run_comes_before_that_of_its_checkpoint(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "e/t").mkdir(parents=True)
-    (tmp_path / "e/t/recover").symlink_to(tmp_path / "nowhere/recover")
-    (tmp_path / "nowhere").touch()
-    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.ERROR, logger="arealite.recover"):
+    with full_disk(), pytest.raises(ZeroDivisionError), caplog.at_level(logging.ERROR, logger="arealite.recover"):
         train(model, tmp_path, steps=7, freq_steps=1, keep_last=1, stop_after=None, fail_after=0)
-    assert ["step_0 must be writable" in record.getMessage() for record in caplog.records] == [True]
+    (ours,) = [record.getMessage() for record in caplog.records if record.name == "arealite.recover"]
+    assert "step_0 must be writable" in ours
 
 
 def test_a_checkpoint_before_the_publication_is_refused(model: str, tmp_path: Path) -> None:

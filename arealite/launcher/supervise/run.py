@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import OF_TRIAL
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, Place, Slot
 from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
-from arealite.utils.files import file_lock, write_atomically
+from arealite.utils.files import empty_folder, file_lock, write_atomically
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
 from arealite.watchdog.stall import StallPolicy
@@ -90,9 +91,9 @@ def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s
 async def _run(run: Run, place: Place, restart: str | None) -> int:
     """Run to the end, and start again what failed as often as `recover` allows."""
     config, folder = run.config, run.folder
-    if not folder.recover.exists() and restart is None:
-        for log in folder.logs.glob("*.log"):  # of a run that this one replaces
-            log.unlink()
+    resumes = config.recover.mode in ("auto", "resume") and any(folder.recover.glob("step_*"))
+    if restart is None and not resumes:
+        empty_folder(folder.path, keep=OF_TRIAL)
     folder.logs.mkdir(parents=True, exist_ok=True)
     record = {"entry": str(run.entry), "argv": run.argv}
     write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
