@@ -12,11 +12,11 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import multiprocessing.spawn
 import os
 import pickle
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,7 +24,6 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import psutil
@@ -33,6 +32,7 @@ from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
 from arealite.reward.worker import Reply, checked
 from arealite.utils import heartbeat
+from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.processes import describe_exit, exit_status, kill_tree
 
 logger = logging.getLogger("arealite.reward")
@@ -40,6 +40,9 @@ logger = logging.getLogger("arealite.reward")
 STARTUP_TIMEOUT_S = 60.0
 _CHECK_S = 0.1  # interval of checks on a running call
 _END_S = 10.0  # deadline for the end of a process that was killed or closed its socket
+_MAX_REPLY_BYTES = 2**20
+_EXPLAINED = ("ready", "exception", "contract")  # kinds of replies whose value is text
+_FOREIGN_REPLY = "an answer to another call or to none: the function, or a process that it has started, wrote it"
 _GIB = 2**30
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from arealite.reward.worker import main"
 _PREPARATION = ("name", "sys_path", "sys_argv", "dir", "orig_dir")
@@ -193,13 +196,16 @@ def _start_message(reward_fn: RewardFunction, name: str) -> bytes:
 class WorkerProcess:
     """The parent's side of one worker, which imports the function at once, in the background.
 
-    Every exchange ends by its deadline, whatever the process does: it may hang in C code, be stopped, die, or take all
-    memory. After `timeout` or `crash` it must be killed. Used by one thread at a time, except `kill`.
+    Every exchange ends by its deadline, whatever the process does: it may hang in C code, be stopped, die, take all
+    memory, or answer what nobody asked. It may run what a model wrote, so it is not told the secret of the run, and
+    nothing that it sends is unpickled. After `timeout` or `crash` it must be killed. Used by one thread at a time,
+    except `kill`.
     """
 
     def __init__(self, start_message: bytes, max_growth_gib: float) -> None:
         self._socket, theirs = socket.socketpair()
-        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._received = b""
+        self._num_calls = 0
         self._max_growth_gib = max_growth_gib
         self._first_gib = 0.0
         self.is_ready = False
@@ -209,6 +215,7 @@ class WorkerProcess:
                 [sys.executable, "-c", f"{_BOOTSTRAP}; main()", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},
             )
         self._ready_by = time.monotonic() + STARTUP_TIMEOUT_S
         with contextlib.suppress(OSError):  # `wait_ready` reports it
@@ -224,12 +231,13 @@ class WorkerProcess:
     def call(self, call: dict[str, Any], timeout: float) -> Reply:
         deadline = time.monotonic() + timeout
         try:
-            message = pickle.dumps(call)
+            message = pickle.dumps(pickle.dumps(call))  # the outer one can be read without the classes of the inner one
         except Exception:
             return "exception", traceback.format_exc()
+        self._num_calls += 1
         try:
             self._send(message, deadline)
-        except BlockingIOError:
+        except TimeoutError:
             return "timeout", None
         except OSError:
             return "crash", self._end()
@@ -248,29 +256,42 @@ class WorkerProcess:
 
     def close(self) -> None:
         self.kill()
-        self._connection.close()
         self._socket.close()
 
     def _send(self, message: bytes, deadline: float) -> None:
-        """Send a message; raise BlockingIOError if the process does not read it by the deadline."""
-        left_s = max(0.001, deadline - time.monotonic())
-        timeval = struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-        self._connection.send_bytes(message)
+        """Send a message; raise TimeoutError if the process does not read it by the deadline."""
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        self._socket.sendall(message)
 
     def _receive(self, deadline: float) -> Reply:
-        try:
-            while not self._connection.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    return "timeout", None
+        """Return the reply to the last call."""
+        while b"\n" not in self._received:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return "timeout", None
+            try:
+                self._socket.settimeout(min(_CHECK_S, left_s))
+                received = self._socket.recv(_MAX_REPLY_BYTES)
+            except TimeoutError:
                 if self.process.poll() is not None:  # what it has started may keep the socket open
                     return "crash", self._end()
                 if self.is_ready and self.growth_gib > self._max_growth_gib:
                     return "crash", f"{self.growth_gib:.1f} GiB taken in one call, more than {self._max_growth_gib:g}"
-            reply: Reply = self._connection.recv()  # short, and sent in one piece
-        except (EOFError, OSError):
-            return "crash", self._end()
-        return reply
+                continue
+            except OSError:
+                received = b""
+            if not received:
+                return "crash", self._end()
+            self._received += received
+            if len(self._received) > _MAX_REPLY_BYTES:
+                return "crash", _FOREIGN_REPLY
+        line, _, self._received = self._received.partition(b"\n")
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # it may be anything
+            number, kind, value = json.loads(line)
+            is_number = kind == "ok" and isinstance(value, float) and math.isfinite(value)
+            if number == self._num_calls and (is_number or (kind in _EXPLAINED and isinstance(value, str))):
+                return kind, value
+        return "crash", _FOREIGN_REPLY
 
     def _end(self) -> str:
         try:

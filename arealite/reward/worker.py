@@ -1,9 +1,12 @@
 """The process in which a plain reward function runs: one function, one call at a time, over one socket.
 
-What the function prints goes to stderr, Ctrl-C is left to the parent. It ends when the socket closes or, stuck in a
-call, is killed by the kernel when its parent dies. Started by `runner.WorkerProcess`.
+A call is a pickle in a pickle, a reply a line of JSON: number of the call, kind and value. What the function prints
+goes to stderr, Ctrl-C is left to the parent. It ends when the socket closes or, stuck in a call, is killed by the
+kernel when its parent dies. Started by `runner.WorkerProcess`.
 """
 
+import itertools
+import json
 import math
 import multiprocessing.spawn
 import os
@@ -11,15 +14,13 @@ import pickle
 import signal
 import sys
 import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 from arealite.utils import heartbeat
 from arealite.utils.processes import die_with_parent
 
 Reply = tuple[str, Any]  # `("ok", number)`, or the kind of a RewardError and an explanation
-_MAX_EXPLANATION = 20_000
-"""Characters; a short reply is sent in one piece, so the parent never waits for the rest of it."""
+_MAX_EXPLANATION = 20_000  # characters
 
 
 def main() -> None:
@@ -29,21 +30,26 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heartbeat.answer_stack_requests("reward-worker")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with Connection(descriptor) as connection:
+    with os.fdopen(descriptor, "rb") as calls, os.fdopen(os.dup(descriptor), "wb") as replies:
+
+        def reply(number: int, kind: str, value: Any) -> None:
+            replies.write(json.dumps([number, kind, value]).encode() + b"\n")
+            replies.flush()
+
         try:
-            preparation, pickled_function = connection.recv()
+            preparation, pickled_function = pickle.load(calls)
             multiprocessing.spawn.prepare(preparation)
             reward_fn = pickle.loads(pickled_function)
         except BaseException:
-            connection.send(("exception", _shortened(traceback.format_exc())))
+            reply(0, "exception", _shortened(traceback.format_exc()))
             return
-        connection.send(("ready", None))
-        while True:
+        reply(0, "ready", "")
+        for number in itertools.count(1):
             try:
-                call = connection.recv_bytes()
+                call = pickle.load(calls)
             except EOFError:
                 return
-            connection.send(_answer(reward_fn, call))
+            reply(number, *_answer(reward_fn, call))
 
 
 def _answer(reward_fn: Any, call: bytes) -> Reply:

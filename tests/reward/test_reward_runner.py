@@ -1,12 +1,16 @@
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import logging
 import math
 import os
+import pickle
 import re
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -87,6 +91,38 @@ def starts_a_program_and_dies(completions: str, **kwargs) -> float:
         time.sleep(600)
     Path(completions).write_text(str(program))
     os._exit(7)
+
+
+def forks_and_returns_twice(completions: str, **kwargs) -> float:
+    """Let a child, which inherits the socket, return from the same call."""
+    if completions == "fork" and os.fork() == 0:
+        return 1000.0
+    return float(len(completions))
+
+
+def worker_socket() -> socket.socket:
+    """Find the socket of the worker that this function runs in, as code of a model could."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if int(link.name) > 2 and link.is_socket()]
+    return socket.socket(fileno=os.dup(int(links[0].name)))
+
+
+class Command:
+    def __init__(self, note: str) -> None:
+        self.note = note
+
+    def __reduce__(self):
+        return os.system, (f"echo $PPID > {self.note}",)
+
+
+def writes_to_the_socket(completions: str, reply: bytes, **kwargs) -> float:
+    with worker_socket() as sock:
+        sock.sendall(reply)
+    time.sleep(3600)
+    return 1.0
+
+
+def reads_the_environment(completions: str, **kwargs) -> float:
+    return float(completions in os.environ)
 
 
 def complains_at_length(**kwargs) -> float:
@@ -275,6 +311,57 @@ async def test_a_crash_is_seen_at_once_even_if_a_child_holds_the_socket(runner_o
     error = await failure(runner_of(starts_a_program_and_dies, timeout=120), completions=str(note))
     os.kill(int(note.read_text()), signal.SIGKILL)
     assert error.kind == "crash" and "exit status 7" in str(error)
+
+
+async def test_a_fork_that_returns_too_shifts_no_reward(runner_of) -> None:
+    runner = runner_of(forks_and_returns_twice, num_workers=1)
+    for _ in range(3):
+        with contextlib.suppress(RewardError):  # either may be first, and the other one gives it away
+            await runner(completions="fork")
+        for length in (1, 2, 3):
+            try:
+                assert await runner(completions="x" * length) == length
+            except RewardError as error:
+                assert error.kind == "crash" and "answer" in str(error)
+
+
+FORGED = {
+    "of another call": b'[17, "ok", 1.0]\n',
+    "of no number": b'[1, "ok", NaN]\n',
+    "of no known kind": b'[1, "fine", 1.0]\n',
+    "of another form": b'{"number": 1, "kind": "ok", "value": 1.0}\n',
+    "text": b"\xff\xfe\n",
+    "nested": b"[" * 200_000 + b"\n",
+    "long": b"x" * (1 << 22),
+    "a header": b"\x00\x00\x00\x10",
+    "half": b'[1, "ok"',
+}
+
+
+@pytest.mark.parametrize("reply", FORGED.values(), ids=FORGED.keys())
+async def test_a_reply_that_is_none_fails_its_call_by_the_deadline(runner_of, reply: bytes) -> None:
+    runner = runner_of(writes_to_the_socket, num_workers=1, timeout=3.0)
+    async with asyncio.timeout(120):
+        error = await failure(runner, completions="", reply=reply)
+    is_unfinished = not reply.endswith(b"\n") and len(reply) < 100
+    assert error.kind == ("timeout" if is_unfinished else "crash")
+
+
+async def test_what_a_reward_function_sends_is_never_unpickled(runner_of, tmp_path) -> None:
+    note = tmp_path / "note"
+    message = pickle.dumps(Command(str(note)))
+    error = await failure(
+        runner_of(writes_to_the_socket, timeout=3.0), completions="", reply=struct.pack("!i", len(message)) + message
+    )
+    assert error.kind in ("timeout", "crash") and not note.exists()
+
+
+async def test_workers_do_not_have_the_secret_of_the_run(runner_of, monkeypatch) -> None:
+    monkeypatch.setenv("AREALITE_SECRET", "0123456789abcdef")
+    monkeypatch.setenv("USERS_OWN", "kept")
+    runner = runner_of(reads_the_environment)
+    assert await runner(completions="USERS_OWN") == 1.0
+    assert await runner(completions="AREALITE_SECRET") == 0.0
 
 
 async def test_a_long_explanation_is_shortened(runner_of) -> None:
