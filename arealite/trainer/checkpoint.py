@@ -6,16 +6,24 @@ of every other file and of its own contents, so it detects files that are missin
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
+from arealite.api.errors import CheckpointError
 from arealite.utils.files import publish_folder
 
+T = TypeVar("T")
+logger = logging.getLogger("arealite.recover")
+
 MANIFEST = "manifest.json"
+RETRIES_S = (1.0, 5.0, 15.0)
+"""Pauses after errors of reading."""
 
 
 class Entry(TypedDict):
@@ -47,16 +55,14 @@ def publish(unfinished: Path, path: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None if it is whole."""
+    """Return what is wrong with a checkpoint; None if it is whole. CheckpointError if that can't be read."""
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        raw = _read(folder / MANIFEST, Path.read_bytes)
         files: dict[str, Entry] = json.loads(raw)["files"]
         if raw != _render(files):
             raise ValueError("its checksum differs")
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except OSError as error:
-        return f"{MANIFEST} can't be read: {error}"
     except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} is cut off or was changed"
     with ThreadPoolExecutor() as threads:
@@ -104,14 +110,28 @@ def _sync(path: Path) -> None:
 
 def _file_damage(path: Path, expected: Entry) -> str | None:
     try:
-        if not path.is_file():
-            return f"{path.name} is missing"
-        size = path.stat().st_size
+        size = _read(path, Path.stat).st_size
         if size != expected["bytes"]:
             return f"{path.name} has {size} bytes instead of {expected['bytes']}"
-        return None if _entry(path) == expected else f"{path.name} was changed"
-    except OSError as error:  # of a disk that fails
-        return f"{path.name} can't be read: {error}"
+        return None if _read(path, _entry) == expected else f"{path.name} was changed"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+
+
+def _read(path: Path, read: Callable[[Path], T]) -> T:
+    """Return what `read` makes of a file, after an error (a network disk has them) as soon as it can."""
+    for pause_s in RETRIES_S:
+        try:
+            return read(path)
+        except FileNotFoundError:
+            raise
+        except OSError as failed:
+            error = failed
+            logger.warning("%s could not be read: %s", path, error)
+            time.sleep(pause_s)
+    raise CheckpointError(
+        f"{path} must be readable: got {error}. Look at the disk; to use the checkpoint before, move this one away."
+    ) from error
 
 
 def _render(files: Mapping[str, Entry]) -> bytes:

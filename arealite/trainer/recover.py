@@ -34,7 +34,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
 from arealite.utils.distributed import agreed, all_reduce_numbers, global_rank, is_restarted, raise_on_every_rank
 from arealite.utils.environment import RESTART_VARIABLE
-from arealite.utils.files import empty_folder, explain, file_lock, read_jsonl
+from arealite.utils.files import aside, empty_folder, explain, file_lock, read_jsonl
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
@@ -106,8 +106,10 @@ class Recover:
             return 0
         step = self._read(found[0])
         if global_rank() == 0:
-            for folder in (self._folder, self._run.checkpoints):
-                _remove_undone(folder, step)
+            for path in _undone(self._folder, step):  # newer than this one, and damaged
+                path.rename(aside(path, "damaged"))
+            for path in _undone(self._run.checkpoints, step):
+                checkpoint.remove(path)
             print(f"resuming after step {step} from {found[0]}", flush=True)
         return step + 1
 
@@ -303,13 +305,11 @@ def _choose(folder: Path, mode: str) -> Path | None:
     return None
 
 
-def _remove_undone(folder: Path, step: int) -> None:
-    """Remove unfinished folders and those of steps after `step`, which will be redone."""
-    for later, path in checkpoint.checkpoints(folder):
-        if later > step:
-            checkpoint.remove(path)
+def _undone(folder: Path, step: int) -> list[Path]:
+    """Return the folders of steps after `step`, which will be redone; remove unfinished ones."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path)
+    return [path for later, path in checkpoint.checkpoints(folder) if later > step]
 
 
 def _on_cpu(state: Any) -> Any:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arealite.api.errors import CheckpointError
 from arealite.trainer.checkpoint import checkpoints, entries_of, find_damage, prune, publish, remove, seal
 
 
@@ -81,8 +82,10 @@ def test_what_was_half_removed_does_not_come_back(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [], "a removal that was cut off is finished"
 
 
-def test_what_can_not_be_read_is_damage(tmp_path: Path) -> None:
-    path = publish_step(tmp_path, 1)
-    (path / "manifest.json").unlink()
-    (path / "manifest.json").mkdir()
-    assert find_damage(path) == f"manifest.json can't be read: [Errno 21] Is a directory: '{path}/manifest.json'"
+def test_what_can_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arealite.trainer.checkpoint.RETRIES_S", (0.0,))
+    path = publish_step(tmp_path, 1) / "manifest.json"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=rf"{path} must be readable: got \[Errno 21\] Is a directory"):
+        find_damage(path.parent)

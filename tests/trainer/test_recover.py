@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import logging
 import os
@@ -86,7 +88,8 @@ def test_what_is_newer_than_the_checkpoint_is_removed(model: str, folder: Path) 
     for name in ("step_9", ".step_9.unfinished"):
         (models / name).mkdir()
     assert train(model, folder, steps=5)["start"] == 4
-    assert checkpoints(folder) == ["step_1", "step_3"]
+    kept, damaged = checkpoints(folder)[:2], checkpoints(folder)[2:]
+    assert kept == ["step_1", "step_3"] and [name.partition("-")[0] for name in damaged] == ["step_9.damaged"]
     assert {path.name for path in models.iterdir()} == earlier, "models of undone steps are gone"
 
 
@@ -131,6 +134,32 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "step_3" in warning and name in warning
     assert_same_state(found, whole)
+    (damaged,) = (folder / "e/t/recover").glob("step_3.damaged-*")
+    assert find_damage(damaged) is not None, "it is kept for a look at it, and no later run takes it for a checkpoint"
+
+
+@pytest.mark.parametrize("num_errors", [2, 10**9])
+def test_an_error_of_reading_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_errors: int
+) -> None:
+    """As network disks have them: the newest checkpoint is used once it can be read, or the run ends."""
+    digest, left = hashlib.file_digest, [num_errors]
+
+    def fail(file: Any, name: str) -> Any:
+        if file.name.endswith(".distcp") and left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), file.name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", fail)
+    monkeypatch.setattr("arealite.trainer.checkpoint.RETRIES_S", (0.0, 0.01, 0.01))
+    if num_errors == 2:
+        assert find_damage(folder / "e/t/recover/step_3") is None
+    else:
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp must be readable: got \[Errno 116\] Stale"):
+            start(folder)
+    assert checkpoints(folder) == ["step_1", "step_3"]
+    assert "step_3/__0_0.distcp could not be read" in caplog.text
 
 
 def start(folder: Path, **config: Any) -> Recover:
