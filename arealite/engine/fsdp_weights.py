@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
+from arealite.engine.optimizer import optimizer_state
 from arealite.utils.distributed import all_reduce, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
@@ -151,18 +152,18 @@ def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[li
 def training_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return this rank's shards of weights, buffers and optimizer state, by name; the weights are no copies."""
     weights = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
+    return {"model": weights, "optimizer": optimizer_state(model, optimizer)}
 
 
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num_steps: int, path: str) -> None:
     """Write optimizer state and schedule so that any number of ranks can read them (collective)."""
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "num_steps": num_steps}
+    state = {"optimizer": optimizer_state(model, optimizer), "num_steps": num_steps}
     state_dict_saver.save(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: str) -> int:
     """Read the state that `save_optimizer` wrote (collective); return the number of steps of the schedule."""
-    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer), "num_steps": 0}
+    state: dict[str, Any] = {"optimizer": optimizer_state(model, optimizer), "num_steps": 0}
     state_dict_loader.load(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return int(state["num_steps"])

@@ -2,22 +2,38 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from arealite.api.cli_args import OptimizerConfig
 
 
 def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW over all parameters."""
+    """Build AdamW over all parameters; norms and biases (vectors) do not decay."""
+    every = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in every if parameter.ndim > 1]},
+        {"params": [parameter for parameter in every if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
-        parameters,
+        [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of AdamW by name; before the first step it is 0, where torch would take a step to make one."""
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        if parameter not in optimizer.state:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    return get_optimizer_state_dict(model, optimizer)
 
 
 def lr_factor(step: int, *, shape: str, total_steps: int, warmup_steps: int, min_ratio: float) -> float:

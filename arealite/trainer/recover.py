@@ -44,7 +44,7 @@ logger = logging.getLogger("arealite.recover")
 _FACTS = "state.json"
 _RNG = "rng_{}.json"
 """State of the random generators, by rank."""
-_FORMAT = 1
+_FORMAT = 2
 """Format of checkpoints; it changes when their contents do."""
 
 LOCK_TIMEOUT_S = 120.0

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from arealite.api.cli_args import OptimizerConfig
-from arealite.engine.optimizer import LRSchedule, lr_factor, make_adamw
+from arealite.engine.optimizer import LRSchedule, lr_factor, make_adamw, optimizer_state
 
 
 def factors(shape: str, min_ratio: float = 0.0) -> list[float]:
@@ -46,3 +46,28 @@ def test_a_small_gradient_is_followed_like_a_large_one() -> None:
     parameter.grad = torch.tensor([1e-6, -1e-6, 1e-3, 1.0])
     optimizer.step()
     assert parameter.tolist() == pytest.approx([-0.1, 0.1, -0.1, -0.1], rel=0.02)
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0).grad = torch.zeros_like(parameter)
+    make_adamw(model.parameters(), OptimizerConfig(lr=0.1, weight_decay=0.5)).step()
+    found = {name: parameter.flatten().tolist()[0] for name, parameter in model.named_parameters()}
+    assert found == pytest.approx({"0.weight": 0.95, "0.bias": 1.0, "1.weight": 1.0, "1.bias": 1.0})
+
+
+def test_asking_for_the_state_takes_no_step() -> None:
+    moved = []
+    for asks in (False, True):
+        model = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = make_adamw(model.parameters(), OptimizerConfig(lr=0.1))
+        if asks:
+            state = optimizer_state(model, optimizer)["state"]["weight"]
+            assert state["step"] == 0 and not state["exp_avg"].any()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        moved.append(model.weight.detach())
+    assert torch.equal(*moved)

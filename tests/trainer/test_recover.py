@@ -185,7 +185,7 @@ def test_another_format_is_refused(model: str, folder: Path) -> None:
     facts = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(facts | {"format": 0}))
     seal(path, entries_of(path, [file.name for file in path.iterdir() if file.name != "manifest.json"]))
-    with pytest.raises(CheckpointError, match="must have format 1: got 0"):
+    with pytest.raises(CheckpointError, match="must have format 2: got 0"):
         train(model, folder, steps=5)
 
 
