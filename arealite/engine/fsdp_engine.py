@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("arealite.engine")
 
 COLLECTIVE_TIMEOUT_S = 7200.0
-"""Timeout of a collective; other ranks wait in one while rank 0 collects rollouts."""
+"""Timeout of a collective; other ranks wait in one while rank 0 collects rollouts, or downloads the model."""
 
 
 class FSDPEngine(TrainEngine):
@@ -68,6 +69,8 @@ class FSDPEngine(TrainEngine):
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._version = 0
         self._has_trained = False
+        self.num_changes = 0
+        """How often the weights have changed."""
         self._transfer: BroadcastGroup | None = None
 
     # Life
@@ -77,7 +80,7 @@ class FSDPEngine(TrainEngine):
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
         setup_logging()  # every script of a rank initializes an engine before anything that logs
         distributed.join_default_group(COLLECTIVE_TIMEOUT_S, self.config.node_timeout)
-        self._group: dist.ProcessGroup | None = dist.new_group()
+        self._group: dist.ProcessGroup | None = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         try:
             self._build(ft_spec)
         except BaseException:
@@ -121,6 +124,7 @@ class FSDPEngine(TrainEngine):
 
     def _copy_whole_model(self, model: PreTrainedModel, path: str, init_from_scratch: bool = False) -> None:
         """Read a model on rank 0 and distribute it (collective)."""
+        self.num_changes += 1
         is_first, seed = self.data_parallel_rank == 0, self.config.seed
         load = functools.partial(hf_model.load_whole_model, path, init_from_scratch=init_from_scratch, seed=seed)
         whole = distributed.agreed(lambda: load() if is_first else None, self._group)
@@ -188,6 +192,7 @@ class FSDPEngine(TrainEngine):
         is_sound = total_weight > 0 and grad_norm < float("inf")
         if is_sound:
             self.optimizer.step()
+            self.num_changes += 1
         else:
             logger.warning("optimizer step skipped: gradient norm %s, loss weight %s", grad_norm, total_weight)
         self.optimizer.zero_grad()
@@ -291,9 +296,7 @@ class FSDPEngine(TrainEngine):
         fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
         if meta.with_optim:
             fsdp_weights.save_optimizer(self.model, self.optimizer, self.lr_schedule.num_steps, meta.path)
-        if meta.tokenizer is not None and self.data_parallel_rank == 0:
-            meta.tokenizer.save_pretrained(meta.path)
-        dist.barrier(self._group)
+        distributed.on_rank_0(lambda: meta.tokenizer and meta.tokenizer.save_pretrained(meta.path))
 
     @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def load(self, meta: SaveLoadMeta) -> None:
@@ -313,6 +316,7 @@ class FSDPEngine(TrainEngine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict` into which a checkpoint of any number of ranks was read."""
+        self.num_changes += 1
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.lr_schedule.set_step(int(state["num_steps"]))
         self.set_version(int(state["version"]))
@@ -366,9 +370,8 @@ def _recomputed(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any,
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
-    """Set every dropout to 0, those of attention functions included."""
+    """Set every dropout to 0, also those that a module passes to a function."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
-            module.attention_dropout = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):
+                setattr(module, name, 0.0)

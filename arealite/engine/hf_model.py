@@ -50,7 +50,15 @@ def load_whole_model(path: str, *, init_from_scratch: bool = False, seed: int = 
     """Load a whole model in float32 on the CPU, or with random weights that depend on `seed` only."""
     transformers_logging.disable_progress_bar()
     if not init_from_scratch:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+        )
+        if missing := sorted(told["missing_keys"]):  # transformers made them up
+            raise ValueError(
+                f"the checkpoint {path} must have every tensor of {type(model).__name__}: got {len(missing)} missing, "
+                f"{', '.join(missing[:3])}. Save or download it again."
+            )
+        return model
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

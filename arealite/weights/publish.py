@@ -8,8 +8,6 @@ the new weights and sampled from them, in the order servers, rollout, actor; any
 import functools
 from concurrent.futures import Future
 
-import torch.distributed as dist
-
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -40,18 +38,18 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
         is_done = False
         while not is_done:
             is_done = _update(actor, rollout, version)
-        fingerprint = actor.fingerprint()
-        if dist.get_rank() == 0 and rollout.config.weight_check.fingerprint:
-            record_weights(rollout.config, version, fingerprint)
-        rollout.catch_up = functools.partial(_catch_up, actor, rollout, version, fingerprint)
+        if rollout.config.weight_check.fingerprint:
+            fingerprint = actor.fingerprint()
+            on_rank_0(lambda: record_weights(rollout.config, version, fingerprint))
+        rollout.catch_up = functools.partial(_catch_up, actor, rollout, version, actor.num_changes)
     rollout.set_version(version)
     rollout.resume()
     actor.set_version(version)
 
 
-def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, fingerprint: str) -> None:
+def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, num_changes: int) -> None:
     """Give the weights to servers that joined since, unless the actor has been trained meanwhile (collective)."""
-    if actor.fingerprint() == fingerprint:
+    if actor.num_changes == num_changes:
         _update(actor, rollout, version, only_joining=True)
 
 

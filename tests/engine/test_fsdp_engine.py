@@ -1,13 +1,15 @@
 import math
+import shutil
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from testing_ports import held_port
 from training_cases import OPTIMIZER, token_batch, train_config, write_model
@@ -17,7 +19,7 @@ from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens, p
 from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S, FSDPEngine
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
 
 Make = Callable[..., FSDPEngine]
@@ -235,6 +237,22 @@ def test_what_can_not_work_is_refused(model_path: str, make: Make) -> None:
         FSDPEngine(train_config(model_path)).initialize("host:1", None)
     with pytest.raises(ValueError, match=r"got \['Nope'\]"):
         make(fsdp=FSDPEngineConfig(wrap_policy=FSDPWrapPolicy(["Nope"])))
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(make: Make, model_path: str, tmp_path: Path) -> None:
+    shutil.copytree(model_path, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 missing, model\.layers\.1\.mlp\.down_proj\.weight\. "):
+        make(path=str(tmp_path / "model"))
+
+
+def test_ranks_wait_for_each_other_as_long_in_every_group(make: Make) -> None:
+    """The first rank reads, and may download, the model while the others wait."""
+    backend = make().parallelism_group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
 
 # Weights to servers

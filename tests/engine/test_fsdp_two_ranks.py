@@ -97,8 +97,9 @@ def test_log_lines_of_a_rank_have_time_and_level(two: dict[str, Any]) -> None:
     assert [rank["formatters"] for rank in two["ranks"]] == [["OneLineFormatter"]] * 2
 
 
-def test_a_failed_upload_raises_on_every_rank(two: dict[str, Any]) -> None:
-    first, second = (rank["upload_error"] for rank in two["ranks"])
+@pytest.mark.parametrize("what", ["upload_error", "save_error"])
+def test_a_failure_of_rank_0_raises_on_every_rank(two: dict[str, Any], what: str) -> None:
+    first, second = (rank[what] for rank in two["ranks"])
     assert second == f"RuntimeError: rank 0 failed: {first}"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from training_cases import actor_config, trajectory_batch, write_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig, PreTrainedConfig, Qwen3Config
 
 from arealite.api.cli_args import GRPOConfig, OptimizerConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
@@ -27,7 +27,7 @@ def make(model_path: str) -> Iterator[Callable[..., FSDPPPOActor]]:
     actors: list[FSDPPPOActor] = []
 
     def make_actor(**changes: object) -> FSDPPPOActor:
-        actor = FSDPPPOActor(actor_config(model_path, **changes))
+        actor = FSDPPPOActor(actor_config(changes.pop("path", model_path), **changes))
         actor.initialize(None, FinetuneSpec(1, 100, 10))
         actors.append(actor)
         return actor
@@ -162,6 +162,52 @@ def test_without_group_index_rows_are_taken_in_order(make: Make) -> None:
     actor.compute_advantages(batch)
     actor.compute_advantages(bare)
     assert torch.equal(batch["advantages"], bare["advantages"])
+
+
+def test_rows_without_group_index_must_be_whole_groups(make: Make) -> None:
+    actor, bare = make(group_size=4), trajectory_batch(LENGTHS, 2).exclude("group_index")
+    with pytest.raises(ValueError, match="must be a multiple of group_size 4: got 6"):
+        actor.compute_advantages(bare[:6])
+
+
+@pytest.mark.parametrize(
+    "model_config",
+    [
+        GPT2Config(vocab_size=49, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+        OPTConfig(
+            vocab_size=49,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=32,
+            dropout=0.5,
+            attention_dropout=0.5,
+            activation_dropout=0.5,
+            word_embed_proj_dim=16,
+            max_position_embeddings=64,
+        ),
+        Qwen3Config(
+            vocab_size=49,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=32,
+            attention_dropout=0.5,
+            max_position_embeddings=64,
+        ),
+    ],
+    ids=["GPT-2", "OPT", "Qwen3"],
+)
+def test_ratios_of_an_unchanged_policy_are_1_also_if_the_model_has_dropout(
+    make: Make, tmp_path: Path, model_config: PreTrainedConfig
+) -> None:
+    AutoModelForCausalLM.from_config(model_config).save_pretrained(tmp_path)
+    actor, batch = make(path=str(tmp_path), ppo_n_minibatches=1, use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
+    batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    assert metrics["policy/approx_kl"] < 1e-9 and metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_the_order_of_rows_changes_nothing(make: Make) -> None:

@@ -30,6 +30,11 @@ ACTOR = {
 }
 
 
+class BrokenTokenizer:
+    def save_pretrained(self, path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
 def full_params(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: parameter.full_tensor().detach().clone() for name, parameter in engine.model.named_parameters()}
 
@@ -68,6 +73,10 @@ def main(_: Connection, model_path: str, resumed_path: str, out: Path) -> None:
     found["resumed"] = sft_steps(engine, [batch[SHARES["unequal"][rank]] for batch in BATCHES])
     engine.save(SaveLoadMeta(str(out / "saved"), with_optim=True))
     found["saved"], found["fingerprint"] = full_params(engine), engine.fingerprint()
+    try:
+        engine.save(SaveLoadMeta(str(out / "untold"), tokenizer=BrokenTokenizer()))
+    except (RuntimeError, OSError) as error:
+        found["save_error"] = f"{type(error).__name__}: {error}"
     try:
         engine.upload_weights(WeightUpdateMeta(type="disk", path=str(out / "missing" / "\0")))
     except (RuntimeError, ValueError, OSError) as error:

@@ -17,6 +17,7 @@ import testing_forks
 import tiny_models
 import torch
 from aiohttp import web
+from tensordict import TensorDict
 from testing_lite import LiteServer
 from testing_registry import RUN, RunningRegistry
 from testing_server import serve
@@ -385,10 +386,10 @@ def test_nobody_catches_up_with_weights_that_were_trained_since(
 ) -> None:
     registry.put("server-0", serving(stack).address)
     actor, rollout = start(stack, model_path, 1, weight_check=WeightCheckConfig(fingerprint=False))
+    actor.fingerprint = None  # which takes seconds, and which nobody asked for
     publish_weights(actor, rollout, version=1)
-    with torch.no_grad():
-        for parameter in actor.model.parameters():
-            parameter.mul_(1.5)
+    batch = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.bool)}
+    actor.train_batch(TensorDict(batch, [1]), lambda logits, _: logits.logsumexp(-1).mean(), lambda _: 1.0)
     registry.put("server-1", (new := serving(stack)).address)
     until(lambda: len(rollout.servers.servers) == 2)
     rollout.evaluate_batch(rows(8), SamplingWorkflow(max_new_tokens=60, min_new_tokens=60))

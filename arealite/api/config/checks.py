@@ -170,6 +170,8 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
         "actor.recompute_logprob must be true if actor.use_decoupled_loss is: got false. "
         "The decoupled loss needs the recomputed logprobs; set actor.recompute_logprob=true.",
     )
+    if not actor.disable_dropout:
+        logger.warning("actor.disable_dropout=false has no effect: dropout would make the ratios of policies noise.")
     if actor.behav_imp_weight_cap is not None and not actor.use_decoupled_loss:
         logger.warning("actor.behav_imp_weight_cap has no effect: actor.use_decoupled_loss is false.")
     for name in ("group_reward_norm", "group_adv_norm"):

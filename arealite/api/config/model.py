@@ -111,6 +111,8 @@ class TrainEngineConfig(RunBlock):
 class PPOActorConfig(TrainEngineConfig):
     """The policy and its objective (PPO and GRPO)."""
 
+    disable_dropout: Bool = True
+    """Always on: dropout would make the ratios of policies noise."""
     group_size: PositiveInt = 1
     """Samples per prompt; must equal `gconfig.n_samples`, from which it is filled in."""
     ppo_n_minibatches: PositiveInt = 4

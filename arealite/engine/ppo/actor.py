@@ -6,6 +6,7 @@ minibatches depend on `group_index`, a row's group in the global batch, and neve
 
 # B rows of this rank, T padded tokens, N packed tokens
 
+import dataclasses
 import math
 
 import torch
@@ -210,12 +211,17 @@ class PPOActor:
         if "group_index" in batch:
             groups_B = batch["group_index"]
         else:
+            num_rows, size = batch.batch_size[0], self.config.group_size
+            if num_rows % size:
+                raise ValueError(
+                    f"the rows of a rank must be a multiple of group_size {size}: got {num_rows}. "
+                    "Give the batch a group_index, as prepare_batch does."
+                )
             counts = torch.zeros(dist.get_world_size(group))
             rank = dist.get_rank(group)
-            counts[rank] = -(-batch.batch_size[0] // self.config.group_size)
+            counts[rank] = num_rows // size
             first = int(all_reduce(counts, group=group)[:rank].sum())
-            rows_B = torch.arange(batch.batch_size[0], device=batch["attention_mask"].device)
-            groups_B = first + rows_B // self.config.group_size
+            groups_B = first + torch.arange(num_rows, device=batch["attention_mask"].device) // size
         largest = groups_B.max().item() + 1 if len(groups_B) else 0
         return groups_B, int(self._largest([largest])[0])
 
@@ -227,11 +233,12 @@ class PPOActor:
 
 
 class FSDPPPOActor(FSDPEngine, PPOActor):
-    """The policy on FSDP2; with `optimizer: null` a frozen reference."""
+    """The policy on FSDP2; with `optimizer: null` a frozen reference. Dropout is off: ratios would be noise."""
 
     config: PPOActorConfig
 
     def __init__(self, config: PPOActorConfig) -> None:
+        config = dataclasses.replace(config, disable_dropout=True)
         FSDPEngine.__init__(self, config)
         PPOActor.__init__(self, config, engine=self)
 
