@@ -33,6 +33,7 @@ from arealite.utils import heartbeat
 from arealite.utils.distributed import global_rank
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
+from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import ensure_secret, secret_of_environment
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class RemoteInferenceEngine(InferenceEngine):
                 "rollout.num_servers say how many register: got none of them. Start through a launcher, or set "
                 "rollout.server_addrs=[host:port]."
             )
+        raise_file_limit()
         self._collector = QuietCollector()
         self._executor = RolloutExecutor(self.config, self)
         self._executor.catch_up = self._let_catch_up

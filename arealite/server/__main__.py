@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from aiohttp import web
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,7 +25,9 @@ from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
 from arealite.utils import heartbeat
 from arealite.utils.hf import local_folder
+from arealite.utils.http_server import HttpServer
 from arealite.utils.logging import setup_logging
+from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.weight_transfer import DTYPES
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
     disable_progress_bar()
+    raise_file_limit()
     torch.set_num_threads(args.threads)
     try:
         check_exposed(args.host, secret_of_environment())
@@ -118,21 +120,19 @@ def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | No
 async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | None, args: argparse.Namespace) -> int:
     """Serve until a signal or until the engine fails; return the exit status."""
     server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed, secret=secret_of_environment())
-    web_runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await web_runner.setup()
+    http = HttpServer(server.app, secret_of_environment())
     heartbeat.tick()
-    site = web.TCPSite(web_runner, args.host, args.port)
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, signalled.set)
     try:
-        await site.start()
+        port = await http.start(args.host, args.port)
     except OSError as error:
         logger.error("can't listen on %s:%d: %s", args.host, args.port, error)
         await asyncio.to_thread(engine.close)
         return 2
-    logger.info("serving %s at http://%s:%d", args.model_path, *web_runner.addresses[0][:2])
+    logger.info("serving %s at http://%s:%d", args.model_path, args.host, port)
     stop = asyncio.create_task(signalled.wait())
     failed: asyncio.Future[None] = asyncio.wrap_future(engine.stopped)
     waits: list[asyncio.Future[Any]] = [stop, failed]
@@ -143,7 +143,7 @@ async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | N
         await asyncio.wait([stop], timeout=FAILURE_NOTICE_S)
         status = 1
     await asyncio.to_thread(engine.close)
-    await web_runner.cleanup()
+    await http.close()
     stop.cancel()
     return status
 

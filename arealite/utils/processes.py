@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import resource
 import select
 import signal
 import time
@@ -119,6 +120,12 @@ def adopt_orphans(adopt: bool = True) -> bool:
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(before))
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
     return bool(before.value)
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those it starts, have as many open files as they may: each connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def exit_status(returncode: int) -> int:

@@ -24,6 +24,7 @@ from pydantic import Field, TypeAdapter
 
 from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.utils.files import write_atomically
+from arealite.utils.http_server import HttpServer
 from arealite.utils.network import LOOPBACK
 from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal
 
@@ -102,14 +103,12 @@ class Registry:
         app.router.add_get("/servers", self._get)
         app.router.add_put(r"/servers/{name:[\w.-]{1,200}}", self._put)
         app.router.add_delete(r"/servers/{name:[\w.-]{1,200}}", self._delete)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._http = HttpServer(app, secret)
 
     async def start(self, host: str = LOOPBACK, file: Path | None = None) -> None:
         """Listen, and write where to the run's registry.json. Raises ValueError or OSError."""
         check_exposed(host, self._secret)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, 0).start()
-        self.address = f"{host}:{self._runner.addresses[0][1]}"
+        self.address = f"{host}:{await self._http.start(host)}"
         if file is not None:
             self._file = file
             self._text = json.dumps({"address": self.address, "node": platform.node(), "pid": os.getpid()})
@@ -124,7 +123,7 @@ class Registry:
         for lease in self._leases.values():
             lease.cancel()
         self._note_change()  # ends the long-polls
-        await self._runner.cleanup()
+        await self._http.close()
 
     async def watch(self, moment: str | None = None, timeout_s: float = POLL_S) -> View:
         """Return the servers as soon as they have changed since `moment`, or after `timeout_s` seconds."""

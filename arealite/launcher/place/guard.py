@@ -18,6 +18,7 @@ from arealite.utils.processes import (
     descendants,
     die_with_parent,
     exit_status,
+    raise_file_limit,
     send_signal,
     shared_memory,
 )
@@ -26,6 +27,7 @@ from arealite.utils.processes import (
 def main(command: list[str]) -> int:
     """Run the command to its end or to the owner's."""
     adopt_orphans()
+    raise_file_limit()
     guard = os.getpid()
     try:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(guard))

@@ -1,0 +1,77 @@
+"""Serves an application to whoever can connect, without letting strangers use up the files of the process.
+
+A connection is *unused* until a request that shows the secret has begun on it. Invariants: an unused connection ends
+after `HEADER_S`; at most half of the files are unused connections, of which the oldest makes room for the next.
+"""
+
+import asyncio
+import errno
+import logging
+import resource
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from arealite.utils.secret import is_authorized
+
+logger = logging.getLogger("arealite.http")
+
+HEADER_S = 10.0
+_TELL_S = 60.0
+
+
+class HttpServer:
+    """Listens from `start` to `close`; lives in one event loop."""
+
+    def __init__(self, app: web.Application, secret: str | None) -> None:
+        app.middlewares.insert(0, self._note_use)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._secret = secret
+        self._unused: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        """By age, each with what ends it."""
+        self._told_at = -_TELL_S
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen, and return the port. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._report)
+        await self._runner.setup()
+        self._server = await loop.create_server(self._accept, host, port)
+        listening: int = self._server.sockets[0].getsockname()[1]
+        return listening
+
+    async def close(self) -> None:
+        """Stop listening, give requests in progress a moment, and hang up."""
+        self._server.close()
+        await self._runner.cleanup()
+
+    def _accept(self) -> web.RequestHandler:
+        assert self._runner.server is not None
+        connection = self._runner.server()
+        self._unused[connection] = asyncio.get_running_loop().call_later(HEADER_S, self._hang_up, connection)
+        if len(self._unused) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            self._hang_up(next(iter(self._unused)))
+        return connection
+
+    def _hang_up(self, connection: web.RequestHandler) -> None:
+        self._unused.pop(connection).cancel()
+        connection.force_close()
+
+    @web.middleware
+    async def _note_use(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_use = not self._secret or is_authorized(request.headers.get("Authorization"), self._secret)
+        if is_use and (timer := self._unused.pop(request.protocol, None)) is not None:
+            timer.cancel()
+        return await handler(request)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Report a lack of files in one line now and then: asyncio would print a hundred tracebacks per second."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._told_at >= _TELL_S:
+            self._told_at = loop.time()
+            logger.warning(
+                "connections must wait for a free file descriptor: got %d, all in use. Raise `ulimit -n`.",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )
