@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +78,13 @@ def test_without_a_limit_the_number_is_the_minimum_and_at_most_the_rows() -> Non
     assert count_micro_batches([5, 5, 5], 2) == 2
     assert count_micro_batches([5, 5, 5], 7) == 3
     assert count_micro_batches([], 4) == 0
+
+
+def test_a_key_of_several_dimensions_is_per_token() -> None:
+    """Whether a matrix per row were packed would depend on the longest row."""
+    batch = padded([2, 3])
+    batch["advantages"] = torch.zeros(2, 3)
+    assert pack_rows(batch, [0, 1]).packed["advantages"].shape == (5,)
+    batch["choices"] = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=r"'choices' must be \[B\] or begin with \[2, 3\]: got \[2, 4\]"):
+        pack_rows(batch, [0, 1])
