@@ -76,10 +76,13 @@ class FinetuneSpec:
     train_batch_size: int
     max_steps: int | None = None
     """Steps after which training ends; None trains all epochs."""
+    drop_last: bool = True
+    """Whether an epoch ends without its last rows that fill no batch."""
 
     @property
     def steps_per_epoch(self) -> int:
-        return max(1, self.dataset_size // self.train_batch_size)
+        rounded_up = 0 if self.drop_last else self.train_batch_size - 1
+        return max(1, (self.dataset_size + rounded_up) // self.train_batch_size)
 
     @property
     def total_train_steps(self) -> int:

@@ -4,10 +4,13 @@ Which prompt comes when is a pure function of (seed, epoch, position), see `util
 from a saved cursor yields exactly what the original would have, and the cursor tells which prompts lie before it.
 """
 
+import functools
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import orjson
 import torch
 from tensordict import TensorDict
 
@@ -77,7 +80,7 @@ class PromptLoader:
             if state[key] != ours:
                 raise ConfigError(
                     f"{key} must be {state[key]}, as when the cursor was saved: got {ours}. "
-                    "Resume with the configuration of the original run."
+                    "Resume with the configuration and the data of the original run."
                 )
         self._move_to(state["epoch"], state["position"])
 
@@ -86,10 +89,19 @@ class PromptLoader:
         return {
             "seed": self.seed,
             "dataset_size": len(self.dataset),
+            "dataset_checksum": self._checksum,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
+
+    @functools.cached_property
+    def _checksum(self) -> int:
+        """Of all rows; what is no plain data counts by its type."""
+        digest, options = hashlib.blake2b(digest_size=6), orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+        for row in self.dataset:
+            digest.update(orjson.dumps(row, lambda value: type(value).__name__, options))
+        return int.from_bytes(digest.digest())
 
     @property
     def _epoch_end(self) -> int:
@@ -108,6 +120,7 @@ def sft_batches(
 ) -> Iterator[TensorDict]:
     """Yield this rank's share of each global batch of demonstrations: a batch is the same on any number of ranks.
 
+    The last share of an epoch may have no rows, without `drop_last`.
     `rank` and `world_size` are torchrun's unless given.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
@@ -122,7 +135,7 @@ def sft_batches(
 
 def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0) -> TensorDict:
     """Pad rows of `{"input_ids", "loss_mask"}` on the right: the `collate_fn` of a torch DataLoader."""
-    longest = max(len(row["input_ids"]) for row in rows)
+    longest = max((len(row["input_ids"]) for row in rows), default=1)
     input_ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
     loss_mask = torch.zeros(len(rows), longest, dtype=torch.int64)
     attention_mask = torch.zeros(len(rows), longest, dtype=torch.bool)

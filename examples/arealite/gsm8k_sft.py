@@ -38,7 +38,9 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         valid_dataset = load_split(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
         loader = PromptLoader(valid_dataset, len(valid_dataset), shuffle=False)
         valid_batch = next(sft_batches(loader, tokenizer.pad_token_id))
-    ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
+    ft_spec = FinetuneSpec(
+        config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
+    )
     recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
     model = FSDPLMEngine(config.model)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.api.io_struct import PromptId
-from arealite.dataset.loader import PromptLoader, sft_collate
+from arealite.dataset.loader import PromptLoader, sft_batches, sft_collate
 
 
 def dataset(size: int) -> list[dict[str, int]]:
@@ -104,6 +104,27 @@ def test_what_can_not_be_is_refused() -> None:
         (key,) = change
         with pytest.raises(ValueError, match=f"{key} must be .*, as when the cursor was saved: got"):
             PromptLoader(dataset(3), **{"batch_size": 1, "seed": 1, **change}).load_state_dict(state)
+
+
+def test_a_cursor_is_of_these_very_rows() -> None:
+    rows = [{"question": f"{index}?", "tokens": [index], "image": object()} for index in range(3)]
+    state = PromptLoader(rows, 1).state_dict()
+    PromptLoader([{**row, "image": object()} for row in rows], 1).load_state_dict(state)
+    edited = [*rows[:2], {**rows[2], "question": "5?"}]
+    for others in (edited, rows[::-1]):
+        with pytest.raises(ValueError, match=r"dataset_checksum must be .*, as when the cursor was saved: got"):
+            PromptLoader(others, 1).load_state_dict(state)
+
+
+def test_a_last_batch_of_fewer_rows_than_ranks_leaves_some_without() -> None:
+    rows = [{"input_ids": [5, index], "loss_mask": [0, 1]} for index in range(5)]
+    shares = []
+    for rank in range(2):
+        loader = PromptLoader(rows, 4, shuffle=False, drop_last=False)
+        shares.append(list(itertools.islice(sft_batches(loader, 0, rank, 2), 3)))
+    assert [[batch.batch_size[0] for batch in share] for share in shares] == [[2, 1, 2], [2, 0, 2]]
+    assert shares[0][1]["input_ids"].tolist() == [[5, 4]]
+    assert set(shares[1][1].keys()) == {"input_ids", "loss_mask", "attention_mask"}
 
 
 def test_collate_pads_on_the_right() -> None:
