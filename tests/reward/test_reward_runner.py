@@ -269,7 +269,8 @@ async def test_a_spare_that_died_is_not_used(runner_of) -> None:
     assert await runner(completions="fine") == 1.0
 
 
-async def test_a_worker_that_leaks_is_replaced_between_calls_and_it_is_logged(runner_of, caplog) -> None:
+async def test_a_worker_that_leaks_is_replaced_between_calls_and_it_is_logged(runner_of, caplog, monkeypatch) -> None:
+    monkeypatch.setattr("arealite.reward.runner._CHECK_S", 60.0)  # a slow call would be checked, and fail instead
     runner = runner_of(hoards, num_workers=1, max_growth_gib=0.05)
     with caplog.at_level(logging.INFO, "arealite.reward"):
         pids = [await runner(completions=str(14 * 2**20)) for _ in range(12)]
