@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError
+from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError, TrajectoryError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, kind_of
 from arealite.rollout.loop_watch import running
 from arealite.rollout.prompts import Prompt, SampleRecord
-from arealite.rollout.trajectory import check_trajectory
+from arealite.rollout.trajectory import Columns, check_trajectory
 
 logger = logging.getLogger("arealite.rollout")
 
@@ -96,6 +97,8 @@ class EpisodeRunner:
     engine: InferenceEngine
     ledger: Ledger
     budgets: Budgets
+    is_evaluation: bool = False
+    columns: Columns = field(default_factory=Columns)
 
     def start(self, prompt: Prompt, head_version: int) -> Episode:
         if prompt.first_started_s is None:
@@ -106,7 +109,8 @@ class EpisodeRunner:
     async def run(self, episode: Episode) -> Outcome:
         """Run one attempt in the caller's task, and return how it ended."""
         try:
-            return await _run_workflow(self.engine, episode, timeout_s=self.config.episode_timeout)
+            returned = await _run_workflow(self.engine, episode, timeout_s=self.config.episode_timeout)
+            return BY_WORKFLOW if returned is None else self._judged(episode, returned)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
@@ -114,11 +118,27 @@ class EpisodeRunner:
                 raise interrupt from None
             return error
 
+    def _judged(self, episode: Episode, returned: object) -> TensorDict | str:
+        """Return a trajectory that keeps the contract, or why it was rejected."""
+        prompt = episode.prompt
+        # Servers have the weights of an update before the engine counts it; an engine for evaluations need not know.
+        newest_version = math.inf if self.is_evaluation else self.engine.get_version() + 1
+        try:
+            trajectory = check_trajectory(returned, episode.head_version, newest_version)
+            if prompt.should_accept is not None and not prompt.should_accept(trajectory):
+                return BY_FILTER
+            self.columns.check(trajectory)
+        except TrajectoryError as error:
+            error.add_note(f"It was returned for prompt {prompt.prompt_id} by {type(prompt.workflow).__name__}.")
+            raise
+        return trajectory
+
     def retry(self, episode: Episode, error: BaseException) -> bool:
         """Make the prompt of a failed attempt ready for another one; False if none may help."""
         prompt, kind = episode.prompt, kind_of(error)
         may_retry = prompt.attempt < self.config.episode_retries and not isinstance(error, ContextOverflowError)
-        what = f"episode {prompt.prompt_id} failed in attempt {prompt.attempt} ({kind})"
+        what = f"episode {prompt.prompt_id} of {type(prompt.workflow).__name__}"
+        what += f" failed in attempt {prompt.attempt} ({kind})"
         logger.warning("%s, %s: %s", what, "trying again" if may_retry else "dropped", describe(error))
         if may_retry:
             self.ledger.retry(prompt, kind)
@@ -152,8 +172,8 @@ def _interrupt_in(error: BaseException) -> BaseException | None:
     return error if isinstance(error, KeyboardInterrupt | SystemExit) else None
 
 
-async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> TensorDict | str:
-    """Return the workflow's trajectory, or why it was rejected."""
+async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> object:
+    """Return what the workflow returns."""
     prompt = episode.prompt
     assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
     current_episode.set(episode)
@@ -161,7 +181,7 @@ async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s:
         async with asyncio.timeout(timeout_s) as deadline:
             episode.deadline = deadline
             with running(str(prompt.prompt_id)):
-                trajectory = await prompt.workflow.arun_episode(engine, prompt.row)
+                return await prompt.workflow.arun_episode(engine, prompt.row)
     except TimeoutError as error:
         if not deadline.expired():
             raise
@@ -174,7 +194,3 @@ async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s:
         if task is not None and task.cancelling() > 0:
             raise
         raise EpisodeError("a workflow must not cancel itself: a task it awaited was cancelled.") from error
-    if trajectory is None:
-        return BY_WORKFLOW
-    trajectory = check_trajectory(trajectory, episode.head_version)
-    return BY_FILTER if prompt.should_accept is not None and not prompt.should_accept(trajectory) else trajectory

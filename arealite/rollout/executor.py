@@ -57,13 +57,12 @@ class RolloutExecutor:
             version=engine.get_version(),
             overdue=config.overdue,
         )
-        budgets = Budgets(config)
+        self._budgets = Budgets(config)
         run = RunFolder(config) if config.fileroot else None
         self._store = RolloutStore(None if run is None else run.rollouts)
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
-        self._runner = EpisodeRunner(config, engine, self._ledger, budgets)
-        # Evaluations count for the budgets, but nothing of them is kept.
-        self._evaluation_runner = EpisodeRunner(config, engine, Ledger(None, self._account), budgets)
+        self._engine = engine
+        self._runner = EpisodeRunner(config, engine, self._ledger, self._budgets)
         self._unthrottled = UnthrottledBatches(max_concurrent=self._max_concurrent)
 
         self._queue: deque[Prompt] = deque()
@@ -137,7 +136,10 @@ class RolloutExecutor:
         self._begin()
         prompts = [self._new_prompt(row, workflow) for row in rows]
         if is_evaluation:
-            run = self._unthrottled.evaluate(self._evaluation_runner, prompts)
+            # It counts for the budgets, but nothing of it is kept.
+            ledger = Ledger(None, self._account)
+            runner = EpisodeRunner(self.config, self._engine, ledger, self._budgets, is_evaluation=True)
+            run = self._unthrottled.evaluate(runner, prompts)
         else:
             run = self._unthrottled.train(self._runner, prompts, version=self._account.version)
         episodes = self._wait_for(run)

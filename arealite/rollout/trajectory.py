@@ -1,11 +1,13 @@
 """What an episode returns: checked when it arrives, joined into a batch, split over ranks.
 
-Invariant: a trajectory that passed `check_trajectory` has finite numbers, a version for every sampled token, and no
-token older than the version its episode began with. A batch and its split depend on the trajectories, not on timing.
+Invariant: trajectories that passed `check_trajectory` and `Columns` can be written, joined and sent to other ranks;
+they have finite numbers, a version for every sampled token, and no token older than the version its episode began with.
+A batch and its split depend on the trajectories, not on timing.
 """
 
 # B rows (samples), S padded tokens
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +20,30 @@ from arealite.utils.micro_batch import split_balanced
 from arealite.utils.tensors import concat_padded_tensors
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+_NUM_IDS = 2**31  # what tokenizers can decode
+_ROUNDING = 1e-3  # of logprobs
+_CONVERT = "Convert it in arun_episode."
+_COPY_VERSIONS = "Copy ModelResponse.output_versions."
 
 
-def check_trajectory(trajectory: object, head_version: int) -> TensorDict:
+class Columns:
+    """Keys that all trajectories of a run have, and their dimensions: those of the first one."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, ...]] = {}
+
+    def check(self, trajectory: TensorDict) -> None:
+        columns = {key: (value.dim(), *value.shape[2:]) for key, value in trajectory.items()}
+        self._first = self._first or columns
+        keys = sorted(columns.keys() | self._first.keys())
+        if other := [key for key in keys if columns.get(key) != self._first.get(key)]:
+            raise TrajectoryError(
+                "a trajectory must have the keys and dimensions of the first one of the run: got other "
+                f"{', '.join(other)}. Return the same keys for every prompt."
+            )
+
+
+def check_trajectory(trajectory: object, head_version: int, newest_version: float = math.inf) -> TensorDict:
     """Return the trajectory, or raise TrajectoryError with the key that breaks the contract."""
     if not isinstance(trajectory, TensorDict):
         raise TrajectoryError(
@@ -35,11 +58,16 @@ def check_trajectory(trajectory: object, head_version: int) -> TensorDict:
             "Add what is missing in arun_episode."
         )
     _check_shapes(trajectory)
-    _check_numbers(trajectory, head_version)
+    _check_numbers(trajectory)
+    _check_versions(trajectory, head_version, newest_version)
     return trajectory
 
 
 def _check_shapes(trajectory: TensorDict) -> None:
+    for key, value in trajectory.items():
+        is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+        if not is_plain or value.is_complex() or value.requires_grad:
+            raise _broken(key, "be a real CPU tensor without gradient", repr(value)[:200], _CONVERT)
     shape = tuple(trajectory["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
         rule = "be [B, S] with at least one row and token"
@@ -48,23 +76,43 @@ def _check_shapes(trajectory: TensorDict) -> None:
     for key, wanted in expected.items():
         if key in trajectory and (got := tuple(trajectory[key].shape)) != wanted:
             raise _broken(key, f"have the shape {list(wanted)}", list(got), "Give every sample one row.")
+    if tuple(trajectory.batch_size[:1]) != shape[:1]:
+        raise TrajectoryError(
+            f"a trajectory must have a batch_size that begins with {list(shape[:1])}: got "
+            f"{list(trajectory.batch_size)}. Pass batch_size to TensorDict."
+        )
 
 
-def _check_numbers(trajectory: TensorDict, head_version: int) -> None:
-    for key in ("rewards", "logprobs"):
+def _check_numbers(trajectory: TensorDict) -> None:
+    for key in ("input_ids", "versions"):
+        if not np.issubdtype(dtype := _array(trajectory, key).dtype, np.integer):
+            raise _broken(key, "be integers", dtype, _CONVERT)
+    for key, rule, is_bad in (
+        ("input_ids", f"be from 0 to {_NUM_IDS - 1}", lambda ids: (ids < 0) | (ids >= _NUM_IDS)),
+        ("attention_mask", "be 0 or 1", lambda mask: (mask != 0) & (mask != 1)),
+        ("loss_mask", "be 0 or 1", lambda mask: (mask != 0) & (mask != 1)),
+        ("rewards", "be finite", lambda rewards: ~np.isfinite(rewards)),
+        ("logprobs", "be finite", lambda logprobs: ~np.isfinite(logprobs)),
+        ("logprobs", "be at most 0", lambda logprobs: logprobs > _ROUNDING),
+    ):
         values = _array(trajectory, key)
-        if not np.isfinite(values).all():
-            bad = values[~np.isfinite(values)][0]
-            raise _broken(key, "be finite", bad, "Reject the episode or fix what computes it.")
+        if (bad := values[is_bad(values)]).size:
+            raise _broken(key, rule, bad[0], "Reject the episode or fix what computes it.")
+
+
+def _check_versions(trajectory: TensorDict, head_version: int, newest_version: float) -> None:
     is_sampled = _array(trajectory, "loss_mask") != 0
     if (is_sampled & (_array(trajectory, "attention_mask") == 0)).any():
         got, advice = "a sampled token in the padding", "Set attention_mask on every real token."
         raise _broken("loss_mask", "be 0 where attention_mask is 0", got, advice)
-    oldest = np.where(is_sampled, _array(trajectory, "versions"), head_version).min()
+    versions = np.where(is_sampled, _array(trajectory, "versions"), head_version)
+    oldest, newest = versions.min(), versions.max()
+    if newest > newest_version:
+        raise _broken("versions", f"be at most {newest_version}, the next one", newest, _COPY_VERSIONS)
     if oldest < head_version:
         rule = f"be at least {head_version} on sampled tokens, the version that the episode began with"
         advice = "Update every server before calling set_version on the inference engine."
-        raise _broken("versions", rule, oldest, "Copy ModelResponse.output_versions." if oldest < 0 else advice)
+        raise _broken("versions", rule, oldest, _COPY_VERSIONS if oldest < 0 else advice)
 
 
 def _broken(key: str, rule: str, got: object, advice: str) -> TrajectoryError:
@@ -76,8 +124,7 @@ def _array(trajectory: TensorDict, key: str) -> np.ndarray[Any, Any]:
     try:
         return trajectory[key].numpy()
     except (TypeError, RuntimeError) as error:
-        rule = "be a CPU tensor without gradient, of a type that numpy has"
-        raise _broken(key, rule, error, "Convert it in arun_episode.") from error
+        raise _broken(key, "be of a type that numpy has", error, _CONVERT) from error
 
 
 def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -510,6 +511,13 @@ def test_an_episode_has_a_deadline(start: Callable[..., IdleEngine]) -> None:
     assert isinstance(caught.value.__cause__, EpisodeTimeoutError)
 
 
+class Tokenizer:
+    def decode(self, tokens: list[int]) -> str:
+        for token in tokens:
+            token.to_bytes(4, "big")  # as one in C does, it refuses others
+        return " ".join(map(str, tokens))
+
+
 def changed(**columns: Any) -> Callable[[TensorDict], TensorDict]:
     def change(trajectory: TensorDict) -> TensorDict:
         for key, value in columns.items():
@@ -519,37 +527,127 @@ def changed(**columns: Any) -> Callable[[TensorDict], TensorDict]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda one: {"input_ids": [1]}, "must return a TensorDict or None: got dict"),
-        (lambda one: one.exclude("logprobs", "rewards"), "got no logprobs, rewards"),
-        (changed(rewards=torch.tensor([float("nan")])), r"\['rewards'\] must be finite: got nan"),
-        (changed(logprobs=torch.tensor([[0.0, float("-inf"), 0.0]])), r"\['logprobs'\] must be finite: got -inf"),
-        (changed(loss_mask=torch.zeros(1, 2)), r"\['loss_mask'\] must have the shape \[1, 3\]: got \[1, 2\]"),
-        (changed(rewards=torch.zeros(1, 1)), r"\['rewards'\] must have the shape \[1\]"),
-        (changed(attention_mask=torch.tensor([[True, True, False]])), r"sampled token in the padding"),
-        (changed(versions=torch.tensor([[-1, 4, -1]])), r"\['versions'\] must be at least 4 .* got -1"),
-        (
-            changed(versions=torch.tensor([[-1, 4, 3]])),
-            r"\['versions'\] must be at least 4 .* got 3. Update every server",
-        ),
-    ],
-)
-def test_malformed_trajectories_name_the_key(
-    start: Callable[..., IdleEngine], change: Callable[[TensorDict], TensorDict], message: str
-) -> None:
-    class Malformed(WaitingWorkflow):
-        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
-            return change(waiting_trajectory(0, 4))
+def with_batch_size(*batch_size: int) -> Callable[[TensorDict], TensorDict]:
+    return lambda one: TensorDict(dict(one.items()), batch_size=batch_size)
 
-    engine = start(episode_retries=0, max_failed_share=0.0)
+
+MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
+    "a dict": (lambda one: {"input_ids": [1]}, "must return a TensorDict or None: got dict"),
+    "keys are missing": (lambda one: one.exclude("logprobs", "rewards"), "got no logprobs, rewards"),
+    "a key that others lack": (
+        changed(turns=torch.ones(1)),
+        "the keys and dimensions of the first .*: got other turns",
+    ),
+    "a key that others have": (lambda one: one.exclude("no_eos"), "of the first .*: got other no_eos"),
+    "a key of other dimensions": (changed(extra=torch.ones(1, 3)), "of the first .*: got other extra"),
+    "no batch_size": (with_batch_size(), r"must have a batch_size that begins with \[1\]: got \[\]"),
+    "no rows": (lambda one: one[:0], r"\['input_ids'\] must be \[B, S\] with at least one row"),
+    "no tokens": (
+        lambda one: TensorDict({key: x[:, :0] if x.dim() > 1 else x for key, x in one.items()}, batch_size=[1]),
+        "at least one row and token",
+    ),
+    "nested": (
+        changed(no_eos=TensorDict({"a": torch.ones(1)}, batch_size=[1])),
+        r"\['no_eos'\] must be a real .*Tensor",
+    ),
+    "text": (changed(no_eos="yes"), r"\['no_eos'\] must be a real CPU tensor"),
+    "with gradient": (changed(no_eos=torch.ones(1, requires_grad=True)), r"\['no_eos'\] must be a real CPU tensor"),
+    "sparse": (changed(no_eos=torch.ones(1).to_sparse()), r"\['no_eos'\] must be a real CPU tensor"),
+    "elsewhere": (changed(no_eos=torch.ones(1, device="meta")), r"\['no_eos'\] must be a real CPU tensor"),
+    "complex": (changed(logprobs=torch.zeros(1, 3, dtype=torch.complex64)), r"\['logprobs'\] must be a real CPU"),
+    "bfloat16": (
+        changed(logprobs=torch.zeros(1, 3, dtype=torch.bfloat16)),
+        r"\['logprobs'\] must be .* that numpy has",
+    ),
+    "reward nan": (changed(rewards=torch.tensor([float("nan")])), r"\['rewards'\] must be finite: got nan"),
+    "reward for each token": (changed(rewards=torch.zeros(1, 1)), r"\['rewards'\] must have the shape \[1\]"),
+    "logprob -inf": (
+        changed(logprobs=torch.tensor([[0.0, float("-inf"), 0.0]])),
+        r"\['logprobs'\] must be finite: got -inf",
+    ),
+    "logprob 5": (changed(logprobs=torch.tensor([[0.0, 5.0, 0.0]])), r"\['logprobs'\] must be at most 0.*: got 5.0"),
+    "ids below 0": (changed(input_ids=torch.tensor([[1, -2, 3]])), r"\['input_ids'\] must be from 0 .*: got -2"),
+    "huge ids": (changed(input_ids=torch.tensor([[1, 2**40, 3]])), rf"\['input_ids'\] must be from 0 .*: got {2**40}"),
+    "ids that are floats": (changed(input_ids=torch.ones(1, 3)), r"\['input_ids'\] must be integers: got float32"),
+    "mask of another shape": (
+        changed(loss_mask=torch.zeros(1, 2)),
+        r"\['loss_mask'\] must have the shape \[1, 3\]: got \[1, 2\]",
+    ),
+    "mask 2 and -1": (changed(loss_mask=torch.tensor([[0, 2, -1]])), r"\['loss_mask'\] must be 0 or 1: got 2"),
+    "mask 0.5": (changed(loss_mask=torch.tensor([[0, 0.5, 1]])), r"\['loss_mask'\] must be 0 or 1: got 0.5"),
+    "attention 2": (changed(attention_mask=torch.tensor([[1, 2, 1]])), r"\['attention_mask'\] must be 0 or 1: got 2"),
+    "sampled padding": (changed(attention_mask=torch.tensor([[True, True, False]])), "sampled token in the padding"),
+    "no version": (changed(versions=torch.tensor([[-1, 4, -1]])), r"\['versions'\] must be at least 4 .* got -1"),
+    "an old version": (
+        changed(versions=torch.tensor([[-1, 4, 3]])),
+        r"\['versions'\] must be at least 4 .* got 3. Update every server",
+    ),
+    "a version to come": (
+        changed(versions=torch.tensor([[-1, 4, 999]])),
+        r"\['versions'\] must be at most 5.*: got 999",
+    ),
+    "versions that are floats": (
+        changed(versions=torch.full((1, 3), 4.0)),
+        r"\['versions'\] must be integers: got float",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_trajectory_fails_its_episode_alone(
+    start: Callable[..., IdleEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[TensorDict], TensorDict],
+    message: str,
+) -> None:
+    """What comes after it is written, decoded, joined and audited."""
+
+    class Malformed(WaitingWorkflow):
+        tokenizer = Tokenizer()
+
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
+            good = changed(extra=torch.ones(1))(waiting_trajectory(data["prompt_id"].index, 4))
+            return change(good) if data["prompt_id"].index == 1 else good
+
+    engine = start(episode_retries=0, consumer_batch_size=3, fileroot=str(tmp_path), experiment_name="exp")
     engine.set_version(4)
-    with pytest.raises(EpisodeError, match=r"\d x trajectory") as caught:
-        engine.executor.prepare_batch([rows(1)], Malformed())
+    with caplog.at_level("WARNING"):
+        assert prompts_of(engine.executor.prepare_batch([rows(6)], Malformed())) == [0, 2, 3]
+    engine.executor.close()
+    assert engine.executor.metrics()["rollout/failed_trajectory"] == 1
+    (text,) = [text for text in caplog.messages if "dropped" in text]
+    assert text.startswith("episode 0-1 of Malformed failed in attempt 0 (trajectory)")
+    assert re.search(message, text), text
+    found = audit(tmp_path / "exp")
+    assert found.is_clean and found.repeated_ids == []
+
+
+def test_the_budget_names_prompt_and_workflow_of_a_malformed_trajectory(start: Callable[..., IdleEngine]) -> None:
+    engine = start(episode_retries=0, max_failed_share=0.0)
+    with pytest.raises(
+        EpisodeError, match=r"(?s)1 x trajectory .*got dict.*returned for prompt 0-0 by WaitingW"
+    ) as caught:
+        engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: waiting_trajectory(0, 0).to_dict()))
     assert isinstance(caught.value.__cause__, TrajectoryError)
-    with pytest.raises(TrajectoryError, match=message):
-        raise caught.value.__cause__
+
+
+def test_an_episode_may_end_between_an_update_and_its_version(start: Callable[..., IdleEngine]) -> None:
+    """Servers get a version before the engine does."""
+
+    class Ahead(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
+            return waiting_trajectory(data["prompt_id"].index, engine.get_version() + 1)
+
+    assert start(consumer_batch_size=2).executor.prepare_batch([rows(2)], Ahead())["versions"].max() == 1
+
+
+def test_evaluations_may_have_keys_of_their_own(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1)
+    engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
+    for name in ("first", "second"):
+        workflow = WaitingWorkflow(lambda _, row, name=name: changed(**{name: torch.ones(1)})(waiting_trajectory(0, 0)))
+        assert name in engine.executor.run_all(rows(1), workflow, is_evaluation=True)
 
 
 @pytest.mark.parametrize("is_in_a_group", [False, True])
@@ -695,11 +793,6 @@ def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
 
 
 # What is stored
-
-
-class Tokenizer:
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
 
 
 def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
