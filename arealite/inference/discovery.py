@@ -41,7 +41,8 @@ async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Re
         return client
     registry = Registry(secret)
     # Rank 0 runs where torchrun meets its ranks, by an address that the user has chosen for the nodes of the run.
-    host = socket.gethostbyname(os.environ.get("MASTER_ADDR", LOOPBACK))
+    name, loop = os.environ.get("MASTER_ADDR", LOOPBACK), asyncio.get_running_loop()
+    host = str((await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM))[0][4][0])
     await registry.start(host, RunFolder(config).registry if config.fileroot else None)
     return registry
 

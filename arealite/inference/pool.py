@@ -11,6 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
+from arealite.api.errors import ConfigError
+from arealite.utils.network import check_address
+
 _MAX_STICKY = 65536
 """Remembered rids; the oldest are forgotten first."""
 _MIN_TOKENS = 8
@@ -204,4 +207,7 @@ def backoff_s(num_failures: int, first_s: float, max_s: float) -> float:
 def parse_addresses(text: str | Iterable[str]) -> list[str]:
     """Return `host:port` items from a list or a comma separated string; a scheme and a final slash are dropped."""
     items = text.split(",") if isinstance(text, str) else text
-    return [item.strip().removeprefix("http://").rstrip("/") for item in items if item.strip()]
+    try:
+        return [check_address(item.strip().removeprefix("http://").rstrip("/")) for item in items if item.strip()]
+    except ValueError as error:
+        raise ConfigError(f"rollout.server_addrs must name servers: {error}") from error

@@ -4,11 +4,26 @@
 it and sets SO_REUSEADDR (asyncio, uvicorn, TCPStore) can still bind.
 """
 
+import re
 import socket
 
 import psutil
 
 LOOPBACK = "127.0.0.1"
+_ADDRESS = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):([1-9][0-9]{0,4})", re.ASCII)
+
+
+def check_address(address: str) -> str:
+    """Return what is `host:port`, where an IPv6 address stands in brackets. Raises ValueError."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError(f"an address must be host:port: got {address!r}. Write e.g. 10.0.0.1:8000 or [fe80::1]:8000.")
+    return address
+
+
+def address_of(host: str, port: int) -> str:
+    """Return `host:port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:

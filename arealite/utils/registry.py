@@ -20,12 +20,12 @@ from typing import Annotated, Literal, TypeVar
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.utils.files import write_atomically
 from arealite.utils.http_server import HttpServer
-from arealite.utils.network import LOOPBACK
+from arealite.utils.network import LOOPBACK, address_of, check_address
 from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal
 
 POLL_S = 10.0  # longest time that the registry keeps a long-poll open
@@ -48,13 +48,15 @@ class RegistryRefusedError(RegistryError):
 class ServerRecord:
     """What trainers know of a server. Invariant: `ready` was answered by the server itself, at this address."""
 
-    address: str  # host:port
+    address: Annotated[str, AfterValidator(check_address)]  # host:port
     backend: str
     node: str  # name of its node
-    pid: int  # process id of the program that runs it: another one is another server, even at the same address
+    pid: Annotated[
+        int, Field(ge=0)
+    ]  # process id of the program that runs it: another one is another server, even at the same address
     state: State
     detail: str  # what it is doing; while it loads, the last line of its log
-    since: float  # when the state began, in Unix time
+    since: Annotated[float, Field(allow_inf_nan=False)]  # when the state began, in Unix time
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Registry:
     async def start(self, host: str = LOOPBACK, file: Path | None = None) -> None:
         """Listen, and write where to the run's registry.json. Raises ValueError or OSError."""
         check_exposed(host, self._secret)
-        self.address = f"{host}:{await self._http.start(host)}"
+        self.address = address_of(host, await self._http.start(host))
         if file is not None:
             self._file = file
             self._text = json.dumps({"address": self.address, "node": platform.node(), "pid": os.getpid()})
@@ -171,7 +173,7 @@ class Registry:
     def _advance(self, owner: str, number: int) -> None:
         last = self._last.get(owner, -1)
         if number <= last:
-            what = "the server was removed or replaced" if last == math.inf else f"{last:.0f} was the last one"
+            what = "the server was removed or replaced" if last == math.inf else f"{last} was the last one"
             raise RegistryRefusedError(f"messages of a server must come in order: got number {number}, and {what}")
         self._last[owner] = number
 

@@ -143,12 +143,13 @@ def test_a_trainer_with_another_secret_says_that_the_registry_refuses_it(
     assert len(addresses(connect(stack, 1))) == 1
 
 
+@pytest.mark.parametrize(("host", "address"), [("localhost", "127.0.0.1:"), ("::1", "[::1]:")])
 def test_without_a_launcher_the_trainer_keeps_the_registry(
-    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, address: str
 ) -> None:
     """It listens where torchrun's ranks meet, and its address is in the run folder as long as it does."""
     monkeypatch.delenv(REGISTRY_VARIABLE, raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_ADDR", host)
     file = tmp_path / "exp" / "t" / "registry.json"
     server = serving(stack)
 
@@ -163,7 +164,7 @@ def test_without_a_launcher_the_trainer_keeps_the_registry(
     engine = connect(stack, 1, fileroot=str(tmp_path))
     joining.join()
     assert addresses(engine) == [server.address]
-    assert json.loads(file.read_text())["address"].startswith("127.0.0.1:")
+    assert json.loads(file.read_text())["address"].startswith(address)
     engine.destroy()
     assert not file.exists()
 

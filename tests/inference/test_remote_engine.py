@@ -568,6 +568,9 @@ def test_initialize_waits_for_a_server_that_starts_late() -> None:
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_addresses("a:1, http://b:2/ ,") == parse_addresses(["a:1", "http://b:2"]) == ["a:1", "b:2"]
+    for wrong in ("a", "a:0", "a:99999", "a:1/v1", "u@a:1", "[::1:1", "https://a:1"):
+        with pytest.raises(ConfigError, match="must be host:port"):
+            parse_addresses(f"a:1,{wrong}")
     monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
     with pytest.raises(ConfigError, match="AREAL_LLM_SERVER_ADDRS must name servers"):
         RemoteSGLangEngine(InferenceEngineConfig()).initialize(None, None)

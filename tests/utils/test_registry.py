@@ -30,6 +30,21 @@ from arealite.utils.secret import authorization
 SECRET = "secret of the run"
 SOON_S = 30.0
 """A moment, on a machine that is busy with other tests."""
+NO_ADDRESSES = (
+    "",
+    "x",
+    "a b:1",
+    "h:0",
+    "h:99999",
+    "::1:80",
+    "[::1",
+    "http://h:1",
+    "h:1/x",
+    "u@h:1",
+    "h:\uff11",
+    "h:1\n",
+    ":1",
+)
 RECORD = ServerRecord("10.0.0.1:80", "lite", "node1", 7, "ready", "", 12.5)
 
 
@@ -224,12 +239,48 @@ async def test_nobody_without_the_secret(registry: Registry) -> None:
         (json.dumps(asdict(claim()) | {"number": -1}).encode(), 400),
         (json.dumps(asdict(claim()) | {"record": {}}).encode(), 400),
         (json.dumps(asdict(claim()) | {"record": asdict(RECORD) | {"state": "dead"}}).encode(), 400),
-        (json.dumps(asdict(claim()) | {"record": asdict(RECORD) | {"address": 7}}).encode(), 400),
+        *(
+            (json.dumps(asdict(claim()) | {"record": asdict(RECORD) | change}).encode(), 400)
+            for change in (
+                *({"address": one} for one in (7, *NO_ADDRESSES)),
+                *({"since": one} for one in (float("nan"), float("inf"))),
+                {"pid": -1},
+            )
+        ),
+        (b"[" * 15_000, 400),
+        (b'{"a":' * 3000, 400),
+        (b'{"record": {"address": "\\ud800:1"}}', 400),
+        (json.dumps(asdict(claim())).encode("utf-16"), 400),
     ],
 )
 async def test_garbage_is_refused(registry: Registry, body: bytes, status: int) -> None:
     assert (await request(registry, "PUT", "/servers/a", data=body))[0] == status
     assert registry.servers == {}
+
+
+async def test_a_number_may_be_of_any_size(registry: Registry) -> None:
+    """What comes after one that is no float is refused, not a crash."""
+    for number, status in ((10**400, 200), (7, 409)):
+        body = json.dumps(asdict(claim(number=number))).encode()
+        assert (await request(registry, "PUT", "/servers/a", data=body))[0] == status
+    assert (await request(registry, "DELETE", "/servers/a?owner=a&number=8"))[0] == 409
+    assert (await request(registry, "DELETE", f"/servers/a?owner=a&number={'9' * 5000}"))[0] == 400
+
+
+@pytest.mark.parametrize("method", ["POST", "PATCH", "TRACE", "OPTIONS", "FOO"])
+async def test_other_methods_are_refused(registry: Registry, method: str) -> None:
+    for path in ("/servers", "/servers/a"):
+        assert (await request(registry, method, path))[0] in (400, 405)
+
+
+async def test_it_listens_on_ipv6() -> None:
+    one = Registry(SECRET)
+    await one.start("::1")
+    client = RegistryClient(one.address, SECRET)
+    record = replace(RECORD, address="[::1]:80")
+    assert one.address.startswith("[::1]:") and await client.claim("a", claim(record))
+    assert (await client.watch(timeout_s=0)).servers == {"a": record}
+    await one.close()
 
 
 async def test_wrong_paths_and_queries_are_refused(registry: Registry) -> None:
