@@ -39,7 +39,8 @@ class Column:
 COLUMNS = (
     Column("reward", ("reward/mean",), 6),
     Column("loss", ("policy/loss", "sft/loss"), 6, "{:.3f}".format),
-    Column("kl", ("policy/approx_kl",), 6),
+    Column("length", ("rollout/completion_tokens",), 5),
+    Column("truncated", ("rollout/truncated_ratio",), 4, "{:.0%}".format),
     Column("mismatch_kl", ("policy/mismatch_kl",), 6),
     Column("staleness", ("staleness/mean",), 3, "{:.1f}".format),
     Column("rollout", ("time/rollout_s",), 5, "{:.1f}s".format, group="time"),

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from arealite.trainer.step_line import StepLine, compact
 
 ROW = {
-    "reward/mean": 0.4125, "policy/loss": -0.0031, "policy/approx_kl": 1.2e-3, "policy/mismatch_kl": 4e-5,
+    "reward/mean": 0.4125, "policy/loss": -0.0031, "policy/approx_kl": 0.0,
+    "rollout/completion_tokens": 312.4, "rollout/truncated_ratio": 0.0625, "policy/mismatch_kl": 4e-5,
     "staleness/mean": 1.3, "staleness/max": 3.0, "time/rollout_s": 18.21, "time/logprobs_s": 2.2, "time/update_s": 7.2,
     "perf/tokens_per_s": 21_345.0, "optim/lr": 1e-5,
 }  # fmt: skip
@@ -33,8 +34,8 @@ def test_compact_is_the_number_to_a_few_digits(value: float) -> None:
 def test_the_line_and_its_order() -> None:
     line = StepLine(total_steps=200, staleness_bound=4)
     assert line.render(12, ROW | {"eval/accuracy": 0.5}) == (
-        "step  12/200 | reward  0.412 | loss -0.003 | kl 1.2e-3 | mismatch_kl 4.0e-5 | staleness 1.3/4"
-        " | rollout 18.2s train  9.4s | 21.3k tok/s | eval  0.500"
+        "step  12/200 | reward  0.412 | loss -0.003 | length 312.4 | truncated   6% | mismatch_kl 4.0e-5"
+        " | staleness 1.3/4 | rollout 18.2s train  9.4s | 21.3k tok/s | eval  0.500"
     )
 
 
@@ -51,7 +52,7 @@ def test_columns_stay_where_they_are() -> None:
     lines = [line.render(step, row) for step, row in ((0, ROW), (99, small), (150, without_kl))]
     bars = [[i for i, letter in enumerate(text) if letter == "|"] for text in lines]
     assert bars[0] == bars[1] == bars[2]
-    assert "kl      - |" in lines[2]
+    assert "mismatch_kl      - |" in lines[2]
 
 
 def test_what_a_run_never_has_takes_no_room() -> None:
