@@ -6,7 +6,14 @@ The `validate()` of each experiment calls the groups that apply to it.
 import logging
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
+from arealite.api.config.data import (
+    LOGGER_MODES,
+    DatasetConfig,
+    EvaluatorConfig,
+    RecoverConfig,
+    SplitConfig,
+    StatsLoggerConfig,
+)
 from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import ALL_TOKENS, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
@@ -32,7 +39,7 @@ def check_loggers(loggers: StatsLoggerConfig) -> None:
 
 
 def check_schedule(
-    recover: RecoverConfig, evaluator: EvaluatorConfig, train: DatasetConfig, valid: DatasetConfig | None
+    recover: RecoverConfig, evaluator: EvaluatorConfig, train: DatasetConfig, valid: SplitConfig | None
 ) -> None:
     """Checkpoints need a trigger, and evaluations data."""
     require(

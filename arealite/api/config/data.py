@@ -8,23 +8,29 @@ from arealite.api.config.types import Bool, ConfigBase, FolderBlock, NonNegative
 
 
 @dataclass
-class DatasetConfig(ConfigBase):
+class SplitConfig(ConfigBase):
     """Prompts or demonstrations."""
 
     path: str = MISSING
     """Hub id, local file or folder, `FILE.py:FUNCTION?option=value`, or `hf-dataset://org/name/file`."""
     type: Literal["sft", "rl"] = "rl"
     """Demonstrations or prompts."""
+    max_length: PositiveInt | None = None
+    """Rows with more tokens are left out; None keeps all."""
+    max_rows: PositiveInt | None = None
+    """Use only this many rows from the start; None is all."""
+
+
+@dataclass
+class DatasetConfig(SplitConfig):
+    """What is trained on, in batches."""
+
     batch_size: PositiveInt = 1
     """Rows per step over all ranks."""
     shuffle: Bool = True
     """A new order in every epoch."""
     drop_last: Bool = True
     """Leave out the last rows of an epoch that do not fill a batch."""
-    max_length: PositiveInt | None = None
-    """Rows with more tokens are left out; None keeps all."""
-    max_rows: PositiveInt | None = None
-    """Use only this many rows from the start; None is all."""
 
 
 @dataclass

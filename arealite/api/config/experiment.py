@@ -5,7 +5,14 @@ from typing import Any, ClassVar, cast
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
-from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
+from arealite.api.config.data import (
+    DatasetConfig,
+    EvaluatorConfig,
+    RecoverConfig,
+    SaverConfig,
+    SplitConfig,
+    StatsLoggerConfig,
+)
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
@@ -36,7 +43,7 @@ class BaseExperimentConfig(ConfigBase):
         **_named("stats_logger", fileroot="cluster.fileroot"),
         **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
         "rollout.tokenizer_path": "tokenizer_path",
-        **_same("valid_dataset", "train_dataset", "path", "type", "batch_size", "max_length"),
+        **_same("valid_dataset", "train_dataset", "path", "type", "max_length"),
     }
     """Keys that take another key's value unless they are given."""
 
@@ -58,8 +65,8 @@ class BaseExperimentConfig(ConfigBase):
     """Hugging Face folder or hub id; filled in from the model's path."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """Training data."""
-    valid_dataset: DatasetConfig | None = None
-    """Held-out data; None is no evaluation. Path, type, batch size and length follow `train_dataset` unless given."""
+    valid_dataset: SplitConfig | None = None
+    """Held-out data; None is no evaluation. Path, type and length follow `train_dataset` unless given."""
     rollout: InferenceEngineConfig | None = None
     """Episodes and servers; None is an experiment without servers."""
     saver: SaverConfig = field(default_factory=SaverConfig)

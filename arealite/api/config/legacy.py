@@ -67,6 +67,10 @@ DEPRECATED = {
     "*gconfig.frequency_penalty": DeprecatedKey("the trainer could not reproduce such logprobs", (0, None)),
     "*_dataset.pin_memory": DeprecatedKey("engines move batches to their device themselves"),
     "*_dataset.num_workers": DeprecatedKey("data sets are read whole into memory"),
+    **dict.fromkeys(
+        ("valid_dataset.batch_size", "valid_dataset.shuffle", "valid_dataset.drop_last"),
+        DeprecatedKey("an evaluation takes every row once, in order"),
+    ),
     "*_dataset.reward_fn": DeprecatedKey("the script passes the reward function to the workflow"),
     "stats_logger.swanlab.api_key": DeprecatedKey(
         "secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)
@@ -112,7 +116,8 @@ def _drop(key: str, value: Any, deprecated: DeprecatedKey) -> None:
     """Warn about a deprecated key, or refuse its value."""
     is_reference = isinstance(value, str) and value.startswith("${")
     if deprecated.accepts is not None and value not in deprecated.accepts and not is_reference:
-        raise ConfigError(f"{key} must be {deprecated.accepts[0]!r}: got {value!r}. Remove it: {deprecated.reason}.")
+        got = "another value" if key.endswith("api_key") else repr(value)  # a secret must not reach the logs
+        raise ConfigError(f"{key} must be {deprecated.accepts[0]!r}: got {got}. Remove it: {deprecated.reason}.")
     logger.warning("%s has no effect: %s. Remove it.", key, deprecated.reason)
 
 
