@@ -26,6 +26,7 @@ from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, cpus_and_mebibytes
 from arealite.launcher.supervise.run import command
 from arealite.launcher.supervise.supervisor import NODE_LOST
+from arealite.utils.files import write_atomically
 
 _LOOK_S = 0.2
 """Between two looks at the job's output."""
@@ -84,9 +85,12 @@ def batch_script(run: Run) -> str:
         f"--chdir={Path.cwd()}",
         "--signal=B:TERM@60",  # a time limit ends in a clean stop
     ]
-    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
-    if launcher.slurm.sbatch_additional_args:
-        lines.append(f"#SBATCH {launcher.slurm.sbatch_additional_args}")
+    if broken := [option for option in options if len(option.splitlines()) > 1]:
+        raise ConfigError(
+            f"the working folder and cluster.fileroot must be paths without line breaks: got {broken[0]!r}. Rename them."
+        )
+    users = [line for line in launcher.slurm.sbatch_additional_args.splitlines() if line.strip()]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in [*map(shlex.quote, options), *users])]
     command = [sys.executable, "-m", "arealite.launcher.place.slurm", str(run.entry), *run.argv]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
 
@@ -121,7 +125,7 @@ def _submit(folder: Path, script: str) -> str:
         raise ConfigError("sbatch must be in PATH: it is not. Submit from a node of the Slurm cluster.")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
-    path.write_text(script, encoding="utf-8")
+    write_atomically(path, script, mode=0o600)
     try:
         return ask_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]  # <job>[;<cluster>]
     except ConfigError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.config.run import RunConfig, load_run_config
+from arealite.api.errors import ConfigError
 from arealite.launcher import slurm
 from arealite.launcher.place.slurm import step_command
 from arealite.launcher.plan.plan import Placement, Run, make_plan
@@ -70,6 +71,28 @@ def test_only_a_run_that_may_start_again_goes_back_into_the_queue():
 def test_the_users_arguments_come_last_as_they_are():
     arguments = '--gres=gpu:h100:8 -A lab --comment="two words"'
     assert options_of(f"launcher.slurm.sbatch_additional_args='{arguments}'")[-1] == arguments
+
+
+def test_each_line_of_the_users_arguments_is_one_for_sbatch(tmp_path):
+    """Not a command of the script: the job would run with another account and time limit."""
+    (tmp_path / "config.yaml").write_text(
+        CONFIG.read_text() + "\nlauncher:\n  slurm:\n    sbatch_additional_args: |\n"
+        "      --partition=gpu\n      --account=lab\n\n      --time=1-0\n"
+    )
+    config = load_run_config(["--config", str(tmp_path / "config.yaml")])
+    lines = slurm.batch_script(Run(config, make_plan(config), ENTRY, [])).splitlines()
+    assert lines[-4:-1] == ["#SBATCH --partition=gpu", "#SBATCH --account=lab", "#SBATCH --time=1-0"]
+    assert [line for line in lines if not line.startswith("#")] == [lines[-1]] and lines[-1].startswith("exec ")
+
+
+def test_a_newline_in_a_path_is_refused(tmp_path, monkeypatch):
+    """Slurm's options end where their line does; the rest would be a command."""
+    with pytest.raises(ConfigError, match="must be paths without line breaks: got '--output=.*/slurm-%j.log'"):
+        options_of(f'cluster.fileroot="{tmp_path}/a\\n-b"')
+    (tmp_path / "x\ntouch y").mkdir()
+    monkeypatch.chdir(tmp_path / "x\ntouch y")
+    with pytest.raises(ConfigError, match="must be paths without line breaks: got '--chdir="):
+        options_of("cluster.fileroot=/runs")
 
 
 def test_a_step_gets_its_gpus_by_number():

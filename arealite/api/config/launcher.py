@@ -25,7 +25,7 @@ class SlurmLauncherConfig(ConfigBase):
     srun_additional_args: str = ""
     """More arguments of srun."""
     sbatch_additional_args: str = ""
-    """More arguments of sbatch, e.g. `--partition=gpu --account=lab --time=1-0`."""
+    """More arguments of sbatch, on one line or several, e.g. `--partition=gpu --account=lab --time=1-0`."""
     container_type: Literal["none", "apptainer"] = "none"
     """What runs the images."""
     mount: str = ""
