@@ -48,3 +48,9 @@ class RunFolder:
         """Where the registry of the run listens, while the run lasts."""
         self.launcher_lock = self.path / ".launcher.lock"
         self.trainer_lock = self.path / ".trainer.lock"
+
+    @property
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint to resume from, whole or not; -1 without one."""
+        names = [path.name.removeprefix("step_") for path in self.recover.glob("step_*")]
+        return max((int(name) for name in names if name.isdecimal()), default=-1)

@@ -87,7 +87,7 @@ def batch_script(run: Run) -> str:
     ]
     if broken := [option for option in options if len(option.splitlines()) > 1]:
         raise ConfigError(
-            f"the working folder and cluster.fileroot must be paths without line breaks: got {broken[0]!r}. Rename them."
+            f"the working folder and cluster.fileroot must be paths without line breaks: got {broken[0]!r}. Rename one."
         )
     users = [line for line in launcher.slurm.sbatch_additional_args.splitlines() if line.strip()]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in [*map(shlex.quote, options), *users])]

@@ -123,48 +123,57 @@ note("dying"); sys.exit("CUDA is on holiday")
     assert "ended with exit status 1; its last 2 lines:\n    CUDA is on holiday\n    serve: server-" in run.output
 
 
-def test_server_that_dies_mid_run(launch_script):
+def test_servers_that_die_mid_run(launch_script):
+    """One that may not start again is left out; without the last one the run ends."""
     run = launch_script(
         """
         import urllib.request
         note(f"trainer-{os.environ['RANK']}")
         if os.environ["RANK"] == "0":
-            wait_for("trainer-1"); urllib.request.urlopen(f"http://{servers(2)['server-1']}/exit")
+            wait_for("trainer-1"); both = servers(2)
+            for name in ("server-1", "server-0"):
+                try: urllib.request.urlopen(f"http://{both[name]}/exit")
+                except OSError: pass
+                if name == "server-1": print("left:", sorted(servers(1)))
         time.sleep(600)
         """,
         *GRPO,
         "launcher.server_restarts=0",
     )
     assert run.end() == 3, run.output
-    assert "server-1 ended with exit status 9; its last " in run.output
-    assert "server-1 | ERROR fake: told to exit" in run.output
+    assert "server-1 ended with exit status 9; it is left out, as others serve" in run.output
+    assert "\nleft: ['server-0']\n" in run.output
+    assert "server-0 ended with exit status 9; its last " in run.output
+    assert "server-0 | ERROR fake: told to exit" in run.output
 
 
 def test_server_that_dies_mid_run_is_started_again(launch_script):
-    """While the trainer goes on; so is one that was killed, until it was enough."""
+    """While the trainer goes on, until it was enough; progress of the run gives it new chances."""
     run = launch_script(
         """
         import json, urllib.request
         note("trainer-0")
         addresses = {servers(2)["server-1"]}
-        for n in range(2):
+        for n in range(4):
+            if n == 1: pathlib.Path("runs/exp/trial/recover/step_7").mkdir(parents=True)
             try: urllib.request.urlopen(f"http://{servers(2)['server-1']}/exit")
             except OSError: pass
-            while len(addresses) == n + 1: addresses.add(servers(2)["server-1"])
+            while n < 3 and len(addresses) == n + 1: addresses.add(servers(2)["server-1"])
         print(len(addresses), "addresses")
-        urllib.request.urlopen(f"http://{servers(2)['server-1']}/exit")
-        time.sleep(600)
+        while "left out" not in pathlib.Path("runs/exp/trial/logs/launcher.log").read_text(): time.sleep(0.02)
         """,
         "allocation_mode=sglang.d2+d1",
         "actor.path=tiny",
         "launcher.server_restarts=2",
+        "recover.mode=auto",
+        "recover.freq_steps=1",
     )
-    assert run.end() == 3, run.output
-    assert "\n3 addresses\n" in run.output
-    assert "server-1 ended with exit status 9; starting it again (1 of 2)" in run.output
-    assert "server-1 ended with exit status 9; starting it again (2 of 2)" in run.output
+    assert run.end() == 0, run.output
+    assert "\n4 addresses\n" in run.output
+    again = [line.split("again ")[1] for line in run.output.splitlines() if "starting it again" in line]
+    assert again == ["(1 of 2)", "(1 of 2)", "(2 of 2)"]
     assert run.output.count("launcher | server-0 is ready at") == 1
-    assert "server-1 ended with exit status 9; its last " in run.output
+    assert "server-1 ended with exit status 9; it is left out, as others serve" in run.output
 
 
 def test_a_server_that_joins_outlives_an_attempt_and_the_run_tells_where_its_registry_is(launch_script):
@@ -377,6 +386,25 @@ def test_retries_come_to_an_end(launch_script):
     run = launch_script("print('bye'); raise SystemExit(7)", *SFT, *RECOVER)
     assert run.end() == 7
     assert run.output.count("\nbye\n") == 3 and run.output.count("restart ") == 2
+
+
+def test_progress_gives_a_run_new_chances(launch_script):
+    run = launch_script(
+        """
+        folder = pathlib.Path("runs/exp/trial/recover")
+        attempt = len(list(folder.glob("step_*")))
+        print("attempt", attempt)
+        if attempt < 2: (folder / f"step_{attempt}").mkdir(parents=True)
+        raise SystemExit(7)
+        """,
+        *SFT,
+        *("recover.mode=auto", "recover.freq_steps=1", "recover.retries=1"),
+    )
+    assert run.end() == 7
+    assert [line for line in run.output.splitlines() if line.startswith("attempt")] == [
+        f"attempt {n}" for n in (0, 1, 2)
+    ]
+    assert run.output.count("restart 1 of 1") == 2
 
 
 GROUP = "from arealite.utils.distributed import join_default_group; join_default_group(60)"

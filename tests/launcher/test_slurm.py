@@ -87,7 +87,7 @@ def test_each_line_of_the_users_arguments_is_one_for_sbatch(tmp_path):
 
 def test_a_newline_in_a_path_is_refused(tmp_path, monkeypatch):
     """Slurm's options end where their line does; the rest would be a command."""
-    with pytest.raises(ConfigError, match="must be paths without line breaks: got '--output=.*/slurm-%j.log'"):
+    with pytest.raises(ConfigError, match=r"must be paths without line breaks: got '--output=.*/slurm-%j.log'"):
         options_of(f'cluster.fileroot="{tmp_path}/a\\n-b"')
     (tmp_path / "x\ntouch y").mkdir()
     monkeypatch.chdir(tmp_path / "x\ntouch y")

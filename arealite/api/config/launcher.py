@@ -49,7 +49,8 @@ class LauncherConfig(ConfigBase):
     trainer_mem_per_gpu: NonNegativeInt = 0
     """MiB of memory that Ray and Slurm reserve for each rank of the trainer; 0 reserves none."""
     server_restarts: NonNegativeInt = 3
-    """How often a server that exits after it was ready is restarted while the run continues; then the run ends."""
+    """How often a server that exits after it was ready is restarted without a new checkpoint in between; then the run
+    continues with the others, or ends."""
     node_timeout: Positive = 30.0
     """Seconds without a heartbeat after which a node counts as lost."""
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)

@@ -14,7 +14,7 @@ from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, Place, Slot
 from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
-from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor
+from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor, pause_s
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import empty_folder, file_lock, write_atomically
 from arealite.utils.registry import Registry
@@ -89,9 +89,9 @@ def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s
 
 
 async def _run(run: Run, place: Place, restart: str | None) -> int:
-    """Run to the end, and start again what failed as often as `recover` allows."""
+    """Run to the end, and start again what failed as often as `recover` allows without a new checkpoint."""
     config, folder = run.config, run.folder
-    resumes = config.recover.mode in ("auto", "resume") and any(folder.recover.glob("step_*"))
+    resumes = config.recover.mode in ("auto", "resume") and folder.newest_checkpoint >= 0
     if restart is None and not resumes:
         empty_folder(folder.path, keep=OF_TRIAL)
     folder.logs.mkdir(parents=True, exist_ok=True)
@@ -103,20 +103,25 @@ async def _run(run: Run, place: Place, restart: str | None) -> int:
         if run.plan.servers:
             await registry.start(place.registry_host(run.plan), folder.registry)
         retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
-        for attempt in range(retries + 1):
-            supervisor = await _attempt(run, place, secret, registry, restart)
+        num_restarts, progress = 0, folder.newest_checkpoint
+        while True:
+            supervisor = await _attempt(run, place, secret, registry, restart, pause_s(num_restarts))
             end = supervisor.exit_reason  # a signal while everything was being stopped counts as well
-            restart = f"restart {attempt + 1} of {retries}, because {end.reason}"
-            if not end.is_failure or end.status == CONFIG_FAILED or end.is_refusal:
-                break
+            if folder.newest_checkpoint > progress:
+                num_restarts, progress = 0, folder.newest_checkpoint
+            if not end.is_failure or end.status == CONFIG_FAILED or end.is_refusal or num_restarts == retries:
+                return end.status
+            num_restarts += 1
+            restart = f"restart {num_restarts} of {retries}, because {end.reason}"
             if not await asyncio.to_thread(place.nodes_answer):
                 return NODE_LOST
-        return end.status
     finally:
         await registry.close()
 
 
-async def _attempt(run: Run, place: Place, secret: str, registry: Registry, restart: str | None) -> Supervisor:
+async def _attempt(
+    run: Run, place: Place, secret: str, registry: Registry, restart: str | None, delay_s: float
+) -> Supervisor:
     """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
     config, plan, logs = run.config, run.plan, run.folder.logs
     stall = StallPolicy(
@@ -130,6 +135,7 @@ async def _attempt(run: Run, place: Place, secret: str, registry: Registry, rest
     try:
         async with Supervisor(log_folder=logs, stall=stall, env=env) as supervisor:
             supervisor.log(restart or f"{config.allocation_mode}; logs in {logs}")
+            await supervisor.pause(delay_s)
             place.open(config, plan, supervisor.log)
             slots = await supervisor.take_slots(place, plan.placements)
             if slots is not None:
@@ -164,6 +170,7 @@ def _server_policy(run: Run, place: Place, registry: Registry) -> ServerPolicy:
         describe=lambda placement, slot: server_job(run.config, placement, slot.address, slot.gpus),
         setup_timeout_s=setup_timeout_s(run.config),
         restarts=run.config.launcher.server_restarts,
+        progress=lambda: run.folder.newest_checkpoint,
         registry=registry,
         publish_progress=kind_of(run.config).is_embedded,
         invitation=None if run.plan.trainers else f"servers only, until Ctrl-C: {invitation}",
@@ -173,7 +180,7 @@ def _server_policy(run: Run, place: Place, registry: Registry) -> ServerPolicy:
 def _check_resume(run: Run) -> None:
     """Refuse to resume what has no checkpoint, before anything starts; whether one is whole is the trainer's to say."""
     folder = run.folder.recover
-    if run.config.recover.mode == "resume" and not any(folder.glob("step_*")):
+    if run.config.recover.mode == "resume" and run.folder.newest_checkpoint < 0:
         raise ConfigError(
             f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."
         )

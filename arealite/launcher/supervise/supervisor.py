@@ -7,7 +7,6 @@ ends later is started again, while the others keep serving.
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import signal
@@ -44,6 +43,11 @@ _SERVER_END_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def pause_s(num_restarts: int) -> float:
+    """Return how long to wait before a restart, of several in a row."""
+    return min(60.0, 2.0 ** (num_restarts - 1)) if num_restarts else 0.0
+
+
 @dataclass(frozen=True)
 class ExitReason:
     """Why the run ended: the launcher's exit status, and whose output explains it."""
@@ -76,6 +80,9 @@ class ServerPolicy:
     describe: Callable[[Placement, Slot], Job]
     setup_timeout_s: float
     restarts: int
+    """How often in a row, without progress."""
+    progress: Callable[[], int]
+    """A number that grows when the run has got on, after which a server may start as often again."""
     registry: Registry
     """Where they register, under the names of their jobs."""
     publish_progress: bool
@@ -136,6 +143,10 @@ class Supervisor:
         self._log.feed(f"{text}\n".encode())
 
     # Starting
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, unless a signal ends the run."""
+        await asyncio.wait([self._signal], timeout=seconds)
 
     async def take_slots(self, place: Place, placements: Sequence[Placement]) -> Sequence[Slot] | None:
         """Return the slots of all jobs; None if the run ended meanwhile, or has to because there are none."""
@@ -198,31 +209,45 @@ class Supervisor:
     async def _serve(self, placement: Placement, slot: Slot, policy: ServerPolicy) -> ExitReason:
         """Run a server, again when it ends after it was ready, and return what ends the run."""
         name, was_ready = placement.name, False
-        for restart in itertools.count(1):
+        num_restarts, progress = 0, policy.progress()
+        while True:
             running = self._loop.create_task(self._run(slot, policy.describe(placement, slot)))
             loading = self._loop.create_task(self._becomes_ready(name, policy))
             try:
                 await asyncio.wait({running, loading}, return_when=asyncio.FIRST_COMPLETED)
                 was_ready = was_ready or (loading.done() and loading.result())
-                if loading.done() and not loading.result():
-                    reason = f"{name} was not ready within {policy.setup_timeout_s:g} s"
-                    return ExitReason(SERVER_FAILED, reason, self._output(name))
-                ended = f"{name} ended with {describe_exit(await running)}"
                 status = SERVER_FAILED
+                if loading.done() and not loading.result():
+                    ended = f"{name} was not ready within {policy.setup_timeout_s:g} s"
+                    slot.kill()
+                else:
+                    ended = f"{name} ended with {describe_exit(await running)}"
             except NodeLostError as error:
                 ended, status = str(error), NODE_LOST
             finally:
                 running.cancel()
                 loading.cancel()
             policy.registry.remove(name)
-            if not was_ready or restart > policy.restarts:
-                return ExitReason(status, ended, self._output(name))
-            self.log(f"{ended}; starting it again ({restart} of {policy.restarts})")
+            if policy.progress() > progress:
+                num_restarts, progress = 0, policy.progress()
+            if not was_ready or num_restarts == policy.restarts:
+                break
+            num_restarts += 1
+            self.log(f"{ended}; starting it again ({num_restarts} of {policy.restarts})")
+            await asyncio.sleep(pause_s(num_restarts))
             try:
                 (slot,) = await policy.place.take([placement])
             except (NodeLostError, TimeoutError, ConfigError) as error:
                 return ExitReason(status, f"{name} could not be started again: {error}")
-        raise AssertionError("servers end")
+        if was_ready:
+            self._server_names.remove(name)
+            if self._server_names or policy.registry.servers:
+                self.log(f"{ended}; it is left out, as others serve")
+                self._addresses.pop(name, None)
+                if name in self._expected:
+                    self._expected.remove(name)
+                await self._loop.create_future()
+        return ExitReason(status, ended, self._output(name))
 
     async def _becomes_ready(self, name: str, policy: ServerPolicy) -> bool:
         """Wait until a server registers as ready, and log what it does meanwhile; False if it takes too long."""

@@ -24,6 +24,7 @@ async def test_the_entry_of_a_killed_server_does_not_make_its_successor_ready(tm
         describe=lambda one, _: Job(one.name, ["sleep", "60"], {}),
         setup_timeout_s=0.5,
         restarts=0,
+        progress=lambda: 0,
         registry=registry,
         publish_progress=False,
         invitation=None,
