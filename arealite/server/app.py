@@ -4,6 +4,7 @@ Status: 400 when the client must change its request; 401 without the run's secre
 generation failed; 503 from /health when the engine has ended.
 """
 
+import asyncio
 import itertools
 import logging
 import time
@@ -72,7 +73,12 @@ class Server:
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Require the secret, except for GET /health."""
+        """Require the secret, except for GET /health; without one refuse what the pages of a browser may send."""
+        if self._secret is None and "Origin" in request.headers:
+            return error_response(403, "requests must not come from a web page: got an Origin header. Leave it out.")
+        if self._secret is None and request.body_exists and request.content_type != "application/json":
+            kind = request.content_type
+            return error_response(415, f"Content-Type must be application/json: got {kind}. Set the header.")
         is_open = self._secret is None or (request.method, request.path) == ("GET", "/health")
         if is_open or is_authorized(request.headers.get("Authorization"), self._secret or ""):
             return await handler(request)
@@ -106,9 +112,10 @@ class Server:
     async def generate(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.GenerateBody, await request.read())
         started = time.monotonic()
+        tokens = await asyncio.to_thread(self._encode, body.text) if body.input_ids is None else body.input_ids
         generation = GenerationRequest(
             rid=body.rid,
-            input_ids=tuple(self._encode(body.text) if body.input_ids is None else body.input_ids),
+            input_ids=tuple(tokens),
             params=body.sampling_params.to_params(self._next_seed),
         )
         result = await wrap_future(self._engine.submit(generation))

@@ -1,7 +1,6 @@
 """Bodies of requests and replies: the supported part of SGLang 0.5's protocol. Unknown fields and unsupported values
 are errors, never silently dropped."""
 
-import json
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
@@ -143,7 +142,7 @@ class JoinGroupBody(Body):
     world_size: int = Field(ge=2)
     group_name: str
     backend: Literal["gloo", "nccl"] = "gloo"
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
 
 
 class LeaveGroupBody(Body):
@@ -199,11 +198,11 @@ class VersionBody(Body):
 def parse(body_type: type[M], raw: bytes) -> M:
     """Read a JSON body (an empty one is `{}`); ValueError names the first mistake."""
     try:
-        return body_type.model_validate(json.loads(raw or b"{}"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the body must be JSON: got {error}. Send a JSON object.") from error
+        return body_type.model_validate_json(raw or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise ValueError(f"the body must be JSON: got {first['ctx']['error']}. Send a JSON object.") from error
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise ValueError(f"{where} must be left out: unsupported option.") from error

@@ -25,13 +25,17 @@ Reply = tuple[int, dict[str, Any]]
 class Client:
     """A server in this process, on a real port, and a session to it."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, engine: GenerationEngine) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, engine: GenerationEngine, server: Server) -> None:
+        self.server = server
         self.url = url
         self.session = session
         self.engine = engine
 
     async def post(self, path: str, body: object = None, *, raw: bytes | None = None) -> Reply:
-        kwargs: dict[str, Any] = {"data": raw} if raw is not None else {"json": {} if body is None else body}
+        in_json = {"Content-Type": "application/json"}
+        kwargs: dict[str, Any] = (
+            {"data": raw, "headers": in_json} if raw is not None else {"json": {} if body is None else body}
+        )
         async with self.session.post(self.url + path, **kwargs) as response:
             return response.status, await response.json()
 
@@ -60,7 +64,7 @@ async def client(model_path: str) -> AsyncIterator[Client]:
     await web_runner.setup()
     await web.TCPSite(web_runner, "127.0.0.1", 0).start()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
-        yield Client(f"http://127.0.0.1:{web_runner.addresses[0][1]}", session, engine)
+        yield Client(f"http://127.0.0.1:{web_runner.addresses[0][1]}", session, engine, server)
     await asyncio.to_thread(engine.close)
     await web_runner.cleanup()
 
@@ -157,7 +161,7 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": [[5]]}, "input_ids.0"),
     ({"input_ids": "5"}, "input_ids"),
     ({"text": 5}, "text"),
-    ([1, 2], "GenerateBody"),
+    ([1, 2], "should be an object"),
     ({"input_ids": [5], "image_data": ["x"]}, "image_data must be left out: unsupported option"),
     ({"input_ids": [5], "stream": True}, "unsupported option"),
     ({"input_ids": [5], "sampling_params": {"beam_width": 3}}, "sampling_params.beam_width"),
@@ -172,7 +176,10 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": [5], "sampling_params": {"n": 2}}, "sampling_params.n"),
     ({"input_ids": [5], "sampling_params": {"stop": [""]}}, "stop"),
     ({"input_ids": [5], "sampling_params": {"stop_token_ids": [VOCAB_SIZE]}}, f"got {VOCAB_SIZE}"),
+    ({"text": "\ud800"}, "the body must be JSON"),
+    ({"input_ids": [5], "rid": "\udfff"}, "the body must be JSON"),
 ]
+NESTED = (b"[" * 100_000, b'{"text":' * 100_000, b'{"input_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
 
 
 async def test_bad_requests_are_refused_and_harm_nobody(client: Client) -> None:
@@ -182,12 +189,61 @@ async def test_bad_requests_are_refused_and_harm_nobody(client: Client) -> None:
         status, reply = await client.post("/generate", body)
         assert status == 400, body
         assert message in reply["error"]["message"], reply
-    for raw in (b"{", b"\xff\xfe", b"null", b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}'):
+    for raw in (b"{", b"\xff\xfe", b"null", b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}', *NESTED):
         status, reply = await client.post("/generate", raw=raw)
         assert status == 400 and reply["error"]["message"]
     assert (await client.get("/generate"))[0] == 405
     assert (await client.get("/nowhere"))[0] == 404
     assert (await victim)["output_ids"] == alone["output_ids"]
+
+
+async def test_a_group_can_not_be_awaited_for_ever(client: Client) -> None:
+    place = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
+    for timeout_s in (1e300, 1e9, 0, -1):
+        status, reply = await client.post("/init_weights_update_group", place | {"timeout_s": timeout_s})
+        assert status == 400 and "timeout_s" in reply["message"]
+
+
+async def test_a_long_text_keeps_nobody_waiting(client: Client) -> None:
+    has_come, may_end = threading.Event(), threading.Event()
+
+    class SlowTokenizer:
+        def encode(self, text: str) -> list[int]:
+            has_come.set()
+            assert may_end.wait(120), f"{len(text)} characters"
+            return [5, 6]
+
+        def decode(self, tokens: list[int], **_: object) -> str:
+            return str(len(tokens))
+
+    client.server._tokenizer = SlowTokenizer()  # type: ignore[assignment]
+    body = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    pending = asyncio.create_task(client.post("/generate", body))
+    async with asyncio.timeout(120):
+        while not has_come.is_set():
+            await asyncio.sleep(0.01)
+        assert (await client.get("/health"))[0] == 200
+        may_end.set()
+        status, reply = await pending
+    assert (status, reply["meta_info"]["prompt_tokens"], reply["text"]) == (200, 2, "3")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json", "Origin": "http://evil.example"}, 403),
+        ({"Content-Type": "application/json", "Origin": "null"}, 403),
+    ],
+)
+async def test_web_pages_can_not_use_a_server_without_a_secret(
+    client: Client, headers: dict[str, str], status: int
+) -> None:
+    """What a page of another site may send without asking first."""
+    async with client.session.post(f"{client.url}/pause_generation", data=b"{}", headers=headers) as response:
+        assert response.status == status
+    assert not (await client.get("/server_info"))[1]["is_paused"]
 
 
 async def test_pause_abort_and_continue(client: Client) -> None:
