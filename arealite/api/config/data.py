@@ -63,8 +63,8 @@ class RecoverConfig(_Frequency):
     """`auto` resumes from the last checkpoint if there is one, `resume` requires one, `fault` resumes only when the
     launcher restarts a failed run, `disabled` never resumes and writes none."""
     retries: NonNegativeInt = 3
-    """How often the launcher restarts a failed run (`auto` and `fault`) without a new checkpoint in between; errors of the
-    config are not retried."""
+    """How often the launcher restarts a failed run (`auto` and `fault`) without a new checkpoint in between; errors of
+    the config are not retried."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep, besides the one of the best evaluation."""
 
