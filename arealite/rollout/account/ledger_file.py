@@ -59,6 +59,7 @@ _GROUP_EVENTS = 1000
 """Largest commit, which does not wait; a larger one would stop the event loop while its JSON is made."""
 _MAX_BACKLOG = 100_000  # events in memory; with more, the caller waits for the disk
 _FLUSH_S = 30.0
+_LOCK_S = 20.0  # how long the file may be locked by others
 
 
 class LedgerFile:
@@ -67,12 +68,13 @@ class LedgerFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._database = _open_for_writing(path)
+        self._opened = os.stat(path)
         found = self._database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
         self.last_position: int = found[0] if found else 0  # highest one that was ever written
         self._queue: SimpleQueue[tuple[int, Event] | threading.Event | None] = SimpleQueue()
         """Events, flushes that wait for what is before them, and None at the end."""
         self._is_urgent = threading.Event()
-        self._error: BaseException | None = None
+        self._error: LedgerError | None = None
         self._thread = threading.Thread(target=self._write_until_closed, name="arealite-ledger", daemon=True)
         self._thread.start()
 
@@ -96,13 +98,15 @@ class LedgerFile:
                 f"{self.path} must take {self._queue.qsize()} events within {_FLUSH_S:g} s: it did not. "
                 "Put cluster.fileroot on a faster disk."
             )
+        if not os.path.exists(self.path) or not os.path.samestat(os.stat(self.path), self._opened):
+            raise LedgerError(
+                f"{self.path} must stay while its run lives: it was removed or replaced. Keep others out of the run "
+                "folder and start a new run; this one could not be resumed."
+            )
 
     def check(self) -> None:
         if self._error is not None:
-            raise LedgerError(
-                f"{self.path} must be writable: got {self._error}, with {free_space(self.path)}. Free the disk, then "
-                "resume the run."
-            ) from self._error
+            raise LedgerError(str(self._error)) from self._error
 
     def close(self) -> None:
         self._queue.put(None)
@@ -146,7 +150,7 @@ class LedgerFile:
                     if flushes:
                         self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except Exception as error:
-                self._error = error
+                self._error = _explained(self.path, error)
             for flush in flushes:
                 flush.set()
 
@@ -205,16 +209,38 @@ def count_states(database: sqlite3.Connection) -> Counter[str]:
 def _open_for_writing(path: str) -> sqlite3.Connection:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     database = _connected(path, f"{Path(path).absolute().as_uri()}?mode=rwc")
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = NORMAL")
-    database.executescript(_SCHEMA)
-    database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.executescript(_SCHEMA)
+        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    except sqlite3.Error as error:
+        raise _explained(path, error) from error
     return database
+
+
+def _explained(path: str, error: Exception) -> LedgerError:
+    """Say what keeps the file from being written: another process, or the disk."""
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+        message = f"not be locked by others for {_LOCK_S:g} s: got {_locking(path)}. Close it, then resume the run."
+    else:
+        message = f"be writable: got {error}, with {free_space(path)}. Free the disk, then resume the run."
+    explained = LedgerError(f"{path} must {message}")
+    explained.__cause__ = error
+    return explained
+
+
+def _locking(path: str) -> str:
+    """Name the processes of this node that hold a write lock on a database."""
+    inodes = {os.stat(file).st_ino for file in (path, f"{path}-wal", f"{path}-shm") if os.path.exists(file)}
+    locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines() if "->" not in line]
+    pids = {int(pid) for *_, kind, pid, file, _, _ in locks if kind == "WRITE" and int(file.split(":")[2]) in inodes}
+    return " and ".join(f"process {pid}" for pid in pids - {os.getpid()}) or "a process, maybe on another node"
 
 
 def _connected(path: str | os.PathLike[str], uri: str) -> sqlite3.Connection:
     try:
-        database = sqlite3.connect(uri, uri=True, timeout=_FLUSH_S, isolation_level=None, check_same_thread=False)
+        database = sqlite3.connect(uri, uri=True, timeout=_LOCK_S, isolation_level=None, check_same_thread=False)
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except sqlite3.DatabaseError as error:

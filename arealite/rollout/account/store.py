@@ -87,10 +87,11 @@ class RolloutStore:
         previous.result()  # nothing follows what could not be written
         batch = self._num_batches[path]
         self._num_batches[path] += 1
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            for one in episodes:
-                file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                for one in episodes:
+                    file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
 
     def _lines(self, one: Episode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
         tokenizer = self._tokenizer_of(one.prompt.workflow)

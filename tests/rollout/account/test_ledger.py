@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -22,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.dataset.loader import PromptLoader
+from arealite.rollout.account import ledger_file
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.ledger_file import open_for_reading
@@ -438,3 +440,54 @@ def test_a_full_disk_surfaces(tmp_path: Path) -> None:
     assert len(lines) == 3 and all(f"{path} must be writable: got " in line for line in lines)
     found = audit(tmp_path)
     assert found.issued == found.pending > 0 and found.adds_up
+
+
+def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    line = "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))\n"
+    code = FULL_DISK.replace(line, "").replace("ledger = ", line.replace("400_000", "0") + "ledger = ")
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=300)
+    last = ended.stderr.splitlines()[-1]
+    assert re.search(rf"LedgerError: {path} must be writable: got .*, with .* free in {tmp_path}. Free the disk", last)
+
+
+LOCK = """
+import sqlite3, sys
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_locks_the_ledger_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_file, "_LOCK_S", 0.5)
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(str(path), new_account())
+    ledger.flush()
+    command = [sys.executable, "-c", LOCK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        ledger.issue([Prompt(PromptId(0, 0))], cursor=None)
+        message = rf"{path} must not be locked by others for 0.5 s: got process {other.pid}\. Close it"
+        with pytest.raises(LedgerError, match=message):
+            ledger.flush()
+        other.communicate()
+    with pytest.raises(LedgerError, match=message):
+        ledger.close()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_ledger_that_is_taken_away_is_noticed_at_the_next_flush(tmp_path: Path, is_replaced: bool) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(str(path), new_account())
+    ledger.issue([Prompt(PromptId(0, 0))], cursor=None)
+    ledger.flush()
+    copy = shutil.copy(path, tmp_path / "copy")
+    path.unlink()
+    if is_replaced:
+        Path(copy).rename(path)
+    ledger.issue([Prompt(PromptId(0, 1))], cursor=None)
+    with pytest.raises(LedgerError, match=r"ledger.sqlite must stay while its run lives: it was removed or replaced"):
+        ledger.flush()
+    ledger.close()

@@ -74,3 +74,14 @@ def test_batches_come_back_bit_for_bit(
         for key in one.keys():  # noqa: SIM118 - a TensorDict is iterated by rows
             assert one[key].dtype == other[key].dtype and one[key].shape == other[key].shape, key
             assert torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key
+
+
+def test_files_of_later_versions_are_removed_from_a_folder_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "run [1]*?" / "rollouts"
+    folder.mkdir(parents=True)
+    for name in ("step_0", "step_1", "eval_step_0", "eval_step_2"):
+        (folder / f"{name}.jsonl").touch()
+    store = RolloutStore(folder)
+    store.trim(1)
+    store.close()
+    assert sorted(path.stem for path in folder.iterdir()) == ["eval_step_0", "step_0"]
