@@ -101,17 +101,18 @@ def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout  # an interpreter of servers may lack it
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Without flock the library would fall back to a file whose existence is the lock, which outlives a killed holder.
     lock = FileLock(path, timeout=timeout_s, fallback_to_soft=False, on_acquired=_write_pid)
-    try:
-        lock.acquire()
-    except Timeout:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(Timeout):
+            lock.acquire()
+    if not lock.is_locked:
         holder = path.read_text(encoding="utf-8").strip() or "unknown"
         raise TimeoutError(
             f"{path.parent} must belong to one run at a time: got process {holder}, which still holds it after "
             f"{timeout_s:g} s. Stop that run, or choose another trial_name."
-        ) from None
+        )
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -330,6 +331,17 @@ def test_config_errors_start_nothing(launch_script, tmp_path):
     assert run.end() == 2
     assert run.output.startswith("ConfigError: ") and "eps_klip" in run.output and "Traceback" not in run.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_full_disk_is_told_before_anything_starts(launch_script, tmp_path):
+    (tmp_path / "entry.py").write_text("")
+    command = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml", *SFT]
+    limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *command]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(limited, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    line = rf"ConfigError: {tmp_path}/runs/exp/trial/\S+ must be writable: got OSError: .* free in {tmp_path}/.*\n"
+    assert re.fullmatch(line, ended.stderr), ended.stderr
 
 
 def test_environment_of_the_trainer(launch_script):

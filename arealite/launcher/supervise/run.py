@@ -83,7 +83,7 @@ def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
-        except TimeoutError as error:
+        except OSError as error:  # another run has it, or it can't be written
             raise ConfigError(str(error)) from error
         return asyncio.run(_run(run, place, restart))
 
@@ -94,10 +94,13 @@ async def _run(run: Run, place: Place, restart: str | None) -> int:
     resumes = config.recover.mode in ("auto", "resume") and folder.newest_checkpoint >= 0
     if restart is None and not resumes:
         empty_folder(folder.path, keep=OF_TRIAL)
-    folder.logs.mkdir(parents=True, exist_ok=True)
     record = {"entry": str(run.entry), "argv": run.argv}
-    write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
-    secret = ensure_secret(folder.path)
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
+        secret = ensure_secret(folder.path)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
     registry = Registry(secret)
     try:
         if run.plan.servers:
