@@ -31,6 +31,7 @@ class HttpServer:
         self._unused: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         """By age, each with what ends it."""
         self._told_at = -_TELL_S
+        self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen, and return the port. Raises OSError."""
@@ -42,8 +43,9 @@ class HttpServer:
         return listening
 
     async def close(self) -> None:
-        """Stop listening, give requests in progress a moment, and hang up."""
-        self._server.close()
+        """Stop listening, if it has started, give requests in progress a moment, and hang up."""
+        if self._server is not None:
+            self._server.close()
         await self._runner.cleanup()
 
     def _accept(self) -> web.RequestHandler:
