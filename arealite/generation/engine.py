@@ -87,6 +87,8 @@ class GenerationEngine:
         """Guards `stopped`, so that no message enters the inbox after the last look at it."""
         self._is_paused = False
         self._is_closing = False
+        self._has_cancelled = False
+        """Whether a sequence may have been cancelled that the scheduler still has."""
         self._rows: SamplingRows | None = None
         """Sampling parameters of the running sequences; None after those have changed."""
         self._generated_tokens = 0
@@ -199,10 +201,11 @@ class GenerationEngine:
             self._inbox.put(message)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Drop a sequence whose future was cancelled."""
+        """Drop a sequence whose future was cancelled, with all others that were until the engine comes to it."""
         if sequence.future.cancelled():
+            self._has_cancelled = True
             with contextlib.suppress(GenerationError):  # all sequences are gone already
-                self._post(lambda: self._abort(lambda other: other is sequence))
+                self._post(self._drop_cancelled)
 
     # Called from the engine's thread
 
@@ -327,6 +330,11 @@ class GenerationEngine:
             message = "Aborted" if sequence.output_ids else "Abort before prefill"
             self._resolve(sequence, FinishReason("abort", message=message))
         return len(aborted)
+
+    def _drop_cancelled(self) -> None:
+        if self._has_cancelled:
+            self._has_cancelled = False
+            self._abort(lambda sequence: sequence.future.cancelled())
 
     def _resolve(self, sequence: Sequence, outcome: FinishReason | GenerationError) -> None:
         if not sequence.future.set_running_or_notify_cancel():
