@@ -18,6 +18,8 @@ _MAX_STICKY = 65536
 """Remembered rids; the oldest are forgotten first."""
 _MIN_TOKENS = 8
 """Shorter completions say more about the prompt than about the server's speed."""
+_MAX_SLOWNESS = 4.0
+"""How many times slower than the fastest a server may be that keeps the requests of a rid."""
 _NEWEST_SHARE = 0.2
 """How much the newest completion counts in the moving average."""
 _HALF_LIFE_S = 60.0
@@ -157,9 +159,10 @@ class ServerPool:
         healthy = self.healthy
         if not healthy:
             return None
+        fastest = max((one.tokens_per_s for one in healthy if one.tokens_per_s is not None), default=1.0)
         server = self._servers.get(self._sticky.get(rid, ""))
-        if server is None or server not in healthy or server in avoid:
-            fastest = max((one.tokens_per_s for one in healthy if one.tokens_per_s is not None), default=1.0)
+        is_fit = server in healthy and server not in avoid
+        if server is None or not is_fit or _MAX_SLOWNESS * self._expected_tokens_per_s(server, fastest) < fastest:
 
             def order(one: Server) -> tuple[bool, float, int]:
                 work = one.outstanding_tokens + num_tokens

@@ -43,6 +43,18 @@ def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
     assert servers.pick("r0", 1, avoid={a, c}) is c, "one to avoid is better than none"
 
 
+def test_a_rid_leaves_a_server_that_is_very_slow() -> None:
+    """Its cached prefix saves less than the server's slowness costs."""
+    servers = pool_of(["a", "b"])
+    a, b = servers.servers
+    for speed, expected in ((100.0, a), (30.0, a), (20.0, b), (100.0, b)):
+        a.tokens_per_s, b.tokens_per_s = speed, 100.0
+        a.measured_at = b.measured_at = servers._clock()
+        assert servers.pick("r", 10) is expected, speed
+        for server in (a, b):
+            server.outstanding_tokens = 1  # nothing fades
+
+
 def test_only_servers_with_the_newest_weights_are_picked() -> None:
     servers = pool_of(["a", "b"])
     a, b = servers.servers
