@@ -22,7 +22,7 @@ import torch
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
-from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, Segment
+from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, MismatchError, Segment
 from arealite.inference.completions import Completions
 from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server, ServerPool
@@ -340,8 +340,8 @@ class WeightReceiver:
         unreachable |= dict.fromkeys(dead, "it does not answer")
         if unreachable:  # what the others answered may be the consequence
             self._drop(unreachable)
-        elif any("with other fingerprints" in failures.get(one, "") for one in update.serving):
-            update.is_wrong = True  # `arealite.server` and the vLLM backend refuse weights with these words
+        elif any(isinstance(update.failures.get(one), MismatchError) for one in update.serving):
+            update.is_wrong = True
         else:
             self._drop(failures)
 

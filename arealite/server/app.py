@@ -1,7 +1,8 @@
 """HTTP around the generation engine, in SGLang's protocol. A client that disconnects frees its slot.
 
-Status: 400 when the client must change its request; 401 without the run's secret (all but GET /health); 500 when
-generation failed; 503 from /health when the engine has ended.
+Status: 400 when the client must change its request; 401 without the run's secret (all but GET /health); 403 and 415 for
+what web pages send; 409 for tensors that are not as they were sent; 500 when generation failed; 503 from /health when
+the engine has ended.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from arealite.generation.engine import GenerationEngine
 from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
 from arealite.server import protocol
 from arealite.server.protocol import M
-from arealite.server.weight_receiver import WeightReceiver
+from arealite.server.weight_receiver import MismatchError, WeightReceiver
 from arealite.utils.secret import is_authorized, refusal
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except GenerationError as error:
         return error_response(503 if request.path == "/health" else 500, str(error))
     except ValueError as error:
-        return error_response(400, str(error))
+        return error_response(409 if isinstance(error, MismatchError) else 400, str(error))
     except web.HTTPException as error:
         return error_response(error.status, f"{request.method} {request.path}: {error.reason}")
     except Exception as error:  # a bug must not look like a dead connection

@@ -18,6 +18,10 @@ from arealite.utils.threads import in_thread
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
 
+class MismatchError(ValueError):
+    """Tensors did not arrive as they were sent."""
+
+
 class WeightReceiver:
     """The server's half of a weight update. One request at a time changes its state."""
 
@@ -113,7 +117,7 @@ async def _verify(weights: dict[str, torch.Tensor], body: protocol.VerifiedBody)
         return []
     wrong = await in_thread(lambda: differing(fingerprints(weights), expected))
     if wrong and body.on_mismatch == "refuse":
-        raise ValueError(
+        raise MismatchError(
             f"tensors must arrive as they were sent: got {len(wrong)} of {len(expected)} with other fingerprints, "
             f"{', '.join(wrong[:5])}. The old weights stay; send them again."
         )

@@ -366,6 +366,26 @@ def test_a_server_that_speaks_no_http_is_named_and_the_others_go_on(
     assert sample(engine).server == good.address
 
 
+@pytest.mark.parametrize("status", [400, 409])
+def test_wrong_weights_are_known_by_the_status_and_not_by_words(
+    stack: contextlib.ExitStack, tmp_path: Path, status: int
+) -> None:
+    """A server that refuses for another reason backs off; wrong weights are not its fault."""
+    refusal = {"/update_weights_from_disk": (status, "a model with other fingerprints")}
+    good, bad = ScriptedServer(), ScriptedServer(refusals=refusal)
+    engine = connect(stack, good, bad)
+    meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), timeout_s=60.0)
+    future = engine.update_weights(meta)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "weights").write_text("1")
+    meta.uploaded.set_result(None)
+    with pytest.raises(WeightUpdateError, match=f"{bad.address}/update_weights_from_disk must succeed"):
+        future.result(120)
+    backing_off = [one.address for one in engine.servers.servers if one.is_backing_off]
+    assert backing_off == ([bad.address] if status == 400 else [])
+    assert engine.receiver._update.is_wrong == (status == 409)
+
+
 def test_servers_are_told_of_a_group_only_when_its_sender_listens(stack: contextlib.ExitStack) -> None:
     """SGLang would wait for one that never does, and answer nothing else meanwhile."""
     server = ScriptedServer()

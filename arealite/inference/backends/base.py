@@ -24,6 +24,10 @@ _UNVERSIONED = ("default", None)
 Finish = Literal["stop", "length", "abort"]
 
 
+class MismatchError(ServerError):
+    """Tensors did not arrive at a server as they were sent, and it has refused them."""
+
+
 class ProtocolError(Exception):
     """A reply breaks the protocol; the message is the rule, as in "have finite logprobs"."""
 

@@ -18,6 +18,7 @@ from arealite.inference.backends.base import (
     Backend,
     BroadcastPlan,
     Checksums,
+    MismatchError,
     Segment,
     described,
     require,
@@ -186,7 +187,7 @@ class VLLMBackend(Backend):
                 )
             differing = sorted({name for names in by_worker for name in names})
         if checksums is not None and differing and not checksums.accepts_mismatch:
-            raise ServerError(
+            raise MismatchError(
                 f"tensors must arrive at {server.address} as they were sent: got {len(differing)} of "
                 f"{len(checksums.by_name)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
             )
