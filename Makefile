@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-c
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-explore test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -40,6 +40,9 @@ quickstart: install            ## train a tiny model by asynchronous GRPO, in mi
 
 test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev            ## run the tests that need one or two CUDA devices; others are skipped (set CONSTRAINTS= for CUDA's torch)
+	$(VENV)/bin/python -m pytest -m "gpu or multi_gpu" $(ARGS)
 
 test-explore: $(VENV)/.installed-dev            ## run the property-based tests on new random examples, 20 times as many (15 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m hypothesis --hypothesis-profile explore $(ARGS)

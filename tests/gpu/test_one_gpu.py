@@ -1,0 +1,129 @@
+"""One GPU does what a CPU does: gradients, updates, fingerprints, checkpoints."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import testing_forks
+import torch
+from training_cases import actor_config, token_batch, train_config, write_model
+from transformers import AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available
+from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, full_params, ppo_steps, sft_steps
+
+from arealite.algorithms.logprobs import count_loss_tokens
+from arealite.algorithms.sft import sft_loss_fn
+from arealite.api.cli_args import FSDPEngineConfig
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.utils.fingerprint import fingerprint
+
+pytestmark = pytest.mark.gpu
+SPEC = FinetuneSpec(1, 100, 10)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def train_both(_: Connection, model_path: str, out: Path) -> None:
+    """Train by SFT and PPO on the first device that this process sees, and save the weights."""
+    engine = FSDPEngine(train_config(model_path, max_tokens=15))
+    engine.initialize(None, SPEC)
+    found: dict[str, Any] = {"device": engine.device.type, "sft": sft_steps(engine, BATCHES)}
+    found["fingerprint"] = engine.fingerprint()
+    engine.save(SaveLoadMeta(str(out / "saved"), with_optim=True))
+    engine.destroy()
+    actor = FSDPPPOActor(actor_config(model_path, **ACTOR))
+    actor.initialize(None, SPEC)
+    found["ppo"] = ppo_steps(actor, TRAJECTORIES.clone())
+    actor.destroy()
+    torch.save(found, out / "found.pt")
+
+
+@pytest.fixture(scope="module")
+def runs(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process finds on a CPU and on a GPU."""
+    found: dict[str, Any] = {}
+    for name, visible in {"cpu": "", "cuda": "0"}.items():
+        out = tmp_path_factory.mktemp(name)
+        with testing_forks.connected(train_both, model_path, out, CUDA_VISIBLE_DEVICES=visible) as process:
+            assert process.end() == 0
+        found[name] = torch.load(out / "found.pt", weights_only=False, map_location="cpu") | {"out": out}
+        assert found[name]["device"] == name
+    return found
+
+
+def test_fine_tuning_equals_that_on_a_cpu(runs: dict[str, Any]) -> None:
+    assert runs["cuda"]["sft"]["losses"] == pytest.approx(runs["cpu"]["sft"]["losses"], abs=1e-4)
+    for name, expected in runs["cpu"]["sft"]["params"].items():
+        torch.testing.assert_close(runs["cuda"]["sft"]["params"][name], expected, atol=1e-3, rtol=0)
+
+
+def test_policy_updates_equal_those_on_a_cpu(runs: dict[str, Any]) -> None:
+    torch.testing.assert_close(
+        runs["cuda"]["ppo"]["advantages"], runs["cpu"]["ppo"]["advantages"], atol=1e-4, rtol=1e-4
+    )
+    for metrics, expected in zip(runs["cuda"]["ppo"]["metrics"], runs["cpu"]["ppo"]["metrics"], strict=True):
+        assert metrics == pytest.approx(expected, abs=1e-3, rel=1e-3)
+
+
+def test_a_checkpoint_of_a_gpu_is_read_exactly_and_has_its_fingerprint(runs: dict[str, Any]) -> None:
+    saved = str(runs["cuda"]["out"] / "saved")
+    engine = FSDPEngine(train_config(saved))
+    engine.initialize(None, SPEC)
+    engine.load(SaveLoadMeta(saved, with_optim=True))
+    for name, parameter in full_params(engine).items():
+        assert torch.equal(parameter.cpu(), runs["cuda"]["sft"]["params"][name])
+    assert engine.fingerprint() == runs["cuda"]["fingerprint"]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fingerprint_does_not_depend_on_the_device(dtype: torch.dtype) -> None:
+    tensor = torch.randn(600, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert fingerprint(tensor.cuda()) == fingerprint(tensor) != fingerprint((-tensor).cuda())
+
+
+FLASH = pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs flash-attn")
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded"])
+@pytest.mark.parametrize(
+    ("attention", "dtype", "tolerance"),
+    [
+        ("packed_sdpa", "float32", 1e-4),
+        ("packed_sdpa", "bfloat16", 0.1),
+        pytest.param("flash_attention_2", "bfloat16", 0.1, marks=FLASH),
+    ],
+)
+def test_the_gradient_is_that_of_plain_transformers(
+    model_path: str, attention: str, dtype: str, tolerance: float, offload: bool
+) -> None:
+    """The relative distance of the whole gradient, for packed micro-batches and recomputed activations."""
+    batch = token_batch([9, 4, 12, 3, 7])
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
+    logits = reference(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    (-logprobs[batch["loss_mask"][:, 1:].bool()].mean()).backward()
+
+    fsdp = FSDPEngineConfig(offload_params=offload)
+    config = train_config(
+        model_path, max_tokens=20, dtype=dtype, attn_impl=attention, fsdp=fsdp, gradient_checkpointing=True
+    )
+    engine = FSDPEngine(config)
+    engine.initialize(None, SPEC)
+    engine.train()
+    engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name, parameter in engine.model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        found = engine.optimizer.state[parameter]["exp_avg"].to("cuda").full_tensor().cpu().double() / 0.1
+        squares += torch.stack([(found - expected).square().sum(), expected.square().sum()])
+    assert (squares[0] / squares[1]).sqrt().item() < tolerance
+    engine.destroy()
