@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import trainer_threads
 from arealite.launcher.plan.plan import Placement, Run
 from arealite.launcher.supervise.run import command
@@ -34,8 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print(run: Run, args: argparse.Namespace) -> int:
     if not args.dry_run:
-        run.folder.path.mkdir(parents=True, exist_ok=True)
-        ensure_secret(run.folder.path)
+        try:
+            run.folder.path.mkdir(parents=True, exist_ok=True)
+            ensure_secret(run.folder.path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
     print("\n".join(command_lines(run)))
     return 0
 

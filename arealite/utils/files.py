@@ -1,8 +1,10 @@
 """Files that appear whole or not at all, errors of writing that name file and disk, locks that name their holder."""
 
 import contextlib
+import errno
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -97,16 +99,24 @@ def _size(num_bytes: int) -> str:
 def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
     """Hold the lock of a folder, which the kernel frees when its holder ends.
 
-    TimeoutError names the holder if it is not free within `timeout_s` seconds.
+    TimeoutError names the holder if it is not free within `timeout_s` seconds, OSError why there can be no lock.
     """
     from filelock import FileLock, Timeout  # an interpreter of servers may lack it
 
     # Without flock the library would fall back to a file whose existence is the lock, which outlives a killed holder.
-    lock = FileLock(path, timeout=timeout_s, fallback_to_soft=False, on_acquired=_write_pid)
+    lock = FileLock(path, timeout=timeout_s, fallback_to_soft=False, on_acquired=_write_holder)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+    try:
         with contextlib.suppress(Timeout):
             lock.acquire()
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise OSError(explain(error, path)) from error
+        raise OSError(
+            f"{path.parent} must be on a file system with locks: got {error}. Have it mounted with them (Lustre: "
+            "-o flock), or set cluster.fileroot to another one."
+        ) from error
     if not lock.is_locked:
         holder = path.read_text(encoding="utf-8").strip() or "unknown"
         raise TimeoutError(
@@ -119,6 +129,6 @@ def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
         lock.release()
 
 
-def _write_pid(descriptor: int) -> None:
+def _write_holder(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}\n".encode(), 0)

@@ -15,16 +15,41 @@ from arealite.utils.files import write_atomically
 
 SECRET_FILE = ".secret"
 _SCHEME = "Bearer "
+_MIN_LENGTH = 16
 
 
 def ensure_secret(run_folder: Path) -> str:
-    """Return the secret of a run, and make one if it has none; one in the environment wins and is kept for joiners."""
+    """Return the secret of a run, and make one if it has none; one in the environment wins and is kept for joiners.
+
+    Raises ValueError if others may know it, as whoever may write to the folder may have planted it.
+    """
     path = run_folder / SECRET_FILE
-    kept = path.read_text(encoding="ascii").strip() if path.exists() else ""
-    secret = secret_of_environment() or kept or secrets.token_hex(32)
-    if secret != kept:
-        write_atomically(path, f"{secret}\n", mode=0o600)
+    given = secret_of_environment()
+    if given is not None:
+        _check_length(SECRET_VARIABLE, given, "Set a longer one (openssl rand -hex 32).")
+    elif path.exists():
+        return _read(path)
+    secret = given or secrets.token_hex(32)
+    write_atomically(path, f"{secret}\n", mode=0o600)
     return secret
+
+
+def _read(path: Path) -> str:
+    """Return the secret in a file that is ours alone."""
+    advice = "Remove it, for a new one."
+    file = path.stat()
+    if file.st_uid != os.geteuid():
+        raise ValueError(f"{path} must be yours: got one of user {file.st_uid}. {advice}")
+    if file.st_mode & 0o077:
+        raise ValueError(f"{path} must be readable by its owner alone: got mode {file.st_mode & 0o777:04o}. {advice}")
+    secret = path.read_text(encoding="utf-8").strip()
+    _check_length(path, secret, advice)
+    return secret
+
+
+def _check_length(what: str | Path, secret: str, advice: str) -> None:
+    if len(secret) < _MIN_LENGTH or not secret.isascii():
+        raise ValueError(f"{what} must be {_MIN_LENGTH} characters or more, of ASCII: got {len(secret)}. {advice}")
 
 
 def secret_of_environment() -> str | None:

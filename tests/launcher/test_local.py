@@ -504,6 +504,18 @@ def test_resume_is_for_the_user_to_decide(launch_script, tmp_path):
     assert "restart" not in run.output
 
 
+def test_a_disk_that_fills_up_at_the_start(launch_script, tmp_path):
+    """The lock fits into a block of 512 bytes, the command does not."""
+    assert launch_script("", *SFT).end() == 0
+    command = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml", *SFT]
+    full = ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *command, f"launcher.trainer_env_vars=A={'x' * 600}"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(full, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"ConfigError: {tmp_path}/runs/exp/trial/run.json must be writable: got OSError: ")
+    assert "File too large, with " in done.stderr and " free in " in done.stderr and "Traceback" not in done.stderr
+
+
 def test_two_launchers_do_not_share_a_run(launch_script, tmp_path):
     run = launch_script(WAIT_FOREVER, *SFT)
     run.wait_for("trainer-0")

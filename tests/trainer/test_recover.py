@@ -263,7 +263,7 @@ def test_two_runs_do_not_share_a_folder(model: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("arealite.trainer.recover.LOCK_TIMEOUT_S", 0.1)
     with (
         start(tmp_path),
-        pytest.raises(TimeoutError, match=rf"{tmp_path}/e/t must belong to one run.*process {os.getpid()},"),
+        pytest.raises(TimeoutError, match=rf"{tmp_path}/e/t must belong to one run.*process {os.getpid()} on "),
     ):
         start(tmp_path)
     with start(tmp_path):

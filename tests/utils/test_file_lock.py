@@ -1,4 +1,7 @@
+import errno
+import fcntl
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -24,16 +27,16 @@ def test_the_holder_is_named_and_its_death_frees_the_lock(tmp_path: Path) -> Non
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        began = time.monotonic()
+        began, name = time.monotonic(), f"{holder.pid} on {platform.node()}"
         with (
-            pytest.raises(TimeoutError, match=rf"run must belong to one run at a time: got process {holder.pid},"),
+            pytest.raises(TimeoutError, match=f"run must belong to one run at a time: got process {name}, which"),
             file_lock(path, timeout_s=0.2),
         ):
             pass
         assert 0.2 <= time.monotonic() - began < 60
         holder.send_signal(signal.SIGKILL)
         with file_lock(path, timeout_s=5):
-            assert path.read_text() == f"{os.getpid()}\n"
+            assert path.read_text() == f"{os.getpid()} on {platform.node()}\n"
     finally:
         holder.kill()
         holder.wait()
@@ -44,3 +47,18 @@ def test_it_can_be_taken_again(tmp_path: Path) -> None:
     for _ in range(2):
         with file_lock(tmp_path / ".lock", timeout_s=0):
             pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Lustre refuses them so unless it is mounted with `flock`."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(OSError, match=rf"{tmp_path} must be on a file system with locks: got \[Errno {number}\].*flock"),
+        file_lock(tmp_path / ".lock", timeout_s=0),
+    ):
+        pass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -30,11 +31,40 @@ def test_a_run_keeps_its_secret_for_its_owner_alone(tmp_path: Path, monkeypatch:
 
 def test_a_secret_from_outside_wins_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_secret(tmp_path)
-    monkeypatch.setenv(SECRET_VARIABLE, "mine")
-    assert ensure_secret(tmp_path) == "mine" == secret_of_environment()
+    monkeypatch.setenv(SECRET_VARIABLE, "mine" * 4)
+    assert ensure_secret(tmp_path) == "mine" * 4 == secret_of_environment()
     monkeypatch.setenv(SECRET_VARIABLE, "")
-    assert secret_of_environment() is None and ensure_secret(tmp_path) == "mine"
+    assert secret_of_environment() is None and ensure_secret(tmp_path) == "mine" * 4
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "owner", "rule"),
+    [
+        ("x" * 16, 0o640, os.geteuid(), "readable by its owner alone: got mode 0640"),
+        ("x" * 16, 0o606, os.geteuid(), "readable by its owner alone: got mode 0606"),
+        ("x" * 16, 0o600, os.geteuid() + 1, f"yours: got one of user {os.geteuid()}"),
+        ("x" * 15, 0o600, os.geteuid(), "16 characters or more, of ASCII: got 15"),
+        ("\xe9" * 16, 0o600, os.geteuid(), "16 characters or more, of ASCII: got 16"),
+        ("", 0o600, os.geteuid(), "16 characters or more, of ASCII: got 0"),
+    ],
+)
+def test_a_secret_that_others_may_know_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, mode: int, owner: int, rule: str
+) -> None:
+    """Who may write to the folder may have planted it."""
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    path = tmp_path / SECRET_FILE
+    path.write_text(f"{text}\n")
+    path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    with pytest.raises(ValueError, match=f"{path} must be {rule}. Remove it, for a new one"):
+        ensure_secret(tmp_path)
+    monkeypatch.setenv(SECRET_VARIABLE, "another secret that is mine")
+    assert ensure_secret(tmp_path) == "another secret that is mine" == path.read_text().strip()
+    monkeypatch.setenv(SECRET_VARIABLE, "short")
+    with pytest.raises(ValueError, match=f"{SECRET_VARIABLE} must be 16 characters or more, of ASCII: got 5"):
+        ensure_secret(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor, pause_s
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
-from arealite.utils.files import empty_folder, file_lock, write_atomically
+from arealite.utils.files import empty_folder, file_lock, write_atomically, writing
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
 from arealite.watchdog.stall import StallPolicy
@@ -83,28 +83,35 @@ def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
-        except OSError as error:  # another run has it, or it can't be written
+            secret = _prepare_folder(run, is_restart=restart is not None)
+        except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
-        return asyncio.run(_run(run, place, restart))
+        return asyncio.run(_run(run, place, secret, restart))
 
 
-async def _run(run: Run, place: Place, restart: str | None) -> int:
+def _prepare_folder(run: Run, *, is_restart: bool) -> str:
+    """Write what the run needs before anything starts, and return its secret. Raises OSError and ValueError."""
+    folder = run.folder
+    resumes = run.config.recover.mode in ("auto", "resume") and folder.newest_checkpoint >= 0
+    if not is_restart and not resumes:
+        empty_folder(folder.path, keep=OF_TRIAL)
+    with writing(folder.logs):
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    record = {"entry": str(run.entry), "argv": run.argv}
+    write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
+    return ensure_secret(folder.path)
+
+
+async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
     """Run to the end, and start again what failed as often as `recover` allows without a new checkpoint."""
     config, folder = run.config, run.folder
-    resumes = config.recover.mode in ("auto", "resume") and folder.newest_checkpoint >= 0
-    if restart is None and not resumes:
-        empty_folder(folder.path, keep=OF_TRIAL)
-    record = {"entry": str(run.entry), "argv": run.argv}
-    try:
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
-        secret = ensure_secret(folder.path)
-    except OSError as error:
-        raise ConfigError(str(error)) from error
     registry = Registry(secret)
     try:
         if run.plan.servers:
-            await registry.start(place.registry_host(run.plan), folder.registry)
+            try:
+                await registry.start(place.registry_host(run.plan), folder.registry)
+            except OSError as error:
+                raise ConfigError(str(error)) from error
         retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
         num_restarts, progress = 0, folder.newest_checkpoint
         while True:
