@@ -4,17 +4,20 @@ torch learns of a node that falls silent only when a collective has taken all it
 wait that long for rank 0 to collect rollouts; and gloo may miss that its connection was reset. So the first rank of
 each node connects to the first rank of every other one, and lets the kernel probe these connections: a process that is
 busy, or stopped in a debugger, is not taken for lost. A connection that ends without a goodbye means that its process
-was killed or that someone between resets connections.
+was killed or that someone between resets connections. Who connects must show a word that is in the ranks' store.
 """
 
 import atexit
 import contextlib
+import hmac
 import logging
 import os
+import secrets
 import socket
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
@@ -26,6 +29,8 @@ logger = logging.getLogger("arealite.hosts")
 _EXIT_STATUS = 1
 _LOOK_AGAIN_S = 0.2
 _GOODBYE = b"."
+_WORD_S = 10.0  # in which a connection must show the word
+_MAX_STRANGERS = 64  # connections that have not; others wait
 _links: list[socket.socket] = []  # from other nodes; what is sent there is the goodbye
 
 
@@ -39,15 +44,19 @@ def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
     if num_hosts == 1 or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     listener = socket.create_server((address_toward(master), 0), backlog=num_hosts)
-    threading.Thread(target=_accept, args=(listener,), name="watch", daemon=True).start()
-    atexit.register(say_goodbye)
     address, port = listener.getsockname()
-    store.set(f"watch/{host}", f"{address}:{port} {socket.gethostname()}")
+    word = secrets.token_hex(16)
+    accepting = threading.Thread(
+        target=_accept, args=(listener, word.encode(), num_hosts - 1), name="watch", daemon=True
+    )
+    accepting.start()
+    atexit.register(say_goodbye)
+    store.set(f"watch/{host}", f"{address}:{port} {word} {socket.gethostname()}")
     for other in range(num_hosts):
         if other != host:
-            endpoint, _, name = store.get(f"watch/{other}").decode().partition(" ")
-            watch = threading.Thread(target=_watch, args=(endpoint, name, timeout_s), name=f"watch-{name}", daemon=True)
-            watch.start()
+            endpoint, word, name = store.get(f"watch/{other}").decode().split(" ", 2)
+            arguments = endpoint, word, name, timeout_s
+            threading.Thread(target=_watch, args=arguments, name=f"watch-{name}", daemon=True).start()
 
 
 def say_goodbye() -> None:
@@ -57,19 +66,51 @@ def say_goodbye() -> None:
             link.send(_GOODBYE)
 
 
-def _accept(listener: socket.socket) -> None:
-    while True:
-        link, _ = listener.accept()
-        _links.append(link)
+def _accept(listener: socket.socket, word: bytes, num_peers: int) -> None:
+    """Keep the connections that show the word, and close all others; close the port after the last peer."""
+    strangers: dict[socket.socket, tuple[bytes, float]] = {}  # what each has said, and until when it may
+    with listener:
+        while num_peers:
+            ready = wait([*strangers, *[listener] * (len(strangers) < _MAX_STRANGERS)], _LOOK_AGAIN_S)
+            if listener in ready:
+                try:
+                    stranger, _ = listener.accept()
+                    stranger.setblocking(False)
+                    strangers[stranger] = b"", time.monotonic() + _WORD_S
+                except OSError:  # it has gone again, or this process may open no more files
+                    time.sleep(_LOOK_AGAIN_S)
+            for stranger, (said, until) in list(strangers.items()):
+                is_over = time.monotonic() > until
+                if stranger in ready:
+                    more = _received(stranger, len(word) - len(said))
+                    said, is_over = said + more, is_over or not more
+                    strangers[stranger] = said, until
+                if hmac.compare_digest(said, word):
+                    del strangers[stranger]
+                    stranger.setblocking(True)
+                    _links.append(stranger)
+                    num_peers -= 1
+                elif is_over or len(said) == len(word):  # not earlier: that would tell which part is right
+                    del strangers[stranger]
+                    stranger.close()
+    for stranger in strangers:
+        stranger.close()
 
 
-def _watch(endpoint: str, name: str, timeout_s: float) -> None:
+def _received(link: socket.socket, num_bytes: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return link.recv(num_bytes)
+    return b""
+
+
+def _watch(endpoint: str, word: str, name: str, timeout_s: float) -> None:
     """Watch one node until its process has said goodbye."""
     host, _, port = endpoint.rpartition(":")
     end = "closed"
     try:
         with _connect((host, int(port)), timeout_s) as link:
             _let_kernel_probe(link, timeout_s)
+            link.sendall(word.encode())
             if link.recv(1) == _GOODBYE:
                 return
     except (ConnectionResetError, ConnectionRefusedError):
