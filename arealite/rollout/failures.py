@@ -91,5 +91,8 @@ def _first(error: BaseException) -> BaseException:
 
 def describe(error: BaseException) -> str:
     error = _first(error)
-    text = str(error).strip().partition("\n")[0].rstrip(".")
+    try:
+        text = str(error).strip().partition("\n")[0].rstrip(".")
+    except Exception as another:  # the class is the user's
+        text = f"a message that raises {type(another).__name__}"
     return f"{type(error).__name__}: {text[:300]}"

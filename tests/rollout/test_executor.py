@@ -668,16 +668,36 @@ def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine], is_in_a_
 def test_an_episode_whose_end_can_not_be_recorded_ends_the_run_at_once(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=1)
 
+    class Unrecordable(ParseError):
+        @property
+        def kind(self) -> str:  # type: ignore[override]
+            raise LookupError("no kind")
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        raise Unrecordable
+
+    with pytest.raises(RuntimeError, match="of an episode must not fail: got LookupError: no kind") as caught:
+        engine.executor.prepare_batch([rows(1)], WaitingWorkflow(act))
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_an_error_that_can_not_be_printed_fails_its_episode_only(
+    start: Callable[..., IdleEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(consumer_batch_size=1, episode_retries=0)
+
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise LookupError("no text")
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
-        raise Unprintable
+        if row["prompt_id"].index == 0:
+            raise Unprintable
+        return waiting_trajectory(row["prompt_id"].index, engine.get_version())
 
-    with pytest.raises(RuntimeError, match="of an episode must not fail: got LookupError: no text") as caught:
-        engine.executor.prepare_batch([rows(1)], WaitingWorkflow(act))
-    assert isinstance(caught.value.__cause__, LookupError)
+    batch = engine.executor.prepare_batch([rows(1), rows(1, first=1)], WaitingWorkflow(act))
+    assert batch["rewards"].tolist() == [1.0] and engine.executor.stats.failed == 1
+    assert "Unprintable: a message that raises LookupError" in caplog.text
 
 
 def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEngine]) -> None:
