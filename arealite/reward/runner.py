@@ -106,7 +106,12 @@ class RewardRunner:
         try:
             async with deadline:
                 return checked(await self.reward_fn(**call))  # type: ignore[misc]
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0:
+                raise
             if deadline.expired():
                 return "timeout", None
             return "exception", traceback.format_exc()

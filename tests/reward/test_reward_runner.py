@@ -396,6 +396,18 @@ async def test_coroutine_functions_run_on_the_loop_with_a_deadline(runner_of) ->
     assert error.kind == "exception" and "the tool's own deadline" in str(error)
 
 
+class Panic(BaseException):
+    """As extensions written in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [Panic, GeneratorExit, asyncio.CancelledError])
+async def test_whatever_a_coroutine_function_raises_is_its_failure(runner_of, error: type[BaseException]) -> None:
+    async def raises(**kwargs) -> float:
+        raise error("of the reward")
+
+    assert f"{error.__name__}: of the reward" in str(await failure(runner_of(raises)))
+
+
 async def test_cancelling_a_call_is_not_a_failure(runner_of) -> None:
     call = asyncio.create_task(runner_of(slow)(completions="slow"))
     await asyncio.sleep(0.01)
