@@ -97,7 +97,8 @@ def _worded(outcome: str) -> str:
 
 
 def _order(outcome: str) -> tuple[int, str]:
-    return _STATES.index(outcome.partition("_")[0]), outcome
+    state = outcome.partition("_")[0]
+    return _STATES.index(state) if state in _STATES else len(_STATES), outcome
 
 
 def _percent(share: float) -> str:

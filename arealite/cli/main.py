@@ -8,6 +8,7 @@ from types import ModuleType
 
 from arealite import __version__
 from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.utils.files import FileError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _run(args)
-    except AReaLiteError as error:
+    except (AReaLiteError, FileError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
 

@@ -16,6 +16,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.launcher.local import launch
 from arealite.trainer.checkpoint import checkpoints, find_damage
 from arealite.trainer.records import config_of_step
+from arealite.utils.files import reading, require_object
 from arealite.weights.log import read_weights, threads_of
 
 _NEVER = 10**9
@@ -89,6 +90,6 @@ def _read(path: Path) -> dict[str, str]:
             f"a run folder must hold {path.name}: got none in {path.parent}. Name the folder of a run that a launcher "
             "started and whose script gave StatsLogger its config."
         )
-    text = path.read_text(encoding="utf-8")
-    content: dict[str, str] = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    return content
+    with reading(path, yaml.YAMLError):
+        text = path.read_text(encoding="utf-8")
+        return require_object(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))

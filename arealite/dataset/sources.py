@@ -10,6 +10,8 @@ from urllib.parse import parse_qsl
 
 import datasets
 
+from arealite.utils.files import FileError, reading
+
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ACCEPTED = (
     "'gsm8k', a .jsonl, .json or .parquet file with the columns question and answer, a folder of such files, "
@@ -32,7 +34,8 @@ def read_rows(path: str, split: str, seed: int) -> list[dict[str, Any]]:
         rows = datasets.load_dataset(found[1], data_files=found[2], split="train").to_list()
     elif path and local.exists():
         local = _file_of_split(local, split) if local.is_dir() else local
-        path, rows = str(local), _read_file(local)
+        with reading(local):
+            path, rows = str(local), _read_file(local)
     elif path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
         raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct train_dataset.path.")
     else:
@@ -83,15 +86,15 @@ def _read_file(path: Path) -> Any:
         rows = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
             got = type(rows).__name__
-            raise ValueError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
+            raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
         return rows
     if path.suffix != ".jsonl":
-        raise ValueError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
+        raise FileError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number} must be one JSON object per line: {error}. Fix the line.") from error
+                raise FileError(f"{path}:{number} must be one JSON object per line: {error}. Fix the line.") from error
     return rows

@@ -57,13 +57,15 @@ def publish(unfinished: Path, path: Path) -> None:
 def find_damage(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint; None if it is whole. CheckpointError if that can't be read."""
     try:
+        if (folder / MANIFEST).is_fifo():  # would be read for ever
+            return f"{MANIFEST} is no file"
         raw = _read(folder / MANIFEST, Path.read_bytes)
         files: dict[str, Entry] = json.loads(raw)["files"]
         if raw != _render(files):
             raise ValueError("its checksum differs")
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"{MANIFEST} is cut off or was changed"
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda item: _file_damage(folder / item[0], item[1]), files.items())

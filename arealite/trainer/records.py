@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.run_folder import RunFolder
-from arealite.utils.files import read_jsonl, write_atomically
+from arealite.utils.files import read_jsonl, reading, write_atomically
 
 
 def config_of_step(run: RunFolder, step: int) -> Path:
@@ -42,7 +42,8 @@ def undo_from(run: RunFolder, step: int) -> None:
 
     Rollouts belong to the rollout engine, checkpoints to `recover`.
     """
-    rows = [row for row in read_jsonl(run.metrics) if row["step"] < step]
+    with reading(run.metrics):
+        rows = [row for row in read_jsonl(run.metrics) if row["step"] < step]
     write_atomically(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
     for path in (run.summary, run.report):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, errors of writing that name file and disk, locks that name their holder."""
+"""Files that appear whole or not at all, errors that name file and disk, locks that name their holder."""
 
 import contextlib
 import errno
@@ -10,6 +10,12 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+_SHOWN_CHARS = 300
+
+
+class FileError(ValueError):
+    """A file is not what it must be; the message names it."""
 
 
 def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
@@ -57,10 +63,36 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Read a file of JSON lines row by row; a last line that a crash cut off is no row."""
-    with path.open(encoding="utf-8") as lines:
+    with reading(path), path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
-                yield json.loads(line)
+                yield require_object(json.loads(line))
+
+
+def require_object(value: Any) -> dict[str, Any]:
+    """Return what was parsed if it has keys."""
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} in place of an object")
+    return value
+
+
+@contextlib.contextmanager
+def reading(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """Re-raise what a block that parses a file meets (or one of `others`) as a FileError that names it.
+
+    What would block for ever, or never end, is refused before.
+    """
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path} must be a file: got something else. Remove it, or restore the file.")
+    errors = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+    expected: tuple[type[Exception], ...] = (*errors, *others)
+    try:
+        yield
+    except FileError:
+        raise
+    except expected as error:
+        cause = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARS]}"
+        raise FileError(f"{path} must be as its writer left it: got {cause}. Restore it, or correct it.") from error
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from arealite.utils.environment import REGISTRY_VARIABLE
-from arealite.utils.files import write_atomically
+from arealite.utils.files import FileError, reading, write_atomically
 from arealite.utils.http_server import HttpServer
 from arealite.utils.network import LOOPBACK, address_of, check_address
 from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal
@@ -281,11 +281,12 @@ def address_in(where: str) -> tuple[str, str]:
     if not where.endswith(".json"):
         return where, ""
     try:
-        found = json.loads(Path(where).read_text(encoding="utf-8"))
-        return found["address"], found["node"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with reading(Path(where)):
+            found = json.loads(Path(where).read_text(encoding="utf-8"))
+            return str(found["address"]), str(found["node"])
+    except FileError as error:
         raise RegistryError(
-            f"{where} must say where the registry of the run is: got {type(error).__name__}. "
+            f"{where} must say where the registry of the run is: got {type(error.__cause__ or error).__name__}. "
             "It is there while the run lasts."
         ) from error
 

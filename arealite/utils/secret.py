@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from arealite.utils.environment import SECRET_VARIABLE
-from arealite.utils.files import write_atomically
+from arealite.utils.files import reading, write_atomically
 
 SECRET_FILE = ".secret"
 _SCHEME = "Bearer "
@@ -42,7 +42,8 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path} must be yours: got one of user {file.st_uid}. {advice}")
     if file.st_mode & 0o077:
         raise ValueError(f"{path} must be readable by its owner alone: got mode {file.st_mode & 0o777:04o}. {advice}")
-    secret = path.read_text(encoding="utf-8").strip()
+    with reading(path):
+        secret = path.read_text(encoding="utf-8").strip()
     _check_length(path, secret, advice)
     return secret
 

@@ -13,7 +13,7 @@ import torch
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.run_folder import RunFolder
-from arealite.utils.files import read_jsonl, write_atomically
+from arealite.utils.files import read_jsonl, reading, write_atomically
 
 
 def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str) -> None:
@@ -22,16 +22,21 @@ def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str
         return
     path = RunFolder(config).weights_log
     path.parent.mkdir(parents=True, exist_ok=True)
-    earlier = [row for row in read_jsonl(path) if row["version"] < version]
+    with reading(path):
+        earlier = [row for row in read_jsonl(path) if row["version"] < version]
     row = {"version": version, "fingerprint": fingerprint, "threads": torch.get_num_threads()}
     write_atomically(path, "".join(json.dumps(one) + "\n" for one in [*earlier, row]))
 
 
 def read_weights(folder: str | Path) -> dict[int, str]:
     """Return the fingerprint of every version of a run."""
-    return {row["version"]: row["fingerprint"] for row in read_jsonl(RunFolder(folder).weights_log)}
+    path = RunFolder(folder).weights_log
+    with reading(path):
+        return {row["version"]: row["fingerprint"] for row in read_jsonl(path)}
 
 
 def threads_of(folder: str | Path, version: int) -> int:
     """Return the number of threads of the trainer that published a version."""
-    return next(int(row["threads"]) for row in read_jsonl(RunFolder(folder).weights_log) if row["version"] == version)
+    path = RunFolder(folder).weights_log
+    with reading(path):
+        return next(int(row["threads"]) for row in read_jsonl(path) if row["version"] == version)

@@ -24,6 +24,28 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "must hold the fingerprint of version 1: got none" in complaint()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("run.json", "{", "JSONDecodeError"),
+        ("run.json", "[]", "TypeError: a list in place of an object"),
+        ("config.yaml", "x: *y", "ComposerError"),
+        ("weights.jsonl", "{}\n", "KeyError: 'version'"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, cause: str
+) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_0.jsonl").touch()
+    for whole in ("run.json", "config.yaml"):
+        (tmp_path / whole).write_text("{}")
+    (tmp_path / name).write_text(content)
+    assert main(["replay", str(tmp_path), "--step", "0"]) == 2
+    told = f"FileError: {tmp_path / name} must be as its writer left it: got {cause}"
+    assert capsys.readouterr().err.startswith(told)
+
+
 def test_steps_before_and_after_a_change_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 0 and 1 have one config, later ones another: a replay can't start in one and end in the other."""
     write_config(RunFolder(tmp_path), "lr: 1", start_step=0)

@@ -1,4 +1,5 @@
 import json
+import re
 
 import datasets
 import pytest
@@ -148,6 +149,22 @@ def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=message):
             get_custom_dataset(str(tmp_path / name), type="rl")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("a.jsonl", b"\xff\n", "UnicodeDecodeError"),
+        pytest.param("a.jsonl", b"[" * 100_000, "RecursionError", id="nested"),
+        ("a.json", b"[", "JSONDecodeError"),
+        ("a.parquet", b"PAR1", "ArrowInvalid"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name: str, content: bytes, cause: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} must be as its writer left it: got {cause}: "):
+        get_custom_dataset(str(path), type="rl")
 
 
 def test_missing_arguments_are_named(jsonl) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from arealite.utils.files import explain, free_space, publish_folder, read_jsonl, write_atomically, writing
+from arealite.utils.files import FileError, explain, free_space, publish_folder, read_jsonl, write_atomically, writing
 
 
 def test_a_file_appears_whole_with_its_mode(tmp_path: Path) -> None:
@@ -41,6 +43,29 @@ def test_rows_are_whole_lines(tmp_path: Path) -> None:
     assert read_jsonl(path) == []
     path.write_text('{"step": 0}\n{"step": 1}\n{"step')
     assert read_jsonl(path) == [{"step": 0}, {"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"{\n", "JSONDecodeError"),
+        (b"\xff\n", "UnicodeDecodeError"),
+        pytest.param(b"[" * 100_000 + b"\n", "RecursionError", id="nested"),
+        (b"[1]\n", "TypeError: a list in place of an object"),
+    ],
+)
+def test_rows_that_are_none_name_their_file(tmp_path: Path, content: bytes, cause: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=f"{re.escape(str(path))} must be as its writer left it: got {cause}"):
+        read_jsonl(path)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "rows.jsonl")
+    with pytest.raises(FileError, match=r"rows\.jsonl must be a file: got something else\."):
+        read_jsonl(tmp_path / "rows.jsonl")
 
 
 def test_a_failed_write_is_explained(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from arealite.api.io_struct import PromptId
 from arealite.api.run_folder import RunFolder
 from arealite.rollout.account.ledger_file import OUTCOME, count_states, last_ticket, open_for_reading, transaction
 from arealite.utils.data_order import passed_prompts
+from arealite.utils.files import reading, require_object
 
 _OPEN = ("issued", "running", "accepted")
 # How a line of a rollout file starts; the rest is large and not read.
@@ -98,6 +99,11 @@ class Audit:
 def audit(run_folder: str | os.PathLike[str]) -> Audit:
     """Compare cursor, rollouts and ledger of a run."""
     run = RunFolder(run_folder)
+    with reading(run.ledger):
+        return _audit(run)
+
+
+def _audit(run: RunFolder) -> Audit:
     with _reading(run.ledger) as database:
         issued = last_ticket(database)
         (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
@@ -106,7 +112,7 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
         cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
         explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'").fetchall()
         counts, samples, ended = count_states(database), _sample_totals(database), _ended(database)
-    cursor = json.loads(cursors[0][0]) if cursors else None
+    cursor = require_object(json.loads(cursors[0][0])) if cursors else None
     shown, repeated = read_trained(run.rollouts)
     lost, notes = _lost(cursor, shown.union(PromptId(*row) for row in explained))
     if lost and provisional:
@@ -156,7 +162,7 @@ def _parsed(name: bytes) -> PromptId:
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
     """Yield prompt and sample of each whole line, as they are written: a run has millions."""
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return

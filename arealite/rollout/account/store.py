@@ -24,7 +24,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.episode import Episode
 from arealite.rollout.prompts import Row, ShouldAccept
 from arealite.rollout.trajectory import assemble_batch
-from arealite.utils.files import iter_jsonl, writing
+from arealite.utils.files import iter_jsonl, reading, writing
 from arealite.utils.tensors import concat_padded_tensors
 
 _FLUSH_S = 120.0  # deadline for writing what is queued
@@ -172,13 +172,14 @@ def columns_of(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def read_batches(path: Path) -> list[TensorDict]:
     """Return the batches of a file in the order in which they were handed out."""
     batches: list[list[list[TensorDict]]] = []
-    for line in iter_jsonl(path):
-        if line["batch"] == len(batches):
-            batches.append([])
-        if line["sample"] == 0:
-            batches[-1].append([])
-        batches[-1][-1].append(_row(line))
-    return [assemble_batch([concat_padded_tensors(rows) for rows in episodes]) for episodes in batches]
+    with reading(path, RuntimeError):  # of torch
+        for line in iter_jsonl(path):
+            if line["batch"] == len(batches):
+                batches.append([])
+            if line["sample"] == 0:
+                batches[-1].append([])
+            batches[-1][-1].append(_row(line))
+        return [assemble_batch([concat_padded_tensors(rows) for rows in episodes]) for episodes in batches]
 
 
 def _row(line: Mapping[str, Any]) -> TensorDict:

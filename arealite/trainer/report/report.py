@@ -18,7 +18,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.trainer.records import summarize
 from arealite.trainer.report.charts import charts
 from arealite.trainer.report.samples import before_after, stored_steps, trajectories
-from arealite.utils.files import read_jsonl, write_atomically
+from arealite.utils.files import read_jsonl, reading, require_object, write_atomically
 
 _PAGE = Path(__file__).with_name("page")
 _FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
@@ -40,22 +40,28 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def _render(run: RunFolder) -> str:
-    config_text = _read(run.config)
-    config = yaml.safe_load(config_text) or {}
-    rows = read_jsonl(run.metrics)
-    bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
-    summary = summarize(rows, max_head_offpolicyness=bound) | json.loads(_read(run.summary) or "{}")
+    with reading(run.config, yaml.YAMLError):
+        config_text = _read(run.config)
+        config = require_object(yaml.safe_load(config_text) or {})
+        bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
+        title = _title(run.path, config)
+    with reading(run.summary):
+        told = require_object(json.loads(_read(run.summary) or "{}"))
+    with reading(run.metrics):
+        rows = read_jsonl(run.metrics)
+        summary = summarize(rows, max_head_offpolicyness=bound) | told
+        cards, shown = _cards(rows, summary), charts(rows, staleness_bound=bound)
     num_steps = len(stored_steps(run.rollouts, "step_"))
     data = {
-        "charts": charts(rows, staleness_bound=bound),
+        "charts": shown,
         "beforeAfter": before_after(run.rollouts),
         "trajectories": trajectories(run.rollouts),
         "numStoredSteps": num_steps,
     }
     parts = {
-        "title": html.escape(_title(run.path, config)),
+        "title": html.escape(title),
         "lead": html.escape(_lead(config, summary, is_finished=run.summary.exists())),
-        "cards": "\n".join(_card(label, value, note) for label, value, note in _cards(rows, summary)),
+        "cards": "\n".join(_card(label, value, note) for label, value, note in cards),
         "config": html.escape(config_text),
         "hidden_config": "" if config_text else "hidden",
         # Inside a script element only "<" could end the data.

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from arealite.utils.files import iter_jsonl
+from arealite.utils.files import iter_jsonl, reading
 
 MAX_STEPS = 12
 MAX_SAMPLES = 300
@@ -22,11 +22,12 @@ def trajectories(folder: Path) -> list[dict[str, Any]]:
     """Return samples of at most `MAX_STEPS` steps, the first and the last among them."""
     steps = stored_steps(folder, "step_")
     shown = _spread(list(steps), MAX_STEPS)
-    return [
-        _trajectory(line, step)
-        for step in shown
-        for line in itertools.islice(iter_jsonl(steps[step]), MAX_SAMPLES // len(shown))
-    ]
+    found = []
+    for step in shown:
+        with reading(steps[step]):
+            lines = itertools.islice(iter_jsonl(steps[step]), MAX_SAMPLES // len(shown))
+            found += [_trajectory(line, step) for line in lines]
+    return found
 
 
 def before_after(folder: Path) -> dict[str, Any] | None:
@@ -43,9 +44,9 @@ def before_after(folder: Path) -> dict[str, Any] | None:
         change = _change(old["reward"] > 0, new["reward"] > 0)
         counts[change] += 1
         if counts[change] <= MAX_PAIRS_OF_A_KIND:
-            texts = {"before": _clip(old["completion"]), "after": _clip(new["completion"])}
+            texts = {"before": old["completion"], "after": new["completion"]}
             rewards = [old["reward"], new["reward"]]
-            pairs.append({"prompt": _clip(old["prompt"]), **texts, "rewards": rewards, "change": change})
+            pairs.append({"prompt": old["prompt"], **texts, "rewards": rewards, "change": change})
     return {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
 
 
@@ -61,7 +62,13 @@ def _change(was_correct: bool, is_correct: bool) -> str:
 
 def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
     """Return the first sample of each prompt by its index in the data set."""
-    return {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in iter_jsonl(path) if line["sample"] == 0}
+    with reading(path):
+        lines = [line for line in iter_jsonl(path) if line["sample"] == 0]
+        return {int(line["prompt_id"].rsplit("-", 1)[1]): _shown(line) for line in lines}
+
+
+def _shown(line: dict[str, Any]) -> dict[str, Any]:
+    return {"reward": float(line["reward"]), **{key: _clip(line[key]) for key in ("prompt", "completion")}}
 
 
 def _spread(items: list[int], count: int) -> list[int]:

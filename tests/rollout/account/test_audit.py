@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -18,6 +19,7 @@ from arealite.rollout.account.audit import EndedPrompt, audit, bias_of, passed_i
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
+from arealite.utils.files import FileError
 
 CURSOR = {
     "epoch": 1,
@@ -168,6 +170,22 @@ def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
         audit(tmp_path)
     (tmp_path / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + random.Random(1).randbytes(9000))
     with pytest.raises(LedgerError, match="must be"):
+        audit(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "INSERT INTO cursors VALUES (9999, '[')",
+        "INSERT INTO cursors VALUES (9999, '[1]')",
+        "UPDATE prompts SET latency_s = 'slow' WHERE ticket = 1",
+    ],
+)
+def test_values_that_no_run_writes_are_told_as_such(tmp_path: Path, change: str) -> None:
+    with contextlib.closing(sqlite3.connect(make_run(tmp_path) / "ledger.sqlite")) as database:
+        database.execute(change)
+        database.commit()
+    with pytest.raises(FileError, match=r"ledger\.sqlite must be as its writer left it: got \w+Error"):
         audit(tmp_path)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.api.errors import ConfigError
+from arealite.cli.main import main
 from arealite.trainer.report.charts import charts
 from arealite.trainer.report.report import write_report
 from arealite.trainer.report.samples import before_after, trajectories
@@ -185,6 +186,27 @@ def test_an_sft_run(tmp_path: Path) -> None:
     text = write_report(tmp_path).read_text()
     assert "Supervised fine-tuning of tiny on gsm8k" in text
     assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))["Loss"] == "2 → 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", "[1]\n"),
+        ("metrics.jsonl", '{"step": 0, "optim/grad_norm": 1.0, "time/step_s": "long"}\n'),
+        ("config.yaml", "5"),
+        ("config.yaml", "rollout: [1]"),
+        ("config.yaml", "x: *y"),
+        ("summary.json", "{"),
+        ("summary.json", "5"),
+        ("rollouts/step_1.jsonl", "{}\n"),
+        ("rollouts/eval_step_0.jsonl", "{}\n"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str) -> None:
+    path = make_run(tmp_path) / name
+    path.write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"FileError: {path} must be as its writer left it: got ")
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
