@@ -25,8 +25,8 @@ def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
         if end >= start_step:
             _earlier_config(run, end).unlink()
     if before != text:
-        write_atomically(_earlier_config(run, start_step), before)
-    write_atomically(run.config, text)
+        write_atomically(_earlier_config(run, start_step), before, mode=0o600)
+    write_atomically(run.config, text, mode=0o600)
 
 
 def _earlier_config(run: RunFolder, end: int) -> Path:

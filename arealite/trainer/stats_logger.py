@@ -4,7 +4,6 @@ Row N holds the metrics of the update from version N to N + 1, trained on `rollo
 its weights by `eval/version`. A number that is not finite is stored as null.
 """
 
-import dataclasses
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, to_yaml
+from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, public, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
 from arealite.trainer.records import summarize, undo_from, write_config
@@ -99,7 +98,7 @@ class _Writer:
         self._bound: int | None = None
         if experiment is not None:
             write_config(run, to_yaml(experiment), start_step=start_step)
-            resolved = dataclasses.asdict(experiment)
+            resolved = public(experiment)
             self._bound = experiment.rollout.max_head_offpolicyness if experiment.rollout is not None else None
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -356,6 +357,9 @@ def test_environment_of_the_trainer(launch_script):
     )
     assert run.end() == 0, run.output
     assert "\n['3', '1', 'x=y', '', 'true']\n" in run.output
+    file = run.logs.parent / "run.json"
+    assert json.loads(file.read_text())["argv"][-2:] == ["launcher.trainer_threads=3", "launcher.trainer_env_vars=***"]
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_importing_the_launcher_is_light():

@@ -2,11 +2,13 @@ import json
 import logging
 import math
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from arealite.api.cli_args import ClusterSpecConfig, GRPOConfig, SFTConfig, StatsLoggerConfig
+from arealite.api.cli_args import ClusterSpecConfig, GRPOConfig, SFTConfig, StatsLoggerConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.stats_logger import StatsLogger
 
@@ -51,6 +53,37 @@ def test_not_finite_is_null_with_one_warning(tmp_path: Path, caplog: pytest.LogC
     assert [row["optim/grad_norm"] for row in read(tmp_path)] == [1.0, None, None, 2.0]
     assert [record.getMessage() for record in caplog.records] == ["step 1: optim/grad_norm not finite: stored as null"]
     stats.close()
+
+
+def test_what_may_be_secret_is_not_stored_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of environment variables, however they came into the config; where they come from is stored."""
+    monkeypatch.setenv("MY_KEY", "sk-1234")
+    monkeypatch.setenv("MY_FOLDER", "/my/models")
+    (tmp_path / "config.yaml").write_text(
+        "{experiment_name: exp, trial_name: t0, actor: {path: '${oc.env:MY_FOLDER}/a'},"
+        "tokenizer_path: '${actor.path}', train_dataset: {path: gsm8k, batch_size: 4},"
+        "launcher: {trainer_env_vars: 'A=sk-1234,B=sk-1234=x'},"
+        f"cluster: {{fileroot: {tmp_path}}}, seed: '${{oc.decode:${{oc.env:MY_SEED,3}}}}',"
+        "stats_logger: {wandb: {mode: offline, settings: {api_key: '${oc.env:MY_KEY}'}}}}"
+    )
+    config, _ = load_expr_config(["--config", str(tmp_path / "config.yaml")], GRPOConfig)
+    assert config.stats_logger.wandb["settings"] == {"api_key": "sk-1234"} and config.seed == 3
+    assert config.launcher.trainer_env_vars == "A=sk-1234,B=sk-1234=x"
+    sent: list[dict] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: sent.append(options), finish=list))
+    StatsLogger(config.stats_logger, FT_SPEC, experiment=config).close()
+    file = tmp_path / "exp/t0/config.yaml"
+    text = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600 and "sk-1234" not in text
+    assert "sk-1234" not in str(sent[0]["config"]) and sent[0]["settings"] == {"api_key": "sk-1234"}
+    assert "trainer_env_vars: A=***,B=***" in text
+    assert "sk-1234" not in (tmp_path / "exp/t0/report.html").read_text()
+    again, _ = load_expr_config(["--config", str(file)], GRPOConfig)
+    assert again.actor.path == again.tokenizer_path == "/my/models/a" and again.seed == 3
+    assert again.stats_logger == config.stats_logger
+    monkeypatch.delenv("MY_KEY")  # as on a node from which a server joins
+    again, _ = load_expr_config(["--config", str(file)], GRPOConfig)
+    assert again.stats_logger.wandb["settings"] == {"api_key": "MY_KEY_is_not_set"}
 
 
 def test_config_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,9 @@ import dataclasses
 import difflib
 import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import yaml
@@ -50,14 +51,69 @@ def load_expr_config(
     }
     for place, values in sources.items():
         _check_keys(values, "", place, keys, ignore_unknown=ignore_unknown)
-    config = _validate(config_cls, _resolve(config_cls, _merge(*sources.values()), keys, config_file), keys, sources)
+    merged = _resolve(config_cls, _merge(*sources.values()), keys, config_file)
+    values = cast(Tree, OmegaConf.to_container(merged, resolve=True))
+    config = _validate(config_cls, values, keys, sources)
     config.validate()
+    vars(config)[_REFERENCES] = _references(merged, values)
     return config, config_file
 
 
 def to_yaml(config: Any) -> str:
-    """Return the resolved config as YAML that loads to the same config."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    """Return the resolved config as YAML that loads to the same config, but for what `public` leaves out."""
+    return yaml.safe_dump(public(config), sort_keys=False, allow_unicode=True)
+
+
+def public(config: Any) -> Tree:
+    """Return the resolved config without what may be secret: text from environment variables stays a reference to
+    them, and values of the variables that processes are given are left out."""
+    tree = dataclasses.asdict(config)
+    for path, reference in vars(config).get(_REFERENCES, {}).items():
+        _block(tree, path)[path[-1]] = reference
+    for block, name in _leaves(tree):
+        if name[-1].endswith("_env_vars"):
+            given = block[name[-1]].split(",")
+            block[name[-1]] = ",".join(f"{item.partition('=')[0]}=***" for item in given if item)
+    return tree
+
+
+_REFERENCES = "_references"
+"""Attribute of a loaded config: by path, the text that refers to environment variables."""
+
+
+def _references(merged: DictConfig, values: Tree) -> dict[tuple[str, ...], str]:
+    """Return the references to environment variables in a config, also those behind references to other keys. Names
+    of runs are no secrets, and needed as they are."""
+    raw = cast(Tree, OmegaConf.to_container(merged))
+    for block, path in _leaves(raw):
+        text = block[path[-1]]
+        if isinstance(text, str) and "oc.env:" in text:
+            text = re.sub(r"\$\{oc\.env:(\w+)\}", r"${oc.env:\1,\1_is_not_set}", text)
+            block[path[-1]] = text.replace("${", "\\${")
+    stored = cast(Tree, OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
+    return {
+        path: _block(stored, path)[path[-1]]
+        for block, path in _leaves(values)
+        if isinstance(block[path[-1]], str)
+        and path[-1] not in ("experiment_name", "trial_name")
+        and _block(stored, path)[path[-1]] != block[path[-1]]
+    }
+
+
+def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[Tree, tuple[str, ...]]]:
+    """Yield every value's block and path."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield tree, (*path, name)
+
+
+def _block(tree: Tree, path: tuple[str, ...]) -> Tree:
+    """Return the block in which a path ends."""
+    for name in path[:-1]:
+        tree = tree[name]
+    return tree
 
 
 def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[str]]:
@@ -139,8 +195,8 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _resolve(config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Keys, config_file: str) -> Tree:
-    """Lay what was given over the defaults, fill in keys that follow others, and resolve references."""
+def _resolve(config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Keys, config_file: str) -> DictConfig:
+    """Lay what was given over the defaults, fill in keys that follow others, and check all references."""
     raw_given = cast(Tree, OmegaConf.to_container(given))
     defaults = dataclasses.asdict(config_cls())
     for key in keys.values():
@@ -161,9 +217,10 @@ def _resolve(config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Ke
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
     try:
-        return cast(Tree, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
+        OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise _bad_reference(error) from error
+    return merged
 
 
 def _merge(*trees: Tree | DictConfig) -> DictConfig:

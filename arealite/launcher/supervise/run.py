@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,8 +98,9 @@ def _prepare_folder(run: Run, *, is_restart: bool) -> str:
         empty_folder(folder.path, keep=OF_TRIAL)
     with writing(folder.logs):
         folder.logs.mkdir(parents=True, exist_ok=True)
-    record = {"entry": str(run.entry), "argv": run.argv}
-    write_atomically(folder.command, json.dumps(record) + "\n")  # `arealite replay` reads it
+    argv = [re.sub(r"(_env_vars=).*", r"\1***", word, flags=re.DOTALL) for word in run.argv]
+    record = {"entry": str(run.entry), "argv": argv}
+    write_atomically(folder.command, json.dumps(record) + "\n", mode=0o600)  # `arealite replay` reads it
     return ensure_secret(folder.path)
 
 
