@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.files import writing
+from arealite.utils.hf import load_causal_lm
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -50,9 +51,7 @@ def load_whole_model(path: str, *, init_from_scratch: bool = False, seed: int = 
     """Load a whole model in float32 on the CPU, or with random weights that depend on `seed` only."""
     transformers_logging.disable_progress_bar()
     if not init_from_scratch:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-        )
+        model, told = load_causal_lm(path, dtype=torch.float32, output_loading_info=True)
         if missing := sorted(told["missing_keys"]):  # transformers made them up
             raise ValueError(
                 f"the checkpoint {path} must have every tensor of {type(model).__name__}: got {len(missing)} missing, "

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from arealite.generation.slot_attention import (
@@ -24,7 +24,7 @@ from arealite.generation.slot_attention import (
     SlotStep,
     slot_attention,
 )
-from arealite.utils.hf import require_fixed_rope
+from arealite.utils.hf import load_causal_lm, require_fixed_rope
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
 logger = logging.getLogger(__name__)
@@ -71,9 +71,7 @@ class ModelRunner:
         cls, path: str, *, dtype: torch.dtype, slots: int, context: int, deterministic: bool = False
     ) -> Self:
         """Load a local checkpoint folder."""
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, attn_implementation="sdpa"
-        )
+        model = load_causal_lm(path, dtype=dtype, local_files_only=True, attn_implementation="sdpa")
         return cls(model, slots=slots, context=context, deterministic=deterministic)
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:

@@ -292,6 +292,7 @@ def _choose(folder: Path, mode: str) -> Path | None:
     for _, path in found:
         damage = checkpoint.find_damage(path)
         if damage is None:
+            _check_owner(path)
             return path
         logger.warning("%s can't be used: %s", path, damage)
     if found:
@@ -303,6 +304,16 @@ def _choose(folder: Path, mode: str) -> Path | None:
             f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."
         )
     return None
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse a checkpoint with files of somebody else: PyTorch unpickles them, so they may run code."""
+    for file in path.iterdir():
+        if (owner := file.stat().st_uid) != os.geteuid():
+            raise CheckpointError(
+                f"{file} must be yours, because loading a checkpoint may run code: got one of user {owner}. "
+                f"Copy {path.name}, if you trust it."
+            )
 
 
 def _undone(folder: Path, step: int) -> list[Path]:

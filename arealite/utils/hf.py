@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 _WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -14,6 +14,18 @@ def local_folder(path: str) -> str:
     if Path(path).is_dir():
         return path
     return snapshot_download(path, allow_patterns=_WEIGHTS_AND_TOKENIZER)
+
+
+def load_causal_lm(path: str, **options: Any) -> Any:
+    """Load a model from safetensors files; other files of weights are pickles, which may run code."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} must hold safetensors files: got {error} Load it and save it again, if you trust it."
+        ) from error
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from arealite.engine.hf_model import load_whole_model
 from arealite.generation.model_runner import ModelRunner, read_checkpoint
 
 PROMPTS = [[5, 9, 7, 3, 11], [8], [20, 21, 22, 23, 24, 25, 26, 27, 28], [5, 9, 7, 3, 12]]
@@ -154,6 +155,17 @@ def test_a_checkpoint_of_several_files_is_read_whole(tmp_path: Path) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="safetensors"):
         read_checkpoint(str(tmp_path))
+
+
+def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
+    """By servers and trainers: only safetensors files run no code."""
+    model = build(config(), seed=5)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=rf"{tmp_path} must hold safetensors files: got .* Load it and save it again"):
+        ModelRunner.from_pretrained(str(tmp_path), dtype=torch.float32, slots=1, context=8)
+    with pytest.raises(ValueError, match=rf"{tmp_path} must hold safetensors files: got .* Load it and save it again"):
+        load_whole_model(str(tmp_path))
 
 
 def test_low_precision_is_accepted(tmp_path: Path) -> None:

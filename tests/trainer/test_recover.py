@@ -180,6 +180,15 @@ def test_resume_requires_a_checkpoint(tmp_path: Path) -> None:
         start(tmp_path, mode="resume")
 
 
+def test_a_checkpoint_of_somebody_else_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is unpickled, so that it runs their code."""
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(CheckpointError, match=rf"step_3/\S+ must be yours.*got one of user {owner}\. Copy step_3, if"):
+        start(folder)
+    assert checkpoints(folder) == ["step_1", "step_3"]
+
+
 def test_another_format_is_refused(model: str, folder: Path) -> None:
     path = folder / "e/t/recover/step_3"
     facts = json.loads((path / "state.json").read_text())
