@@ -11,6 +11,7 @@ import resource
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from arealite.utils.secret import is_authorized
@@ -19,6 +20,14 @@ logger = logging.getLogger("arealite.http")
 
 HEADER_S = 10.0
 _TELL_S = 60.0
+
+
+def _is_defect(record: logging.LogRecord) -> bool:
+    """Drop what aiohttp logs of requests that are no HTTP: a traceback each, with the header that holds the secret."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+logging.getLogger("aiohttp.server").addFilter(_is_defect)
 
 
 class HttpServer:

@@ -45,6 +45,24 @@ async def request(port: int, secret: str = SECRET) -> tuple[asyncio.StreamReader
     return reader, writer
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"GET /work HTTP/1.1\r\nHost: x\r\nAuthorization\xd7: Bearer s3cret\r\n\r\n",
+        b"GET /work HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer s3cret\rx\r\n\r\n",
+        b"\x16\x03\x01 Bearer s3cret\r\n\r\n",
+    ],
+)
+async def test_a_request_that_is_no_http_is_refused_and_not_logged(
+    text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening() as port, asyncio.timeout(120):
+        reader, writer = await send(port, text)
+        assert b"400 Bad Request" in await reader.readline()
+        writer.close()
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("text", [b"", HALF, b"GET /work HTTP/1.1\r\n\r\n"])
 async def test_a_connection_that_shows_no_secret_ends(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEADER_S", 0.3)
