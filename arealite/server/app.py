@@ -199,7 +199,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except GenerationError as error:
         return error_response(503 if request.path == "/health" else 500, str(error))
-    except ValueError as error:
+    except (ValueError, web.RequestPayloadError) as error:
         return error_response(409 if isinstance(error, MismatchError) else 400, str(error))
     except web.HTTPException as error:
         return error_response(error.status, f"{request.method} {request.path}: {error.reason}")

@@ -138,8 +138,8 @@ class JoinGroupBody(Body):
 
     master_address: str
     master_port: Annotated[int, Field(gt=0, lt=65536, strict=False)]
-    rank_offset: int = Field(ge=1)
-    world_size: int = Field(ge=2)
+    rank_offset: int = Field(ge=1, lt=2**31)
+    world_size: int = Field(ge=2, lt=2**31)
     group_name: str
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0

@@ -195,7 +195,7 @@ class Registry:
             return _refuse(401, refusal(request.method, request.path))
         try:
             return await handler(request)
-        except ValueError as error:
+        except (ValueError, web.RequestPayloadError) as error:
             return _refuse(400, f"{request.method} {request.path} is not understood: {error}")
         except RegistryRefusedError as error:
             return _refuse(409, str(error))

@@ -31,8 +31,10 @@ class Client:
         self.session = session
         self.engine = engine
 
-    async def post(self, path: str, body: object = None, *, raw: bytes | None = None) -> Reply:
-        in_json = {"Content-Type": "application/json"}
+    async def post(
+        self, path: str, body: object = None, *, raw: bytes | None = None, encoding: str = "identity"
+    ) -> Reply:
+        in_json = {"Content-Type": "application/json", "Content-Encoding": encoding}
         kwargs: dict[str, Any] = (
             {"data": raw, "headers": in_json} if raw is not None else {"json": {} if body is None else body}
         )
@@ -192,6 +194,7 @@ async def test_bad_requests_are_refused_and_harm_nobody(client: Client) -> None:
     for raw in (b"{", b"\xff\xfe", b"null", b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}', *NESTED):
         status, reply = await client.post("/generate", raw=raw)
         assert status == 400 and reply["error"]["message"]
+    assert (await client.post("/generate", raw=b"{}", encoding="gzip"))[0] == 400
     assert (await client.get("/generate"))[0] == 405
     assert (await client.get("/nowhere"))[0] == 404
     assert (await victim)["output_ids"] == alone["output_ids"]
@@ -202,6 +205,12 @@ async def test_a_group_can_not_be_awaited_for_ever(client: Client) -> None:
     for timeout_s in (1e300, 1e9, 0, -1):
         status, reply = await client.post("/init_weights_update_group", place | {"timeout_s": timeout_s})
         assert status == 400 and "timeout_s" in reply["message"]
+
+
+async def test_a_group_has_as_many_ranks_as_torch_can_count(client: Client) -> None:
+    place = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "group_name": "g", "timeout_s": 0.1}
+    status, reply = await client.post("/init_weights_update_group", place | {"world_size": 2**31})
+    assert status == 400 and "world_size" in reply["message"]
 
 
 async def test_a_long_text_keeps_nobody_waiting(client: Client) -> None:

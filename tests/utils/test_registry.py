@@ -258,6 +258,11 @@ async def test_garbage_is_refused(registry: Registry, body: bytes, status: int) 
     assert registry.servers == {}
 
 
+async def test_a_body_that_is_not_encoded_as_it_says_is_refused(registry: Registry) -> None:
+    headers = authorization(SECRET) | {"Content-Encoding": "gzip"}
+    assert (await request(registry, "PUT", "/servers/a", data=b"{}", headers=headers))[0] == 400
+
+
 async def test_a_number_may_be_of_any_size(registry: Registry) -> None:
     """What comes after one that is no float is refused, not a crash."""
     for number, status in ((10**400, 200), (7, 409)):
