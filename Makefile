@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-c
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -55,6 +55,9 @@ test-recovery: $(VENV)/.installed-dev            ## resume killed runs on one ra
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
+
+test-secret: $(VENV)/.installed-dev            ## look for the secret of a run under faults wherever it must not be (1 minute)
+	$(VENV)/bin/python -m pytest -m slow tests/test_secret_of_runs.py $(ARGS)
 
 install-servers:            ## install vLLM and SGLang for CPUs, each in an environment of its own (4 minutes)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)

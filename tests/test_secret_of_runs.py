@@ -1,0 +1,141 @@
+"""The secret of a run never leaves it: not by the console, a log, the run folder, a command line or an error.
+
+A whole asynchronous run under faults: a server is killed, another one answers junk, rewards fail with all they know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from chaos.experiment import ENTRY, MARKER, Experiment
+from testing_quickstart import write_tiny_model
+
+from arealite.utils.processes import kill_tree
+from arealite.utils.registry import Claim, RegistryClient, ServerRecord
+
+SECRET = "the-secret-of-this-run-0123456789abcdef"
+KNOWS = ("gsm8k_grpo.py", "arealite.launcher.place.guard", "arealite.launcher.serve", "arealite.server")
+"""What is in the command lines of processes that need the secret."""
+DEADLINE_S = 400
+JUNK = [
+    b"-ERR unknown command\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+    b"HTTP/1.1 302 Found\r\nLocation: http://:0:0/\r\nContent-Length: 0\r\n\r\n",
+    b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\nno!\n",
+    b"HTTP/1.1 200 OK\r\nX: " + b"y" * 20_000 + b"\r\n\r\n",
+    b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"a": nan',
+    b"",
+]
+REWARD = """
+import os, random
+from arealite.reward import gsm8k_reward_fn
+
+def reward(*args, **kwargs):
+    if random.random() < 0.05:
+        raise RuntimeError(f"all I know: {dict(os.environ)}")
+    return gsm8k_reward_fn(*args, **kwargs)
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def junk_server() -> Iterator[str]:
+    """A program that is no server of ours."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            choice = random.Random(1)
+            while True:
+                try:
+                    connection = listener.accept()[0]
+                except OSError:
+                    return
+                with connection:
+                    connection.settimeout(5)
+                    try:
+                        connection.recv(1 << 16)
+                        connection.sendall(choice.choice(JUNK))
+                    except OSError:
+                        pass
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def processes(folder: Path) -> dict[int, tuple[str, bytes]]:
+    """Return command line and environment of the processes of the run."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"{MARKER}={folder}".encode() in environment.split(b"\0"):
+            found[int(path.name)] = (command.replace(b"\0", b" ").decode(), environment)
+    return found
+
+
+def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AREALITE_SECRET", raising=False)
+    model = write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    (tmp_path / "failing.py").write_text(REWARD)
+    entry = tmp_path / "gsm8k_grpo.py"
+    entry.write_text(
+        ENTRY.read_text().replace(
+            "from arealite.reward import gsm8k_reward_fn", "from failing import reward as gsm8k_reward_fn"
+        )
+    )
+    experiment = Experiment(tmp_path / "run", model, "lite.d2+d1", entry=entry, retries=3)
+    run = experiment.run_folder
+    run.mkdir(parents=True)
+    (run / ".secret").touch(0o600)
+    (run / ".secret").write_text(SECRET)
+    launcher = experiment.launch(0)
+    seen: dict[str, bool] = {}
+    told, was_killed, deadline = 0, False, time.monotonic() + DEADLINE_S
+    try:
+        with junk_server() as address:
+            junk = ServerRecord(address, "lite", "here", 1, "ready", "", time.time())
+            while launcher.process.poll() is None:
+                assert time.monotonic() < deadline, launcher.output.read_text()
+                for pid, (command, environment) in processes(experiment.folder).items():
+                    assert SECRET not in command
+                    seen[command] = SECRET.encode() in environment
+                    has_trained = (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count(
+                        "\n"
+                    ) > 2
+                    if "-m arealite.server" in command and has_trained and not was_killed:
+                        was_killed = True
+                        os.kill(pid, signal.SIGKILL)
+                if (run / "registry.json").exists():
+                    claim = Claim(junk, "junk", told, 30.0, told == 0)
+                    try:
+                        asyncio.run(RegistryClient(run / "registry.json", SECRET).claim("junk", claim))
+                        told += 1
+                    except RuntimeError as error:
+                        assert SECRET not in f"{error!r} {error}"
+                time.sleep(0.5)
+    finally:
+        kill_tree(launcher.process.pid)
+    output = launcher.output.read_text()
+    assert launcher.process.returncode == 0, output
+    assert was_killed and told > 3 and "SIGKILL" in output
+    logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
+    assert "all I know" in logs["trainer-0.log"] and f"{address} could not be met" in logs["trainer-0.log"]
+    leaks = [path for path in experiment.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert leaks == [run / ".secret"]
+    others = {command for command, knows in seen.items() if knows and not any(name in command for name in KNOWS)}
+    assert others == set() and any(knows for knows in seen.values())
+    assert any("arealite.reward" in command and not knows for command, knows in seen.items())
