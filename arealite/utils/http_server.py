@@ -22,9 +22,12 @@ HEADER_S = 10.0
 _TELL_S = 60.0
 
 
+_NOT_OURS = HttpProcessingError, web.RequestPayloadError
+
+
 def _is_defect(record: logging.LogRecord) -> bool:
     """Drop what aiohttp logs of requests that are no HTTP: a traceback each, with the header that holds the secret."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+    return record.exc_info is None or not isinstance(record.exc_info[1], _NOT_OURS)
 
 
 logging.getLogger("aiohttp.server").addFilter(_is_defect)

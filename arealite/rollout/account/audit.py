@@ -207,7 +207,9 @@ def _ended(database: sqlite3.Connection) -> list[EndedPrompt]:
         f"SELECT {OUTCOME}, prompts.latency_s, avg(tokens) FROM prompts LEFT JOIN samples USING (ticket) "
         "WHERE state NOT IN ('issued', 'running', 'accepted') GROUP BY ticket ORDER BY ticket"
     )
-    return [EndedPrompt(*row) for row in rows]
+    return [
+        EndedPrompt(outcome, None if latency is None else float(latency), tokens) for outcome, latency, tokens in rows
+    ]
 
 
 def bias_of(ended: Sequence[EndedPrompt], *, by: Measure, num_parts: int = 10) -> Bias:

@@ -45,12 +45,13 @@ def _render(run: RunFolder) -> str:
         config = require_object(yaml.safe_load(config_text) or {})
         bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
         title = _title(run.path, config)
-    with reading(run.summary):
-        told = require_object(json.loads(_read(run.summary) or "{}"))
     with reading(run.metrics):
         rows = read_jsonl(run.metrics)
-        summary = summarize(rows, max_head_offpolicyness=bound) | told
+        summary = summarize(rows, max_head_offpolicyness=bound)
         cards, shown = _cards(rows, summary), charts(rows, staleness_bound=bound)
+    with reading(run.summary):
+        summary |= require_object(json.loads(_read(run.summary) or "{}"))
+        cards = _cards(rows, summary)
     num_steps = len(stored_steps(run.rollouts, "step_"))
     data = {
         "charts": shown,

@@ -179,6 +179,7 @@ def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
         "INSERT INTO cursors VALUES (9999, '[')",
         "INSERT INTO cursors VALUES (9999, '[1]')",
         "UPDATE prompts SET latency_s = 'slow' WHERE ticket = 1",
+        "UPDATE prompts SET latency_s = 'slow'",
     ],
 )
 def test_values_that_no_run_writes_are_told_as_such(tmp_path: Path, change: str) -> None:

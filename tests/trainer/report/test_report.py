@@ -198,6 +198,7 @@ def test_an_sft_run(tmp_path: Path) -> None:
         ("config.yaml", "x: *y"),
         ("summary.json", "{"),
         ("summary.json", "5"),
+        ("summary.json", '{"steps": [1]}'),
         ("rollouts/step_1.jsonl", "{}\n"),
         ("rollouts/eval_step_0.jsonl", "{}\n"),
     ],
