@@ -14,7 +14,7 @@ from arealite.api.config.launcher import ClusterSpecConfig as ClusterSpecConfig
 from arealite.api.config.launcher import LauncherConfig as LauncherConfig
 from arealite.api.config.launcher import SlurmLauncherConfig as SlurmLauncherConfig
 from arealite.api.config.loader import load_expr_config as load_expr_config
-from arealite.api.config.loader import public as public
+from arealite.api.config.loader import masked as masked
 from arealite.api.config.loader import to_yaml as to_yaml
 from arealite.api.config.model import FSDPEngineConfig as FSDPEngineConfig
 from arealite.api.config.model import FSDPWrapPolicy as FSDPWrapPolicy

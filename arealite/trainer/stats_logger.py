@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, public, to_yaml
+from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, masked, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
 from arealite.trainer.records import summarize, undo_from, write_config
@@ -97,8 +97,9 @@ class _Writer:
         resolved: dict[str, Any] = {}
         self._bound: int | None = None
         if experiment is not None:
-            write_config(run, to_yaml(experiment), start_step=start_step)
-            resolved = public(experiment)
+            text = to_yaml(experiment)
+            write_config(run, text, start_step=start_step)
+            resolved = masked(text)
             self._bound = experiment.rollout.max_head_offpolicyness if experiment.rollout is not None else None
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.utils.files import file_lock
 from arealite.utils.processes import descendants, wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
@@ -452,9 +454,27 @@ def test_a_new_start_of_a_trial_deletes_nothing(launch_script, tmp_path, mode, i
     assert (len(kept) == 1 and f"the run that was in {folder} is now in {kept[0]}" in run.output) or not is_fresh
     for name in names:
         assert (kept[0] / name).read_text().startswith(f"{name} of the earlier run")
-    ours = [".launcher.lock", ".secret", "logs", "run.json"]
+    ours = [".launcher.lock", ".secret", ".trainer.lock", "logs", "run.json"]
     assert f"has {ours}" in run.output or not is_fresh, run.output
     assert (folder / ".secret").read_text().startswith(".secret of the earlier run"), "joiners know it"
+
+
+def test_what_a_trainer_started_by_hand_has_written_stays(launch_script, tmp_path):
+    metrics = tmp_path / "runs/exp/trial/metrics.jsonl"
+    with file_lock(metrics.with_name(".trainer.lock"), timeout_s=1.0):
+        metrics.write_text("{}\n")
+        run = launch_script("print('bye')", *SFT)
+        assert run.end() == 2
+    assert f"must belong to one run at a time: got process {os.getpid()} on {platform.node()}" in run.output, run.output
+    assert metrics.exists() and "bye" not in run.output
+
+
+def test_a_run_can_not_start_from_a_model_that_it_would_move_aside(launch_script, tmp_path):
+    model = tmp_path / "runs/exp/trial/checkpoints/step_3"
+    model.mkdir(parents=True)
+    run = launch_script("print('bye')", *SFT, f"model.path={model}")
+    assert run.end() == 2
+    assert f"model.path must lie outside of the folder of the run: got {model}" in run.output and model.exists()
 
 
 def test_a_resume_without_a_checkpoint_starts_nothing(launch_script):

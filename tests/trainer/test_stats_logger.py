@@ -55,8 +55,8 @@ def test_not_finite_is_null_with_one_warning(tmp_path: Path, caplog: pytest.LogC
     stats.close()
 
 
-def test_what_may_be_secret_is_not_stored_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of environment variables, however they came into the config; where they come from is stored."""
+def test_what_may_be_secret_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of environment variables, however they came into the config: the stored one is for its owner alone."""
     monkeypatch.setenv("MY_KEY", "sk-1234")
     monkeypatch.setenv("MY_FOLDER", "/my/models")
     (tmp_path / "config.yaml").write_text(
@@ -64,7 +64,8 @@ def test_what_may_be_secret_is_not_stored_with_the_run(tmp_path: Path, monkeypat
         "tokenizer_path: '${actor.path}', train_dataset: {path: gsm8k, batch_size: 4},"
         "launcher: {trainer_env_vars: 'A=sk-1234,B=sk-1234=x'},"
         f"cluster: {{fileroot: {tmp_path}}}, seed: '${{oc.decode:${{oc.env:MY_SEED,3}}}}',"
-        "stats_logger: {wandb: {mode: offline, settings: {api_key: '${oc.env:MY_KEY}'}}}}"
+        "stats_logger: {wandb: {mode: offline, settings: {api_key: '${oc.env:MY_KEY}'},"
+        " tags: [a, 'b-${oc.env:MY_KEY}']}}}"
     )
     config, _ = load_expr_config(["--config", str(tmp_path / "config.yaml")], GRPOConfig)
     assert config.stats_logger.wandb["settings"] == {"api_key": "sk-1234"} and config.seed == 3
@@ -74,16 +75,18 @@ def test_what_may_be_secret_is_not_stored_with_the_run(tmp_path: Path, monkeypat
     StatsLogger(config.stats_logger, FT_SPEC, experiment=config).close()
     file = tmp_path / "exp/t0/config.yaml"
     text = file.read_text()
-    assert file.stat().st_mode & 0o777 == 0o600 and "sk-1234" not in text
-    assert "sk-1234" not in str(sent[0]["config"]) and sent[0]["settings"] == {"api_key": "sk-1234"}
-    assert "trainer_env_vars: A=***,B=***" in text
-    assert "sk-1234" not in (tmp_path / "exp/t0/report.html").read_text()
+    assert file.stat().st_mode & 0o777 == 0o600 and "trainer_env_vars: A=sk-1234,B=sk-1234=x" in text
+    shown = sent[0]["config"]
+    assert "sk-1234" not in str(shown) and sent[0]["settings"] == {"api_key": "sk-1234"}
+    assert shown["launcher"]["trainer_env_vars"] == "A=***,B=***" and shown["seed"] == 3
+    assert shown["actor"]["path"] == shown["tokenizer_path"] == "***" and shown["train_dataset"]["path"] == "gsm8k"
+    assert shown["stats_logger"]["wandb"]["tags"] == ["a", "***"]
+    report = (tmp_path / "exp/t0/report.html").read_text()
+    assert "sk-1234" not in report and "A=***,B=***" in report
+    for name in ("MY_KEY", "MY_FOLDER"):  # as on a node from which a server joins
+        monkeypatch.delenv(name)
     again, _ = load_expr_config(["--config", str(file)], GRPOConfig)
-    assert again.actor.path == again.tokenizer_path == "/my/models/a" and again.seed == 3
-    assert again.stats_logger == config.stats_logger
-    monkeypatch.delenv("MY_KEY")  # as on a node from which a server joins
-    again, _ = load_expr_config(["--config", str(file)], GRPOConfig)
-    assert again.stats_logger.wandb["settings"] == {"api_key": "MY_KEY_is_not_set"}
+    assert again == config
 
 
 def test_config_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

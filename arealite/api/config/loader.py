@@ -7,6 +7,7 @@ Every failure is a ConfigError that names key, value and fix. Only the YAML file
 
 import dataclasses
 import difflib
+import json
 import logging
 import os
 import re
@@ -55,65 +56,65 @@ def load_expr_config(
     values = cast(Tree, OmegaConf.to_container(merged, resolve=True))
     config = _validate(config_cls, values, keys, sources)
     config.validate()
-    vars(config)[_REFERENCES] = _references(merged, values)
+    vars(config)[_FROM_ENVIRONMENT] = _from_environment(merged, values)
     return config, config_file
 
 
 def to_yaml(config: Any) -> str:
-    """Return the resolved config as YAML that loads to the same config, but for what `public` leaves out."""
-    return yaml.safe_dump(public(config), sort_keys=False, allow_unicode=True)
-
-
-def public(config: Any) -> Tree:
-    """Return the resolved config without what may be secret: text from environment variables stays a reference to
-    them, and values of the variables that processes are given are left out."""
+    """Return the resolved config as YAML that loads to the same config. It may hold secrets: see `masked`."""
+    named = vars(config).get(_FROM_ENVIRONMENT, [])
     tree = dataclasses.asdict(config)
-    for path, reference in vars(config).get(_REFERENCES, {}).items():
-        _block(tree, path)[path[-1]] = reference
-    for block, name in _leaves(tree):
-        if name[-1].endswith("_env_vars"):
-            given = block[name[-1]].split(",")
-            block[name[-1]] = ",".join(f"{item.partition('=')[0]}=***" for item in given if item)
+    return f"{_HEADER}{' '.join(named)}\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def masked(text: str) -> Tree:
+    """Return what `to_yaml` has written without what may be secret: values that environment variables brought in, and
+    those of the variables that processes are given."""
+    named = text.partition("\n")[0].removeprefix(_HEADER).split() if text.startswith(_HEADER) else []
+    tree = cast(Tree, yaml.safe_load(text) or {})
+    for path, value in list(_leaves(tree)):
+        if path in named:
+            _put(tree, path, "***")
+        elif path.endswith("_env_vars"):
+            _put(tree, path, ",".join(f"{item.partition('=')[0]}=***" for item in value.split(",") if item))
     return tree
 
 
-_REFERENCES = "_references"
-"""Attribute of a loaded config: by path, the text that refers to environment variables."""
+_HEADER = "# from environment variables: "
+_FROM_ENVIRONMENT = "_from_environment"
+"""Attribute of a loaded config: the keys whose values environment variables brought in."""
 
 
-def _references(merged: DictConfig, values: Tree) -> dict[tuple[str, ...], str]:
-    """Return the references to environment variables in a config, also those behind references to other keys. Names
-    of runs are no secrets, and needed as they are."""
-    raw = cast(Tree, OmegaConf.to_container(merged))
-    for block, path in _leaves(raw):
-        text = block[path[-1]]
-        if isinstance(text, str) and "oc.env:" in text:
-            text = re.sub(r"\$\{oc\.env:(\w+)\}", r"${oc.env:\1,\1_is_not_set}", text)
-            block[path[-1]] = text.replace("${", "\\${")
-    stored = cast(Tree, OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
-    return {
-        path: _block(stored, path)[path[-1]]
-        for block, path in _leaves(values)
-        if isinstance(block[path[-1]], str)
-        and path[-1] not in ("experiment_name", "trial_name")
-        and _block(stored, path)[path[-1]] != block[path[-1]]
-    }
+def _from_environment(merged: DictConfig, values: Tree) -> list[str]:
+    """Return the keys of references that bring the value of an environment variable, also through other keys. Names of
+    runs are no secrets."""
+    raw = OmegaConf.to_container(merged)
+    names = re.findall(r"oc\.env:\s*(\w+)", json.dumps(raw, default=str))
+    secrets = [os.environ[name] for name in names if os.environ.get(name)]
+    texts = dict(_leaves(raw))
+    return [
+        path
+        for path, value in _leaves(values)
+        if "${" in str(texts.get(path, "${"))  # a block may be a reference as a whole
+        and any(secret in str(value) for secret in secrets)
+        and path not in ("experiment_name", "trial_name")
+    ]
 
 
-def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[Tree, tuple[str, ...]]]:
-    """Yield every value's block and path."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*path, name))
-        else:
-            yield tree, (*path, name)
+def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value that is no block and no list, by its key."""
+    if isinstance(tree, dict | list):
+        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(value, f"{path}.{name}" if path else f"{name}")
+    else:
+        yield path, tree
 
 
-def _block(tree: Tree, path: tuple[str, ...]) -> Tree:
-    """Return the block in which a path ends."""
-    for name in path[:-1]:
-        tree = tree[name]
-    return tree
+def _put(tree: Any, path: str, value: object) -> None:
+    *blocks, last = path.split(".")
+    for name in blocks:
+        tree = tree[int(name) if isinstance(tree, list) else name]
+    tree[int(last) if isinstance(tree, list) else last] = value
 
 
 def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[str]]:

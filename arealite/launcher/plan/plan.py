@@ -102,6 +102,8 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
     """Return the plan of a run whose model and flags of servers are checked as well."""
     plan = make_plan(config)
     check_model(config)
+    if trains(config):
+        _check_model_stays(config)
     if plan.servers:
         kind_of(config).check_block(config)
     return plan
@@ -113,6 +115,22 @@ def check_model(config: BaseExperimentConfig) -> None:
     path = block.path
     if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"{key}.path must be a folder or a hub id: got {path}, which does not exist. Correct it.")
+
+
+def trains(config: BaseExperimentConfig) -> bool:
+    """Return whether a run trains: it does not if it only serves or evaluates."""
+    mode = config.allocation
+    return mode is not None and mode.type_ is not AllocationType.DECOUPLED_EVAL and mode.train_world_size > 0
+
+
+def _check_model_stays(config: BaseExperimentConfig) -> None:
+    """Refuse to start from a model in the run's own folder, which makes place for the run."""
+    key, block = config.trained
+    if Path(block.path).expanduser().absolute().is_relative_to(RunFolder(config).path.absolute()):
+        raise ConfigError(
+            f"{key}.path must lie outside of the folder of the run: got {block.path}, and a new run moves aside what "
+            "is there from an earlier one. Choose another trial_name."
+        )
 
 
 def make_plan(config: BaseExperimentConfig) -> Plan:

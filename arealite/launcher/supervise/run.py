@@ -14,7 +14,7 @@ from arealite.api.run_folder import OF_TRIAL
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, Place, Slot
 from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
+from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s, trains
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor, pause_s
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import empty_folder, file_lock, write_atomically, writing
@@ -94,8 +94,9 @@ def _prepare_folder(run: Run, *, is_restart: bool) -> str:
     """Write what the run needs before anything starts, and return its secret. Raises OSError and ValueError."""
     folder = run.folder
     resumes = run.config.recover.mode in ("auto", "resume") and folder.newest_checkpoint >= 0
-    if not is_restart and not resumes:
-        empty_folder(folder.path, keep=OF_TRIAL)
+    if trains(run.config) and not is_restart and not resumes:
+        with file_lock(folder.trainer_lock, timeout_s=_LOCK_TIMEOUT_S):  # a trainer may have been started by hand
+            empty_folder(folder.path, keep=OF_TRIAL)
     with writing(folder.logs):
         folder.logs.mkdir(parents=True, exist_ok=True)
     argv = [re.sub(r"(_env_vars=).*", r"\1***", word, flags=re.DOTALL) for word in run.argv]

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from plotly.offline import get_plotlyjs
 
+from arealite.api.cli_args import masked
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.trainer.records import summarize
@@ -43,6 +44,8 @@ def _render(run: RunFolder) -> str:
     with reading(run.config, yaml.YAMLError):
         config_text = _read(run.config)
         config = require_object(yaml.safe_load(config_text) or {})
+        if (public := masked(config_text)) != config:
+            config, config_text = public, yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
         bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
         title = _title(run.path, config)
     with reading(run.metrics):
