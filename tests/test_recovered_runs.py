@@ -141,7 +141,7 @@ def test_a_killed_rank_of_two(make_run: Callable[[str, str], Run]) -> None:
     whole.finish(whole.start())
     launcher = cut.start()
     cut.wait_for_row(2, launcher)
-    os.kill(int((cut.folder / ".trainer.lock").read_text()), signal.SIGKILL)
+    os.kill(int((cut.folder / ".trainer.lock").read_text().split()[0]), signal.SIGKILL)
     cut.finish(launcher)
     assert "restart 1 of 3, because trainer-0 failed with exit status 137 (SIGKILL)" in cut.output
     assert_same_run(cut, whole)
