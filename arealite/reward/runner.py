@@ -270,12 +270,14 @@ class WorkerProcess:
 
     def _receive(self, deadline: float) -> Reply:
         """Return the reply to the last call."""
+        is_late = False
         while b"\n" not in self._received:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if is_late:
                 return "timeout", None
+            left_s = deadline - time.monotonic()
+            is_late = left_s <= 0  # what came before the deadline is read also after it
             try:
-                self._socket.settimeout(min(_CHECK_S, left_s))
+                self._socket.settimeout(min(_CHECK_S, max(0.001, left_s)))
                 received = self._socket.recv(_MAX_REPLY_BYTES)
             except TimeoutError:
                 if self.process.poll() is not None:  # what it has started may keep the socket open

@@ -259,6 +259,17 @@ async def test_a_replacement_is_ready_before_it_is_needed(tmp_path: Path, monkey
         assert spare in runner._workers and spare is not spare_of(runner), "it took over"
 
 
+async def test_a_spare_that_waited_longer_than_it_may_take_to_start_is_used(runner_of) -> None:
+    runner = runner_of(dies, num_workers=1)
+    assert await runner(completions="fine") == 1.0
+    spare = spare_of(runner)
+    await asyncio.to_thread(select.select, [spare._socket], [], [], 120.0)
+    spare._ready_by = time.monotonic() - 1.0
+    assert (await failure(runner, completions="die")).kind == "crash"
+    assert await runner(completions="fine") == 1.0
+    assert spare.is_ready
+
+
 async def test_a_spare_that_died_is_not_used(runner_of) -> None:
     runner = runner_of(dies, num_workers=1)
     assert await runner(completions="fine") == 1.0
