@@ -9,12 +9,12 @@ import contextlib
 import io
 import os
 import re
+import select
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -29,21 +29,30 @@ _MAX_PENDING = 1 << 22
 """Characters that wait for a reader of the console."""
 _READER_S = 5.0
 """How long a reader who has stopped reading is waited for at the end."""
-_CHUNK = 100
-"""Lines that are written at once."""
 _MAX_LINE = 1 << 16
 """Characters after which a line ends, also if its process does not end it."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _WORSE = re.compile(r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^Traceback \(most recent|^[\w.]*(Error|Exception)\b")
 
 
+class _Descriptor(io.FileIO):
+    """Waits for room also if O_NONBLOCK is set, which other owners of the pipe or terminal may do at any time."""
+
+    def write(self, data: Any, /) -> int:
+        while (num_written := super().write(data)) is None:
+            room = select.poll()
+            room.register(self, select.POLLOUT)
+            room.poll()
+        return num_written
+
+
 class Console:
     """What the user sees. A thread writes it, because whoever should read it may not (Ctrl-S, a pager, an ssh session
-    that lost its network): lines that find no room meanwhile are dropped and counted, and nobody waits for them."""
+    that lost its network): the oldest lines that find no room are dropped and counted, and nobody waits for them."""
 
     def __init__(self, stream: BinaryIO | None = None) -> None:
         # A file of its own, not sys.stdout, whose lock the interpreter waits for when it ends.
-        self._stream = stream or open(os.dup(sys.stdout.fileno()), "wb")  # noqa: SIM115
+        self._stream = stream or io.BufferedWriter(_Descriptor(os.dup(sys.stdout.fileno()), "wb"))
         self.is_terminal = self._stream.isatty()
         if self.is_terminal:
             self._terminal = rich.console.Console(
@@ -51,25 +60,26 @@ class Console:
             )
         self._bar: Progress | None = None
         self._changed = threading.Condition()
-        self._pending: list[Text] = []
+        self._pending: deque[Text] = deque()
         self._num_pending = 0
         """Characters of `_pending`."""
         self._num_dropped = 0
-        """Lines that came after `_pending`."""
+        """Lines that came before `_pending`."""
         self._progress: tuple[int, int, str] | None = None
         self._is_closed = False
-        self._num_writes = 0
+        self._num_written = 0
+        """Lines."""
         self._writer = threading.Thread(target=self._write, name="arealite-console", daemon=True)
         self._writer.start()
 
     def line(self, text: str, *, prefix: str = "") -> None:
         """Write a line, above the bar."""
         with self._changed:
-            if self._num_dropped or self._num_pending > _MAX_PENDING:
+            self._pending.append(_line(text, prefix))
+            self._num_pending += len(self._pending[-1]) + 1
+            while self._num_pending > _MAX_PENDING:
+                self._num_pending -= len(self._pending.popleft()) + 1
                 self._num_dropped += 1
-            else:
-                self._pending.append(_line(text, prefix))
-                self._num_pending += len(text) + 1
             self._changed.notify()
 
     def show_progress(self, step: int, total_steps: int, phase: str) -> None:
@@ -83,9 +93,9 @@ class Console:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        num_writes = -1
-        while self._writer.is_alive() and num_writes != self._num_writes:
-            num_writes = self._num_writes
+        num_written = -1
+        while self._writer.is_alive() and num_written != self._num_written:
+            num_written = self._num_written
             self._writer.join(_READER_S)
 
     def _write(self) -> None:
@@ -97,12 +107,12 @@ class Console:
                 lines, progress, is_last = self._pending, self._progress, self._is_closed
                 if self._num_dropped:
                     text = f"{self._num_dropped} lines are not shown here, because nobody read them; the logs have them"
-                    lines.append(_line(text, "launcher"))
-                self._pending, self._num_pending, self._num_dropped, self._progress = [], 0, 0, None
+                    lines.appendleft(_line(text, "launcher"))
+                self._pending, self._num_pending, self._num_dropped, self._progress = deque(), 0, 0, None
             try:
-                for start in range(0, len(lines), _CHUNK):
-                    self._show(lines[start : start + _CHUNK])
-                    self._num_writes += 1
+                for line in lines:
+                    self._show(line)
+                    self._num_written += 1
                 if progress is not None and self.is_terminal:
                     self._draw(*progress)
                 if is_last and self._bar is not None:
@@ -110,14 +120,13 @@ class Console:
             except OSError:  # the reader went away, as in `| head`: the run continues, its logs are complete
                 with contextlib.suppress(OSError):
                     self._stream.close()
-                self._stream, self.is_terminal = open(os.devnull, "wb"), False  # noqa: SIM115
+                self._stream, self.is_terminal, self._bar = open(os.devnull, "wb"), False, None  # noqa: SIM115
 
-    def _show(self, lines: Sequence[Text]) -> None:
+    def _show(self, line: Text) -> None:
         if self.is_terminal:
-            for line in lines:
-                self._terminal.print(line, soft_wrap=True)
+            self._terminal.print(line, soft_wrap=True)
         else:
-            self._stream.write("".join(f"{line.plain}\n" for line in lines).encode(errors="replace"))
+            self._stream.write(f"{line.plain}\n".encode(errors="replace"))
             self._stream.flush()
 
     def _draw(self, step: int, total_steps: int, phase: str) -> None:

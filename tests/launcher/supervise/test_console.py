@@ -6,11 +6,13 @@ import io
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
 import termios
 import threading
+import time
 from fcntl import ioctl
 from pathlib import Path
 
@@ -96,8 +98,8 @@ def test_a_line_without_an_end_reaches_the_log_while_it_grows(tmp_path):
     assert log.replace("\n", "") == "0123456789abcdef" * 1_000_000 and len(log) < 16_001_000
 
 
-def test_what_nobody_reads_is_dropped_and_counted(tmp_path):
-    """Nobody waits for the reader; what it missed is counted where it is missing."""
+def test_the_oldest_lines_that_nobody_reads_are_dropped_and_counted(tmp_path):
+    """Nobody waits for the reader; what it missed is counted where it is missing, and the end is there."""
     reader, writer = os.pipe()
     console = Console(os.fdopen(writer, "wb"))
     output = Output("p", tmp_path / "p.log", console, is_foreground=True)
@@ -105,17 +107,67 @@ def test_what_nobody_reads_is_dropped_and_counted(tmp_path):
     for line in lines:
         output.feed(f"{line}\n".encode())
     assert (tmp_path / "p.log").read_text().splitlines() == lines
+    output.close()
+    closing = threading.Thread(target=console.close)
+    closing.start()
     with os.fdopen(reader, encoding="utf-8") as stream:
-        shown = []
-        while not shown or "not shown" not in shown[-1]:
+        shown = [stream.readline().rstrip("\n") for _ in range(20_000)]
+        told = next(line for line in shown if "not shown" in line)
+        before = shown.index(told)
+        while shown[-1] != lines[-1]:
             shown.append(stream.readline().rstrip("\n"))
-        output.feed(b"after it\n")
-        output.close()
-        console.close()
-        assert stream.readline() == "after it\n"
-    assert shown[:-1] == lines[: len(shown) - 1] and len(shown) > 1000
+    closing.join(120)
     dropped = len(lines) - (len(shown) - 1)
-    assert shown[-1] == f"launcher | {dropped} lines are not shown here, because nobody read them; the logs have them"
+    assert told == f"launcher | {dropped} lines are not shown here, because nobody read them; the logs have them"
+    assert shown[:before] == lines[:before] and shown[before + 1 :] == lines[before + dropped :] and dropped > 10_000
+
+
+def test_a_pipe_that_does_not_block_is_waited_for(monkeypatch):
+    """Its end, where the traceback is, must not go to /dev/null."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        console = Console()
+        monkeypatch.undo()
+    lines = [f"{n} {'x' * 90}" for n in range(10_000)]
+    for line in lines:
+        console.line(line)
+    read: list[str] = []
+
+    def read_all() -> None:
+        with os.fdopen(reader, encoding="utf-8") as stream:
+            read.extend(stream.read().splitlines())
+
+    reading = threading.Thread(target=read_all)
+    while not select.select([reader], [], [], 60)[0]:
+        pass
+    reading.start()
+    console.close()
+    console._stream.close()
+    reading.join(120)
+    assert read == lines
+
+
+def test_a_terminal_that_went_away_leaves_no_bar_to_stop(monkeypatch):
+    """Closing a bar on a closed file would be a ValueError in the thread that writes."""
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = pty.openpty()
+    console = Console(os.fdopen(slave, "wb"))
+    console.show_progress(1, 4, "rollout")
+    assert os.read(master, 1)
+    os.close(master)
+    errors: list[object] = []
+    hook, threading.excepthook = threading.excepthook, errors.append
+    try:
+        console.line("nobody sees it")
+        deadline = time.monotonic() + 120
+        while console.is_terminal and time.monotonic() < deadline:
+            time.sleep(0.01)
+        console.close()
+    finally:
+        threading.excepthook = hook
+    assert not errors and not console._writer.is_alive()
 
 
 def on_terminal(command: list[str | Path], **options) -> bytes:
