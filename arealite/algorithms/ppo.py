@@ -25,8 +25,8 @@ def ppo_actor_loss_fn(
 
     loss = -mean(w * min(r A, clip(r, 1 - eps, 1 + eps) A)) with r = pi / pi_prox and w = pi_prox / pi_rollout. With
     pi_prox = pi_rollout this is PPO, arXiv:1707.06347; decoupled: arXiv:2505.24298. Tokens with w above
-    `behav_imp_weight_cap` leave the sum but not the count. `c_clip` (dual clip, arXiv:1912.09729) bounds the loss of a
-    token with a negative advantage at c_clip * |A|.
+    `behav_imp_weight_cap`, or at e^MAX_LOG_RATIO, leave the sum but not the count. `c_clip` (dual clip,
+    arXiv:1912.09729) bounds the loss of a token with a negative advantage at c_clip * |A|.
     """
     loss_mask = loss_mask.bool()
     log_ratio_N = torch.where(loss_mask, logprobs - proximal_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -42,9 +42,9 @@ def ppo_actor_loss_fn(
         loss_N = torch.minimum(loss_N, bound_N)
     log_weight_N = torch.where(loss_mask, proximal_logprobs - rollout_logprobs, 0.0)
     rollout_weight_N = log_weight_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    is_kept_N = loss_mask
+    is_kept_N = loss_mask & (log_weight_N < MAX_LOG_RATIO)  # else one such token would own the step
     if behav_imp_weight_cap is not None:
-        is_kept_N = loss_mask & (rollout_weight_N <= behav_imp_weight_cap)
+        is_kept_N &= rollout_weight_N <= behav_imp_weight_cap
     loss = (torch.where(is_kept_N, loss_N, 0.0) * rollout_weight_N).sum() / loss_mask.sum().clamp(min=1)
     statistics = {
         "ratio": ratio_N.detach(),

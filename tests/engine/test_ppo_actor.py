@@ -274,6 +274,7 @@ def test_metrics_tell_spread_extremes_and_what_was_left_out(make: Make) -> None:
     )
     assert metrics["policy/rollout_importance_dropped_ratio"] == pytest.approx(1 / mask.sum().item())
     assert metrics["policy/ratio_max"] == pytest.approx(math.e, rel=1e-4)
+    assert metrics["policy/rollout_importance_weight_max"] == pytest.approx(1.0, rel=1e-4), "of what was kept"
     assert metrics["policy/clip_ratio_high"] + metrics["policy/clip_ratio_low"] == metrics["policy/clip_ratio"]
     assert metrics["policy/ref_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25, rel=1e-5)
     assert metrics["reward/std"] == pytest.approx(0.5)

@@ -96,7 +96,8 @@ class PPOActor:
         columns["loss_mask"] = _trained_tokens(batch)
         columns["proximal_logprobs"], columns["rollout_logprobs"] = proximal_BT, rollout_BT
         means = MeanMetrics()
-        largest: list[torch.Tensor] = []
+        largest_ratios: list[torch.Tensor] = []
+        largest_weights: list[torch.Tensor] = []
 
         def loss_fn(logits_NV: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
             logprobs_N, entropy_N = packed_logprobs_entropy(
@@ -114,8 +115,9 @@ class PPOActor:
             )
             statistics["entropy"] = entropy_N
             mask_N = micro_batch["loss_mask"]
-            largest.append(torch.where(mask_N, statistics["ratio"], 0.0).max())
+            largest_ratios.append(torch.where(mask_N, statistics["ratio"], 0.0).max())
             kept_N = mask_N & ~statistics["rollout_importance_dropped_ratio"]
+            largest_weights.append(torch.where(kept_N, statistics["rollout_importance_weight"], 0.0).max())
             for name, value in statistics.items():
                 means.add(kept_N if name == "rollout_importance_weight" else mask_N, **{f"policy/{name}": value})
             return loss
@@ -127,6 +129,9 @@ class PPOActor:
             for index in range(num_minibatches)
         ]
         self.engine.step_lr_scheduler()
+        ratio_max, weight_max = self._largest(
+            [max(map(float, values), default=0.0) for values in (largest_ratios, largest_weights)]
+        )
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
             **means.reduce(self.engine.parallelism_group),
@@ -134,7 +139,8 @@ class PPOActor:
             "optim/lr": steps[0]["lr"],
             "optim/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
             **self._batch_metrics(batch, columns["loss_mask"]),
-            "policy/ratio_max": self._largest([max(map(float, largest), default=0.0)])[0],
+            "policy/ratio_max": ratio_max,
+            "policy/rollout_importance_weight_max": weight_max,
         }
 
     def _old_logprobs(self, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
