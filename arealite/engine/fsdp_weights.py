@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
 from arealite.engine.optimizer import optimizer_state
@@ -163,7 +165,16 @@ def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: str) -> int:
     """Read the state that `save_optimizer` wrote (collective); return the number of steps of the schedule."""
+    folder = os.path.join(path, OPTIMIZER_FOLDER)
     state: dict[str, Any] = {"optimizer": optimizer_state(model, optimizer), "num_steps": 0}
-    state_dict_loader.load(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    num_saved = sum(key.startswith("optimizer.param_groups.") and key.endswith(".lr") for key in saved)
+    if num_saved != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{folder} must hold an optimizer of {len(optimizer.param_groups)} parameter groups (norms and biases do "
+            f"not decay): got {num_saved}, as older versions wrote. Load the weights alone (with_optim=False), or use the "
+            "version that saved it."
+        )
+    state_dict_loader.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return int(state["num_steps"])

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens, packed_logprobs
 from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
+from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S, FSDPEngine
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
@@ -192,6 +193,17 @@ def test_save_and_load_are_exact_and_readable_by_transformers(make: Make, tmp_pa
     fresh.load(SaveLoadMeta(str(tmp_path), with_optim=True))
     for resumed in (engine, fresh):
         assert [resumed.train_batch(batch, sft_loss_fn, count_loss_tokens)["loss"] for _ in range(2)] == after
+
+
+def test_an_optimizer_of_one_parameter_group_is_refused_in_words(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    groups = engine.optimizer
+    engine.optimizer = torch.optim.AdamW(engine.model.parameters())
+    engine.save(SaveLoadMeta(str(tmp_path), with_optim=True))
+    engine.optimizer = groups
+    with pytest.raises(CheckpointError, match=r"must hold an optimizer of 2 parameter groups .*: got 1, .*with_optim"):
+        engine.load(SaveLoadMeta(str(tmp_path), with_optim=True))
+    engine.load(SaveLoadMeta(str(tmp_path)))
 
 
 def test_buffers_outside_of_checkpoints_are_right(make: Make, model_path: str) -> None:
