@@ -133,9 +133,9 @@ class Health:
                 return
 
     async def _answers(self, address: str, endpoint: str, timeout_s: float) -> bool | None:
-        """Ask a server once; None if this process has no file left to ask."""
+        """Ask a server once, any status of success counts; None if this process has no file left to ask."""
         try:
-            await ServerConnection(self.session, address, deadline_in(timeout_s)).request("GET", endpoint)
+            await ServerConnection(self.session, address, deadline_in(timeout_s)).fetch("GET", endpoint)
         except StatusError as error:
             # There need not be a page at /; a status above is of a proxy without its server.
             return endpoint == "/" and error.status < 500

@@ -63,6 +63,28 @@ class ServerConnection:
 
     async def request(self, method: Literal["GET", "POST"], endpoint: str, payload: Json | None = None) -> Json:
         """Return the reply, `{}` if it is no JSON; without a payload POST sends an empty object."""
+        content_type, answer = await self.fetch(method, endpoint, payload)
+        if not answer or content_type != "application/json":
+            return {}
+        try:
+            parsed = orjson.loads(answer)
+        except orjson.JSONDecodeError as error:
+            text = answer.decode(errors="replace")
+            around = text[max(0, error.pos - _SHOWN_CHARS // 2) : error.pos + _SHOWN_CHARS // 2]
+            raise ServerError(
+                f"{method} http://{self.address}{endpoint} must answer with JSON: got status 200 and {len(answer)} "
+                f"bytes, {error}: ...{around}..."
+            ) from error
+        if not isinstance(parsed, dict):
+            raise bad_reply(self.address, endpoint, "be a JSON object", answer.decode(errors="replace"))
+        if parsed.get("success") is False:
+            raise bad_reply(self.address, endpoint, "report success", parsed)
+        return parsed
+
+    async def fetch(
+        self, method: Literal["GET", "POST"], endpoint: str, payload: Json | None = None
+    ) -> tuple[str, bytes]:
+        """Return content type and body of a reply with a status of success, whatever it holds."""
         where = f"{method} http://{self.address}{endpoint}"
         timeout_s = max(0.0, round(self.deadline - asyncio.get_running_loop().time(), 3))
         # With the standard library's json a long reply would hold the event loop for 10 ms.
@@ -94,21 +116,7 @@ class ServerConnection:
         if not 200 <= reply.status < 300:
             text = answer.decode(errors="replace")[:_SHOWN_CHARS]
             raise StatusError(f"{where} must succeed: got status {reply.status}: {text}", reply.status)
-        if not answer or reply.content_type != "application/json":
-            return {}
-        try:
-            parsed = orjson.loads(answer)
-        except orjson.JSONDecodeError as error:
-            text = answer.decode(errors="replace")
-            around = text[max(0, error.pos - _SHOWN_CHARS // 2) : error.pos + _SHOWN_CHARS // 2]
-            raise ServerError(
-                f"{where} must answer with JSON: got status 200 and {len(answer)} bytes, {error}: ...{around}..."
-            ) from error
-        if not isinstance(parsed, dict):
-            raise bad_reply(self.address, endpoint, "be a JSON object", answer.decode(errors="replace"))
-        if parsed.get("success") is False:
-            raise bad_reply(self.address, endpoint, "report success", parsed)
-        return parsed
+        return reply.content_type, answer
 
 
 def deadline_in(seconds: float) -> float:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from testing_raw import REPLIES
+from testing_raw import REPLIES, json_reply
 from testing_server import ScriptedServer, serve
 
 from arealite.api.errors import ServerError, UnreachableError
@@ -127,6 +127,14 @@ async def test_a_server_that_spoke_no_http_is_readmitted(kind: str, caplog: pyte
                     await asyncio.sleep(0.02)
     gc.collect()  # asyncio reports a task that failed when nothing refers to it any more
     assert SECRET not in caplog.text and "failed" not in caplog.text and "exception" not in caplog.text
+
+
+@pytest.mark.parametrize("body", [b'"ok"', b"true", b"[]", b"{", b'{"success": false}', b""])
+async def test_any_status_of_success_is_health(body: bytes) -> None:
+    """Gateways answer what they like."""
+    with serve(ScriptedServer(raw={"/health": json_reply(body)})) as one:
+        async with watching(one.address) as (health, (server,), _):
+            assert await health.dead_among([server]) == []
 
 
 async def test_without_a_file_to_ask_no_server_is_judged() -> None:
