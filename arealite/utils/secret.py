@@ -36,7 +36,9 @@ def ensure_secret(run_folder: Path) -> str:
 
 def _read(path: Path) -> str:
     """Return the secret in a file that is ours alone."""
-    advice = "Remove it, for a new one."
+    advice = (
+        f"Remove it, for a new one, or set {SECRET_VARIABLE} if its file system keeps no owner or mode (SMB, FUSE)."
+    )
     file = path.stat()
     if file.st_uid != os.geteuid():
         raise ValueError(f"{path} must be yours: got one of user {file.st_uid}. {advice}")

@@ -58,7 +58,9 @@ def test_a_secret_that_others_may_know_is_refused(
     path.write_text(f"{text}\n")
     path.chmod(mode)
     monkeypatch.setattr(os, "geteuid", lambda: owner)
-    with pytest.raises(ValueError, match=f"{path} must be {rule}. Remove it, for a new one"):
+    with pytest.raises(
+        ValueError, match=f"{path} must be {rule}. Remove it, for a new one, or set {SECRET_VARIABLE} if"
+    ):
         ensure_secret(tmp_path)
     monkeypatch.setenv(SECRET_VARIABLE, "another secret that is mine")
     assert ensure_secret(tmp_path) == "another secret that is mine" == path.read_text().strip()
