@@ -6,6 +6,7 @@ from a saved cursor yields exactly what the original would have, and the cursor 
 
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from tensordict import TensorDict
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.utils.data_order import length_of_epoch, order_of_epoch
+
+logger = logging.getLogger("arealite.dataset")
 
 
 class PromptLoader:
@@ -72,16 +75,24 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: prompts before it were yielded."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity}
+        checksum = {"dataset_checksum": self._checksum}
+        return {"epoch": self._epoch, "position": self._position, **self._identity, **checksum}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Move to a saved cursor; everything that decides the order must be as it was saved."""
+        """Move to a saved cursor; everything that decides the order must be as it was saved, and the rows should be."""
         for key, ours in self._identity.items():
             if state[key] != ours:
                 raise ConfigError(
                     f"{key} must be {state[key]}, as when the cursor was saved: got {ours}. "
                     "Resume with the configuration and the data of the original run."
                 )
+        if (saved := state.get("dataset_checksum", self._checksum)) != self._checksum:
+            logger.warning(
+                "dataset_checksum should be %d, as when the cursor was saved: got %d, so rows have changed. "
+                "Resume with the data of the original run, unless only what no prompt depends on has changed.",
+                saved,
+                self._checksum,
+            )
         self._move_to(state["epoch"], state["position"])
 
     @property
@@ -89,7 +100,6 @@ class PromptLoader:
         return {
             "seed": self.seed,
             "dataset_size": len(self.dataset),
-            "dataset_checksum": self._checksum,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
@@ -97,10 +107,16 @@ class PromptLoader:
 
     @functools.cached_property
     def _checksum(self) -> int:
-        """Of all rows; what is no plain data counts by its type."""
+        """Of all rows as they are stored; what is no plain data counts by its type."""
         digest, options = hashlib.blake2b(digest_size=6), orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-        for row in self.dataset:
-            digest.update(orjson.dumps(row, lambda value: type(value).__name__, options))
+        with_format = getattr(self.dataset, "with_format", None)
+        stored: Any = self.dataset if with_format is None else with_format("arrow")  # decodes and transforms nothing
+        for index in range(len(self.dataset)):
+            row = stored[index] if with_format is None else stored[index].to_pylist()[0]
+            try:
+                digest.update(orjson.dumps(row, _type_name, options))
+            except TypeError:  # JSON has no such numbers, text or keys
+                digest.update(orjson.dumps(_as_text(row)))
         return int.from_bytes(digest.digest())
 
     @property
@@ -113,6 +129,21 @@ class PromptLoader:
 
     def _order_of(self, epoch: int) -> list[int]:
         return order_of_epoch(len(self.dataset), epoch=epoch, seed=self.seed, shuffle=self.shuffle)
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__
+
+
+def _as_text(value: object) -> Any:
+    """Rewrite plain data as lists of ASCII text."""
+    if isinstance(value, Mapping):
+        return [[_as_text(key), _as_text(one)] for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_as_text(one) for one in value]
+    if isinstance(value, int):
+        return f"{value:x}"  # unlike decimals of any length
+    return ascii(value) if isinstance(value, str | float | None) else _type_name(value)
 
 
 def sft_batches(

@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -106,14 +107,58 @@ def test_what_can_not_be_is_refused() -> None:
             PromptLoader(dataset(3), **{"batch_size": 1, "seed": 1, **change}).load_state_dict(state)
 
 
-def test_a_cursor_is_of_these_very_rows() -> None:
+def warnings_on_resume(state: dict[str, int], rows: Any, caplog: pytest.LogCaptureFixture) -> int:
+    caplog.clear()
+    loader = PromptLoader(rows, 1)
+    loader.load_state_dict(state)
+    assert loader.state_dict()["position"] == state["position"]
+    return sum("dataset_checksum should be" in text for text in caplog.messages)
+
+
+def test_resuming_with_other_rows_warns(caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"question": f"{index}?", "tokens": [index], "image": object()} for index in range(3)]
-    state = PromptLoader(rows, 1).state_dict()
-    PromptLoader([{**row, "image": object()} for row in rows], 1).load_state_dict(state)
-    edited = [*rows[:2], {**rows[2], "question": "5?"}]
-    for others in (edited, rows[::-1]):
-        with pytest.raises(ValueError, match=r"dataset_checksum must be .*, as when the cursor was saved: got"):
-            PromptLoader(others, 1).load_state_dict(state)
+    loader = PromptLoader(rows, 1)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert warnings_on_resume(state, [{**row, "image": object()} for row in rows], caplog) == 0
+    for others in ([*rows[:2], {**rows[2], "question": "5?"}], rows[::-1]):
+        assert warnings_on_resume(state, others, caplog) == 1
+    del state["dataset_checksum"]  # of a release that had none
+    assert warnings_on_resume(state, rows[::-1], caplog) == 0
+
+
+@pytest.mark.parametrize("plain", [2**70, "\ud800", {(1, "\udfff"): [2**64]}, [None, 2.5, b"bytes"]])
+def test_any_row_has_a_checksum(plain: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def rows(value: Any) -> list[dict[str, Any]]:
+        return [{"value": value, "other": object(), "by_tuple": {(1, 2): 2**80}}]
+
+    state = PromptLoader(rows(plain), 1).state_dict()
+    assert warnings_on_resume(state, rows(plain), caplog) == 0
+    assert warnings_on_resume(state, rows([plain]), caplog) == 1
+
+
+def test_a_dataset_needs_only_a_length_and_rows_by_index() -> None:
+    class Endless:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            assert index < 3, "it would never end"
+            return {"value": index}
+
+    cursor = PromptLoader(Endless(), 1).state_dict()  # type: ignore[arg-type]
+    assert cursor == PromptLoader([{"value": index} for index in range(3)], 1).state_dict()
+
+
+def test_a_checksum_reads_what_is_stored_not_what_a_transform_returns() -> None:
+    datasets = pytest.importorskip("datasets")
+    stored = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": [1, 2]})
+
+    def transform(rows: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("an image would be decoded here")
+
+    first, again = (PromptLoader(stored.with_transform(transform), 1).state_dict() for _ in range(2))
+    assert first == again == PromptLoader(stored, 1).state_dict()
 
 
 def test_a_last_batch_of_fewer_rows_than_ranks_leaves_some_without() -> None:
