@@ -66,7 +66,7 @@ class LedgerFile:
     """Appends events to a file that others may read meanwhile."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = path = os.path.abspath(path)
         self._database = _open_for_writing(path)
         self._opened = os.stat(path)
         found = self._database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
@@ -232,9 +232,13 @@ def _explained(path: str, error: Exception) -> LedgerError:
 
 def _locking(path: str) -> str:
     """Name the processes of this node that hold a write lock on a database."""
-    inodes = {os.stat(file).st_ino for file in (path, f"{path}-wal", f"{path}-shm") if os.path.exists(file)}
-    locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines() if "->" not in line]
-    pids = {int(pid) for *_, kind, pid, file, _, _ in locks if kind == "WRITE" and int(file.split(":")[2]) in inodes}
+    pids = set()
+    with contextlib.suppress(OSError, ValueError):  # not every node tells
+        inodes = {os.stat(file).st_ino for file in (path, f"{path}-wal", f"{path}-shm") if os.path.exists(file)}
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+        for *_, kind, pid, file, _, _ in [line.split() for line in lines if "->" not in line]:
+            if kind == "WRITE" and int(file.rpartition(":")[2]) in inodes:
+                pids.add(int(pid))
     return " and ".join(f"process {pid}" for pid in pids - {os.getpid()}) or "a process, maybe on another node"
 
 

@@ -477,6 +477,28 @@ def test_who_locks_the_ledger_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         ledger.close()
 
 
+@pytest.mark.parametrize(
+    "locks", [None, "1: POSIX  ADVISORY  WRITE 4194304 <none>:0 0 EOF\n", "1: POSIX WRITE a b c d\n"]
+)
+def test_locks_that_can_not_be_read_hide_no_error(tmp_path: Path, monkeypatch, locks: str | None) -> None:
+    def read_text(path: Path, **options: str) -> str:
+        if locks is None:
+            raise FileNotFoundError(path)
+        return locks
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert ledger_file._locking(str(tmp_path / "ledger.sqlite")) == "a process, maybe on another node"
+
+
+def test_a_ledger_stays_where_it_is_when_the_script_changes_its_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger("ledger.sqlite", new_account())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    ledger.flush()
+    ledger.close()
+
+
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_ledger_that_is_taken_away_is_noticed_at_the_next_flush(tmp_path: Path, is_replaced: bool) -> None:
     path = tmp_path / "ledger.sqlite"
