@@ -2,8 +2,8 @@ r"""GSM8K: 1.0 when the final answer is the right number, else 0.0.
 
 The final answer is the first line after the last `####`, else the content of the last `\boxed{}`; of it, the value
 after the last `=` counts, else the first number. An unfinished expression (`6*3`, `10^2`), a malformed number
-(`1.2.3`), a time (`12:30`), several numbers (`18 or 19`) and a comparison (`not 18`, `< 18`, `Step 2`) are no answers.
-Numbers are compared exactly, as fractions; any text is accepted, in linear time.
+(`1.2.3`), a time (`12:30`), several numbers (`18 or 19`) and a comparison right before it (`not 18`, `< 18`,
+`Step 2`) are no answers. Numbers are compared exactly, as fractions; any text is accepted, in linear time.
 """
 
 import re
@@ -24,10 +24,16 @@ _VALUE = re.compile(
     rf"(?:\s*/\s*(?P<divisor>{_DECIMAL})|[eE](?P<exponent>[-+]?\d+))?)"
     r"(?P<percent>\s*(?:%|percent\b))?"
 )
-_UNFINISHED = re.compile(r"[.,:]?\d|[²³]|\s*[-+*/^×÷·xX]+\s*[(.]?\d|(?:\s*[,;])?\s*(?:\b(?:or|and|to)\b)?\s*\d")
-_COMPARISON = re.compile(
-    r"<|(?<![-=])>|[≤≥≠]|\\(?:[lg](?:eq?|t)|neq?)\b|\b(?:not|than|between|least|most|step)\b", re.IGNORECASE
+_UNFINISHED = re.compile(
+    r"[.,:]?\d|[²³]|\s*[-+*/^×÷·xX]+\s*[(.]?\d"
+    r"|(?:\s*[,;])?\s*(?:\b(?:or|and|to)\b)?\s*\d[\d.]*(?![\d.]|-[A-Za-z])"
 )
+_COMPARISON = re.compile(
+    r"(?:<|!=|(?<![-=])>|[≤≥≠]|\\(?:[lg](?:eq?|t)|neq?)\b)\W*$"
+    r"|\b(?:not|than|between|at\s+(?:least|most)|step)\W+(?:\w+\W+){0,2}$",
+    re.IGNORECASE,
+)
+_COMPARED = 60  # characters before a number in which a comparison with it may stand
 _CURRENCY = "[$€£¥₹₩]"
 _CLEANING = [
     (re.compile("[−–﹣－]"), "-"),
@@ -88,7 +94,8 @@ def parse_value(text: str) -> Value | None:
     match, first_digit = _VALUE.search(text), _DIGIT.search(text)
     if match is None or first_digit is None or match.start() > first_digit.start():
         return None
-    if _UNFINISHED.match(text, match.end()) or _COMPARISON.search(f"{left}{equals}{text[: match.start()]}"):
+    before = f"{left[-1:]}{equals}{text[: match.start()]}"[-_COMPARED:]
+    if _UNFINISHED.match(text, match.end()) or _COMPARISON.search(before):
         return None
     number = _number_of(match)
     return None if number is None else Value(number, match["percent"] is not None)

@@ -96,6 +96,10 @@ RIGHT = [
     ("\\boxed{3}\n#### 18", "18"),
     ("#### 0.1", "1/10"),
     ("#### 007", "7"),
+    ("#### Step 5: x = 18", "18"),
+    ("#### Therefore x > 3 so x = 5", "5"),
+    ("#### The most he can earn is 18", "18"),
+    ("#### 18 2-litre bottles", "18"),
 ]
 
 WRONG = [
@@ -130,6 +134,10 @@ WRONG = [
     ("#### \\neq 18", "18"),
     ("#### at least 18", "18"),
     ("#### less than 18", "18"),
+    ("#### no more than about 18", "18"),
+    ("#### x != 18", "18"),
+    ("#### 18 2", "18"),
+    ("#### 18 2.5", "18"),
     ("#### Step 2", "2"),
     ("#### 180", "18"),
     ("#### 118", "18"),
@@ -208,7 +216,28 @@ def test_fractions_are_exact(number) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["9", "1,", "1 ", "1 1", "{", "\\boxed{", "\\frac{", "*a", "**", "x", " ", "$", "1/", "-", "####", "½", "=1", "e9"],
+    [
+        "<",
+        "not ",
+        "9",
+        "1,",
+        "1 ",
+        "1 1",
+        "{",
+        "\\boxed{",
+        "\\frac{",
+        "*a",
+        "**",
+        "x",
+        " ",
+        "$",
+        "1/",
+        "-",
+        "####",
+        "½",
+        "=1",
+        "e9",
+    ],
 )
 def test_long_texts_take_linear_time(piece: str) -> None:
     began = time.process_time()
