@@ -60,18 +60,14 @@ def row_lengths(batch: TensorDict) -> list[int]:
 
 
 def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
-    """Pack the given rows of a padded batch; a key is `[B]`, one entry per row, or `[B, S, ...]`."""
+    """Pack the given rows of a padded batch; a key that is not `[B, S, ...]` keeps one entry per row."""
     indices = torch.tensor(list(row_indices), dtype=torch.long)
     mask_BS = batch["attention_mask"][indices].bool()
     lengths_B = mask_BS.sum(dim=1)
     packed = {}
     for key, tensor in batch.exclude("attention_mask").items():
-        if tensor.ndim > 1 and tensor.shape[1] != mask_BS.shape[1]:
-            raise ValueError(
-                f"{key!r} must be [B] or begin with {list(batch['attention_mask'].shape)}: got {list(tensor.shape)}. "
-                "Leave it out of what the engine gets, or give it one entry per token."
-            )
-        packed[key] = tensor[indices][mask_BS] if tensor.ndim > 1 else tensor[indices]
+        is_per_token = tensor.ndim > 1 and tensor.shape[1] == mask_BS.shape[1]
+        packed[key] = tensor[indices][mask_BS] if is_per_token else tensor[indices]
     packed["cu_seqlens"] = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     packed["position_ids"] = (mask_BS.cumsum(dim=1) - 1)[mask_BS]
     packed["segment_ids"] = torch.repeat_interleave(torch.arange(len(indices), device=mask_BS.device), lengths_B)

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,11 +79,10 @@ def test_without_a_limit_the_number_is_the_minimum_and_at_most_the_rows() -> Non
     assert count_micro_batches([], 4) == 0
 
 
-def test_a_key_of_several_dimensions_is_per_token() -> None:
-    """Whether a matrix per row were packed would depend on the longest row."""
+def test_a_key_as_wide_as_the_rows_is_per_token_and_others_are_per_row() -> None:
     batch = padded([2, 3])
     batch["advantages"] = torch.zeros(2, 3)
-    assert pack_rows(batch, [0, 1]).packed["advantages"].shape == (5,)
-    batch["choices"] = torch.zeros(2, 4)
-    with pytest.raises(ValueError, match=r"'choices' must be \[B\] or begin with \[2, 3\]: got \[2, 4\]"):
-        pack_rows(batch, [0, 1])
+    batch["pixel_values"] = torch.arange(96).reshape(2, 6, 8)
+    packed = pack_rows(batch, [1, 0]).packed
+    assert packed["advantages"].shape == (5,)
+    assert torch.equal(packed["pixel_values"], batch["pixel_values"].flip(0))
