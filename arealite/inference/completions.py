@@ -148,6 +148,7 @@ class Completions:
             failed.clear()
             if episode is not None:
                 episode.servers.add(server.address)
+                episode.newest_version = max(episode.newest_version, *segment_versions, -1)
             tokens += segment.tokens
             logprobs += segment.logprobs
             versions += segment_versions

@@ -42,6 +42,7 @@ class Episode:
     seed: int  # seed of the run
     num_samples: int = 0  # completions requested so far
     servers: set[str] = field(default_factory=set)  # addresses that sampled a token of it
+    newest_version: int = -1  # of the tokens that they sampled
     samples: list[SampleRecord] = field(default_factory=list)  # completions that ended, in that order
     trajectory: TensorDict = field(init=False, repr=False)  # there once the attempt was accepted
     deadline: asyncio.Timeout | None = None  # deadline of the attempt, while it runs
@@ -121,13 +122,16 @@ class EpisodeRunner:
     def _judged(self, episode: Episode, returned: object) -> TensorDict | str:
         """Return a trajectory that keeps the contract, or why it was rejected."""
         prompt = episode.prompt
-        # Servers have the weights of an update before the engine counts it; an engine for evaluations need not know.
-        newest_version = math.inf if self.is_evaluation else self.engine.get_version() + 1
+        # Servers have the weights of an update before the engine counts it, and may be left by a run that made more of
+        # them; an engine for evaluations need not know.
+        newest_version = max(self.engine.get_version() + 1, episode.newest_version)
         try:
-            trajectory = check_trajectory(returned, episode.head_version, newest_version)
+            trajectory = check_trajectory(
+                returned, episode.head_version, math.inf if self.is_evaluation else newest_version
+            )
             if prompt.should_accept is not None and not prompt.should_accept(trajectory):
                 return BY_FILTER
-            self.columns.check(trajectory)
+            self.columns.check(trajectory, prompt.workflow)
         except TrajectoryError as error:
             error.add_note(f"It was returned for prompt {prompt.prompt_id} by {type(prompt.workflow).__name__}.")
             raise

@@ -8,6 +8,7 @@ A batch and its split depend on the trajectories, not on timing.
 # B rows (samples), S padded tokens
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,18 +28,21 @@ _COPY_VERSIONS = "Copy ModelResponse.output_versions."
 
 
 class Columns:
-    """Keys that all trajectories of a run have, and their dimensions: those of the first one."""
+    """Keys that all trajectories of a workflow have, and their dimensions: those of its first one."""
 
     def __init__(self) -> None:
-        self._first: dict[str, tuple[int, ...]] = {}
+        self._first: dict[int, dict[str, tuple[int, ...]]] = {}  # by the id of a workflow that lives
 
-    def check(self, trajectory: TensorDict) -> None:
+    def check(self, trajectory: TensorDict, workflow: object) -> None:
         columns = {key: (value.dim(), *value.shape[2:]) for key, value in trajectory.items()}
-        self._first = self._first or columns
-        keys = sorted(columns.keys() | self._first.keys())
-        if other := [key for key in keys if columns.get(key) != self._first.get(key)]:
+        if id(workflow) not in self._first:
+            self._first[id(workflow)] = columns
+            weakref.finalize(workflow, self._first.pop, id(workflow))
+        first = self._first[id(workflow)]
+        keys = sorted(columns.keys() | first.keys())
+        if other := [key for key in keys if columns.get(key) != first.get(key)]:
             raise TrajectoryError(
-                "a trajectory must have the keys and dimensions of the first one of the run: got other "
+                "a trajectory must have the keys and dimensions of the first one of its workflow: got other "
                 f"{', '.join(other)}. Return the same keys for every prompt."
             )
 
@@ -108,7 +112,7 @@ def _check_versions(trajectory: TensorDict, head_version: int, newest_version: f
     versions = np.where(is_sampled, _array(trajectory, "versions"), head_version)
     oldest, newest = versions.min(), versions.max()
     if newest > newest_version:
-        raise _broken("versions", f"be at most {newest_version}, the next one", newest, _COPY_VERSIONS)
+        raise _broken("versions", f"be at most {newest_version}, the newest that servers have", newest, _COPY_VERSIONS)
     if oldest < head_version:
         rule = f"be at least {head_version} on sampled tokens, the version that the episode began with"
         advice = "Update every server before calling set_version on the inference engine."

@@ -642,6 +642,26 @@ def test_an_episode_may_end_between_an_update_and_its_version(start: Callable[..
     assert start(consumer_batch_size=2).executor.prepare_batch([rows(2)], Ahead())["versions"].max() == 1
 
 
+def test_servers_may_be_ahead_of_the_run(start: Callable[..., IdleEngine]) -> None:
+    """An earlier run may have left them at any version."""
+
+    class Left(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
+            episode = current_episode.get()
+            assert episode is not None
+            episode.newest_version = 37  # as the client notes it
+            return waiting_trajectory(data["prompt_id"].index, 37)
+
+    assert start(consumer_batch_size=2).executor.prepare_batch([rows(2)], Left())["versions"].max() == 37
+
+
+def test_workflows_of_one_run_may_have_other_keys(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1)
+    for name in ("first", "second"):
+        workflow = WaitingWorkflow(lambda _, row, name=name: changed(**{name: torch.ones(1)})(waiting_trajectory(0, 0)))
+        assert name in engine.executor.run_all(rows(1), workflow)
+
+
 def test_evaluations_may_have_keys_of_their_own(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=1)
     engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
