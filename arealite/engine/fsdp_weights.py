@@ -172,8 +172,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, pat
     if num_saved != len(optimizer.param_groups):
         raise CheckpointError(
             f"{folder} must hold an optimizer of {len(optimizer.param_groups)} parameter groups (norms and biases do "
-            f"not decay): got {num_saved}, as older versions wrote. Load the weights alone (with_optim=False), or use the "
-            "version that saved it."
+            f"not decay): got {num_saved}, as older versions wrote. Load the weights alone (with_optim=False), or use "
+            "the version that saved it."
         )
     state_dict_loader.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
