@@ -4,7 +4,6 @@ from arealite.api.config.data import DatasetConfig as DatasetConfig
 from arealite.api.config.data import EvaluatorConfig as EvaluatorConfig
 from arealite.api.config.data import RecoverConfig as RecoverConfig
 from arealite.api.config.data import SaverConfig as SaverConfig
-from arealite.api.config.data import SplitConfig as SplitConfig
 from arealite.api.config.data import StatsLoggerConfig as StatsLoggerConfig
 from arealite.api.config.data import TensorBoardConfig as TensorBoardConfig
 from arealite.api.config.experiment import BaseExperimentConfig as BaseExperimentConfig

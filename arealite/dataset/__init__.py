@@ -7,7 +7,7 @@ whole run. Demonstrations are sharded: every rank gets equally many rows and no 
 import logging
 from typing import Any, Literal
 
-from arealite.api.cli_args import SplitConfig
+from arealite.api.cli_args import DatasetConfig
 from arealite.dataset.sources import read_rows
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def get_custom_dataset(
     return demonstrations[rank : share * world_size : world_size]
 
 
-def load_split(config: SplitConfig, split: str, *, tokenizer: Any, seed: int) -> list[dict[str, Any]]:
+def load_split(config: DatasetConfig, split: str, *, tokenizer: Any, seed: int) -> list[dict[str, Any]]:
     """Load the split that a config block describes, whole."""
     return get_custom_dataset(
         config.path,

@@ -11,7 +11,6 @@ from arealite.api.config.data import (
     DatasetConfig,
     EvaluatorConfig,
     RecoverConfig,
-    SplitConfig,
     StatsLoggerConfig,
 )
 from arealite.api.config.launcher import ClusterSpecConfig
@@ -39,7 +38,7 @@ def check_loggers(loggers: StatsLoggerConfig) -> None:
 
 
 def check_schedule(
-    recover: RecoverConfig, evaluator: EvaluatorConfig, train: DatasetConfig, valid: SplitConfig | None
+    recover: RecoverConfig, evaluator: EvaluatorConfig, train: DatasetConfig, valid: DatasetConfig | None
 ) -> None:
     """Checkpoints need a trigger, and evaluations data."""
     require(

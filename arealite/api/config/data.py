@@ -8,7 +8,7 @@ from arealite.api.config.types import Bool, ConfigBase, FolderBlock, NonNegative
 
 
 @dataclass
-class SplitConfig(ConfigBase):
+class DatasetConfig(ConfigBase):
     """Prompts or demonstrations."""
 
     path: str = MISSING
@@ -19,12 +19,6 @@ class SplitConfig(ConfigBase):
     """Rows with more tokens are left out; None keeps all."""
     max_rows: PositiveInt | None = None
     """Use only this many rows from the start; None is all."""
-
-
-@dataclass
-class DatasetConfig(SplitConfig):
-    """What is trained on, in batches."""
-
     batch_size: PositiveInt = 1
     """Rows per step over all ranks."""
     shuffle: Bool = True

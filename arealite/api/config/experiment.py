@@ -10,7 +10,6 @@ from arealite.api.config.data import (
     EvaluatorConfig,
     RecoverConfig,
     SaverConfig,
-    SplitConfig,
     StatsLoggerConfig,
 )
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
@@ -65,8 +64,9 @@ class BaseExperimentConfig(ConfigBase):
     """Hugging Face folder or hub id; filled in from the model's path."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """Training data."""
-    valid_dataset: SplitConfig | None = None
-    """Held-out data; None is no evaluation. Path, type and length follow `train_dataset` unless given."""
+    valid_dataset: DatasetConfig | None = None
+    """Held-out data; None is no evaluation. Path, type and length follow `train_dataset` unless given.
+    We take every row once, in order; its `batch_size`, `shuffle` and `drop_last` are for your own loops."""
     rollout: InferenceEngineConfig | None = None
     """Episodes and servers; None is an experiment without servers."""
     saver: SaverConfig = field(default_factory=SaverConfig)

@@ -67,10 +67,6 @@ DEPRECATED = {
     "*gconfig.frequency_penalty": DeprecatedKey("the trainer could not reproduce such logprobs", (0, None)),
     "*_dataset.pin_memory": DeprecatedKey("engines move batches to their device themselves"),
     "*_dataset.num_workers": DeprecatedKey("data sets are read whole into memory"),
-    **dict.fromkeys(
-        ("valid_dataset.batch_size", "valid_dataset.shuffle", "valid_dataset.drop_last"),
-        DeprecatedKey("an evaluation takes every row once, in order"),
-    ),
     "*_dataset.reward_fn": DeprecatedKey("the script passes the reward function to the workflow"),
     "stats_logger.swanlab.api_key": DeprecatedKey(
         "secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)
