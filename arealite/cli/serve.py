@@ -19,10 +19,10 @@ from arealite.inference.backends import kind_of
 from arealite.launcher.plan.jobs import server_job, visible_gpus
 from arealite.launcher.plan.plan import Placement, check_model
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
-from arealite.utils.files import FileError, reading
+from arealite.utils.files import reading
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
 from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, address_in
-from arealite.utils.secret import is_loopback, secret_of_environment
+from arealite.utils.secret import check_length, is_loopback, secret_of_environment
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -94,8 +94,10 @@ def _kept_secret(config: BaseExperimentConfig) -> str:
     file = RunFolder(config).secret
     try:
         with reading(file):
-            return file.read_text(encoding="ascii").strip()
-    except FileError as error:
+            secret = file.read_text(encoding="utf-8").strip()
+        check_length(file, secret, "It is not what the run wrote.")
+        return secret
+    except ValueError as error:
         raise ConfigError(
             f"the secret of the run must be known: got nothing in {SECRET_VARIABLE}, and {file} can't be read: "
             f"{error.__cause__ or error}. Join as the user who runs it, or set {SECRET_VARIABLE} to its content."

@@ -15,7 +15,7 @@ from arealite.utils.files import reading, write_atomically
 
 SECRET_FILE = ".secret"
 _SCHEME = "Bearer "
-_MIN_LENGTH = 16
+_MIN_LENGTH, _MAX_LENGTH = 16, 1024
 
 
 def ensure_secret(run_folder: Path) -> str:
@@ -26,7 +26,7 @@ def ensure_secret(run_folder: Path) -> str:
     path = run_folder / SECRET_FILE
     given = secret_of_environment()
     if given is not None:
-        _check_length(SECRET_VARIABLE, given, "Set a longer one (openssl rand -hex 32).")
+        check_length(SECRET_VARIABLE, given, "Set a longer one (openssl rand -hex 32).")
     elif path.exists():
         return _read(path)
     secret = given or secrets.token_hex(32)
@@ -46,13 +46,17 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path} must be readable by its owner alone: got mode {file.st_mode & 0o777:04o}. {advice}")
     with reading(path):
         secret = path.read_text(encoding="utf-8").strip()
-    _check_length(path, secret, advice)
+    check_length(path, secret, advice)
     return secret
 
 
-def _check_length(what: str | Path, secret: str, advice: str) -> None:
-    if len(secret) < _MIN_LENGTH or not secret.isascii():
-        raise ValueError(f"{what} must be {_MIN_LENGTH} characters or more, of ASCII: got {len(secret)}. {advice}")
+def check_length(what: str | Path, secret: str, advice: str) -> None:
+    """Refuse what can be guessed, and what no HTTP header can hold. Raises ValueError."""
+    if not _MIN_LENGTH <= len(secret) <= _MAX_LENGTH or not secret.isascii():
+        bounds = (
+            f"{_MIN_LENGTH} characters or more" if len(secret) < _MAX_LENGTH else f"at most {_MAX_LENGTH} characters"
+        )
+        raise ValueError(f"{what} must be {bounds}, of ASCII: got {len(secret)}. {advice}")
 
 
 def secret_of_environment() -> str | None:

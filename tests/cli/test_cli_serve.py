@@ -142,6 +142,14 @@ def test_a_folder_that_is_not_seen(
     run.folder.with_name("hidden").rename(run.folder)
 
 
+@pytest.mark.parametrize("text", ["\xff", "short", "[" * 100_000], ids=["no ASCII", "short", "long"])
+def test_a_secret_that_no_run_wrote_is_named(run: RunningRun, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    file = run.folder / ".secret"
+    file.write_text(text, encoding="latin-1")
+    status, shown = dry(capsys, "--join", "exp/trial", "--fileroot", str(run.fileroot))
+    assert status == 2 and f"{file} can't be read: " in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
