@@ -27,7 +27,13 @@ DEADLINE_S = 120.0
 """For processes that must end; only a failing test waits so long."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([module.__name__ for module in (server, publish, actor)])
+_PRELOADED = [module.__name__ for module in (server, publish, actor)]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(module: str) -> None:
+    """Import one more module once for all forks; called before the first one."""
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, module])
 
 
 def start(program: Callable[..., object], *arguments: Any, **environment: str) -> ForkServerProcess:
