@@ -82,8 +82,9 @@ class FlakyProxy:
 
     async def _pass_on(self, request: web.Request) -> tuple[int, bytes, str]:
         url = f"http://{self._server}{request.path}"
+        data, headers = await request.read() or None, {"Content-Type": request.content_type}
         try:
-            async with self._session.request(request.method, url, data=await request.read() or None) as reply:
+            async with self._session.request(request.method, url, data=data, headers=headers) as reply:
                 return reply.status, await reply.read(), reply.content_type
         except aiohttp.ClientConnectionError as error:
             return 502, json.dumps({"error": {"message": repr(error)}}).encode(), "application/json"

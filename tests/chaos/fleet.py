@@ -111,5 +111,6 @@ def _wait_ready(address: str) -> None:
 
 
 def _ask(address: str, endpoint: str, body: bytes | None) -> Any:
-    with urllib.request.urlopen(f"http://{address}{endpoint}", body, timeout=_ANSWER_S) as reply:
+    request = urllib.request.Request(f"http://{address}{endpoint}", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
         return json.loads(reply.read())
