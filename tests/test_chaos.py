@@ -189,8 +189,10 @@ def test_the_proxy_does_every_harm_and_the_server_survives(tmp_path: Path) -> No
 def outcome_of(address: str) -> str:
     """Ask for a token and tell what came."""
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}, "return_logprob": True}
+    header = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://{address}/generate", json.dumps(body).encode(), header)
     try:
-        with urllib.request.urlopen(f"http://{address}/generate", json.dumps(body).encode(), timeout=120) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             answer = json.loads(reply.read())
     except urllib.error.HTTPError as error:
         return f"status_{error.code}"

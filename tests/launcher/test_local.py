@@ -532,7 +532,7 @@ def test_a_disk_that_fills_up_at_the_start(launch_script, tmp_path):
     """The lock fits into a block of 512 bytes, the command does not."""
     assert launch_script("", *SFT).end() == 0
     command = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml", *SFT]
-    full = ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *command, f"launcher.trainer_env_vars=A={'x' * 600}"]
+    full = ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *command, f"tokenizer_path={'x' * 600}"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(full, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
