@@ -16,6 +16,7 @@ import math
 import multiprocessing.spawn
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -221,6 +222,7 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},
+                process_group=0,  # by which `kill` finds children whose worker has ended
             )
         self._ready_by = time.monotonic() + STARTUP_TIMEOUT_S
         with contextlib.suppress(OSError):  # `wait_ready` reports it
@@ -257,6 +259,8 @@ class WorkerProcess:
         """End the process at once, with what the reward function may have started."""
         if self.process.poll() is None:
             kill_tree(self.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(_END_S)
 
     def close(self) -> None:

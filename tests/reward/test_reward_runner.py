@@ -21,7 +21,7 @@ import pytest
 
 from arealite.api.errors import RewardError
 from arealite.reward.runner import RewardRunner, WorkerProcess
-from arealite.utils.processes import is_alive
+from arealite.utils.processes import is_alive, wait_gone
 
 
 def length(prompt: str, completions: str, **kwargs) -> float:
@@ -51,6 +51,13 @@ def starts_a_program_and_hangs(completions: str, **kwargs) -> float:
     program = subprocess.Popen(["sleep", "600"])
     Path(completions).write_text(str(program.pid))
     return float(program.wait())
+
+
+def leaves_a_child_and_dies(completions: str, **kwargs) -> float:
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+    Path(completions).write_text(str(child))
+    os._exit(1)
 
 
 def dies(completions: str, **kwargs) -> float:
@@ -335,6 +342,13 @@ async def test_a_fork_that_returns_too_shifts_no_reward(runner_of) -> None:
                 assert await runner(completions="x" * length) == length
             except RewardError as error:
                 assert error.kind == "crash" and "answer" in str(error)
+
+
+async def test_a_worker_that_dies_takes_its_children_along(runner_of, tmp_path: Path) -> None:
+    runner = runner_of(leaves_a_child_and_dies, num_workers=1)
+    with pytest.raises(RewardError, match="exit status 1"):
+        await runner(completions=str(tmp_path / "child"))
+    assert not wait_gone([int((tmp_path / "child").read_text())], timeout_s=60)
 
 
 FORGED = {
