@@ -440,6 +440,7 @@ def test_a_server_that_forgets_versions_is_not_believed() -> None:
         ({"meta_info": None}, "the fields of SGLang"),
         ({"finish_reason": {"type": "exploded"}}, "finish_reason"),
         ({"output_token_logprobs": [[-1.0, 1, None], [math.nan, 2, None]]}, "finite"),
+        ({"output_token_logprobs": [[-1.0, 1, None], [0.01, 2, None]]}, "at most 0"),
         ({"output_token_logprobs": [[-1.0, 1, None], [None, 2, None]]}, "finite"),
         ({"weight_versions": [{"version": "1", "start": 0, "end": 1}]}, "versions for its 2 tokens"),
         ({"weight_versions": [{"version": "1", "start": 1, "end": 2}]}, "contiguous"),

@@ -21,6 +21,9 @@ from arealite.inference.pool import Server, ServerFacts
 _UNVERSIONED = ("default", None)
 """Version of a server that was started without one."""
 
+_ROUNDING = 1e-3
+"""Most that a logprob may be."""
+
 Finish = Literal["stop", "length", "abort"]
 
 
@@ -57,6 +60,7 @@ class Segment:
         require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
         require(len(logprobs) == len(tokens), f"have {len(tokens)} logprobs, one per token")
         require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
+        require(max(logprobs, default=0.0) <= _ROUNDING, "have logprobs of at most 0")
         require(finish in get_args(Finish), "have a finish reason of stop, length or abort")
         return cls(tokens, logprobs, None, finish)
 
