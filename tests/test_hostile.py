@@ -24,11 +24,11 @@ from arealite.api.errors import RewardError, ServerError
 
 def test_what_a_process_keeps_is_seen() -> None:
     before = Usage(files=10, threads=5, children=0, log_bytes=1000)
-    assert before.leaks(Usage(20, 12, 0, 90_000), what="it", inputs=10) == []
-    later = Usage(files=27, threads=22, children=1, log_bytes=2**20)
+    assert before.leaks(Usage(18, 12, 0, 90_000), what="it", inputs=10) == []
+    later = Usage(files=19, threads=22, children=1, log_bytes=2**20)
     told = before.leaks(later, what="it", inputs=10)
     assert told == [
-        "it must have at most 26 files after 10 inputs: got 27",
+        "it must have at most 18 files after 10 inputs: got 19",
         "it must have at most 21 threads after 10 inputs: got 22",
         "it must have at most 0 children after 10 inputs: got 1",
         "it must have at most 135072 log_bytes after 10 inputs: got 1048576",
@@ -49,7 +49,7 @@ def test_a_secret_and_a_dead_task_are_seen_and_the_secret_is_not_repeated() -> N
     [
         (0, "done", []),
         (2, "a warning\nFileError: /run/a.json must be whole\n", []),
-        (None, "", ["it must end within"]),
+        (None, "", ["it must end by its deadline"]),
         (1, "x", ["it must end with 0 or 2: got 1"]),
         (-11, "x", ["it must end with 0 or 2: got -11"]),
         (2, "ValueError: bad\n", ["it must say in one error what is wrong with a.json"]),

@@ -24,8 +24,8 @@ from typing import Any
 from hostile.common import SECRET, Report, judge_text, run_part
 
 PARTS = ("requests", "answers", "files", "code")
-TIMEOUT_S = 600.0
-"""For a part; it takes a minute."""
+TIMEOUT_S = 240.0
+"""For a part; it takes a minute, and half of it if short."""
 _FOUND = "FOUND "
 
 
@@ -66,7 +66,7 @@ def run(name: str, folder: Path, seed: int, *, short: bool) -> Report:
     command += ["--seed", str(seed), "--folder", str(folder), *(["--short"] if short else [])]
     leaks, broken, console = run_part(command, folder, f"the part {name}", TIMEOUT_S)
     head, mark, found = console.rpartition(_FOUND)
-    more = json.loads(found) if mark else {"tried": 0, "errors": {}, "leaks": [], "broken": []}
+    more = json.loads(found.splitlines()[0]) if mark else {"tried": 0, "errors": {}, "leaks": [], "broken": []}
     if not mark and not broken:
         broken.append(f"the part {name} must say what it found: got {console[-2000:]!r}")
     dead = {} if name == "answers" else {"dead": ()}  # the others print tracebacks of those who are to blame

@@ -181,10 +181,12 @@ class JunkServer:
 
         async def stop() -> None:
             server.close()
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for _ in range(3):  # a connection that was accepted just now has no task yet
+                await asyncio.sleep(0.01)
+                tasks = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
         try:
             yield
@@ -204,7 +206,8 @@ def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> 
     chosen += [(name, (endpoint,)) for endpoint in _UPDATE for name in raw]
     chosen += [(name, _MEET) for name in raw]
     if short:
-        chosen = [*((name, _GENERATE) for name in (*RAW, *SLOW)), *rng.sample(chosen, 90)]
+        always = [*RAW, *SLOW, *(name for name in kinds if "logprob" in name or "version" in name)]
+        chosen = [*((name, _GENERATE) for name in always), *rng.sample(chosen, 80)]
     before = Usage.of(os.getpid())
     with ThreadPoolExecutor(4) as threads:
         for found in threads.map(lambda one: try_one(folder, *one, kinds[one[0]]), chosen):
@@ -272,7 +275,9 @@ def complete(report: Report, engine: RemoteInferenceEngine, what: str) -> None:
             continue
         found = future.result()
         sound = len(found.output_tokens) == len(found.output_logprobs) == len(found.output_versions) == _TOKENS
-        sound = sound and max(found.output_logprobs) <= 0.0 and max(found.output_versions) <= engine.get_version() + 1
+        sound = (
+            sound and max(found.output_logprobs) <= 0.0 and min(found.output_versions) >= 0
+        )  # the executor refuses newer ones
         if not sound or any(type(token) is not int or not 0 <= token < 1000 for token in found.output_tokens):
             report.broken.append(f"{what} must refuse that: got {found}")
 

@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 _SETTLE_S = 30.0
 ORPHANS_S = 10.0
 """For processes to end after the part that started them."""
-_MAX_FILES, _MAX_THREADS = 16, 16
+_MAX_FILES, _MAX_THREADS = 8, 16
 """Most that a process may keep of connections and threads, whatever it was sent."""
 _MAX_LOG_BYTES, _LOG_BYTES_PER_INPUT = 2**17, 300
 _DEAD = ("Traceback (most recent call last)", "never retrieved", "was destroyed but it is pending", "was never awaited")
@@ -110,7 +110,7 @@ def _around(text: str, sign: str) -> str:
 def judge_command(what: str, status: int | None, text: str, file: str) -> list[str]:
     """Say what is wrong with the end of a command that met a damaged file: None is a command that did not end."""
     if status is None:
-        return [f"{what} must end within {DEADLINE_S:g} s: it did not"]
+        return [f"{what} must end by its deadline: it did not"]
     broken = judge_text(f"the output of {what}", text, dead=("Traceback (most recent call last)",))
     if status == 0 or broken:
         return broken
