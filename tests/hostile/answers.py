@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import random
+import tempfile
 import threading
 import traceback
 from collections.abc import AsyncIterator, Iterator
@@ -284,8 +285,7 @@ def complete(report: Report, engine: RemoteInferenceEngine, what: str) -> None:
 
 def update(report: Report, engine: RemoteInferenceEngine, folder: Path, healthy: ScriptedServer, what: str) -> None:
     """Publish weights through the disk."""
-    path = folder / f"weights-{healthy.address.rpartition(':')[2]}"
-    path.mkdir()
+    path = Path(tempfile.mkdtemp(prefix="weights-", dir=folder))
     (path / "weights").write_text("new")
     meta = WeightUpdateMeta(type="disk", path=str(path), timeout_s=_UPDATE_S)
     future = engine.update_weights(meta)
