@@ -131,9 +131,11 @@ class JunkServer:
         self.is_junk = True
         self.address = ""
         self.num_junk = 0
+        self._tasks: set[asyncio.Task[None] | None] = set()  # the loop itself holds them weakly
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request and hang up."""
+        self._tasks.add(asyncio.current_task())
         gone = OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError
         with contextlib.suppress(*gone):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -182,12 +184,11 @@ class JunkServer:
 
         async def stop() -> None:
             server.close()
-            for _ in range(3):  # a connection that was accepted just now has no task yet
-                await asyncio.sleep(0.01)
-                tasks = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.01)  # a connection that was accepted just now has no task yet
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
         try:
             yield
@@ -255,7 +256,7 @@ def try_one(folder: Path, kind: str, scope: tuple[str, ...], raw: bytes | None) 
             report.tried += 1
         junk.is_junk = True
         if scope[0] in _UPDATE:
-            update(report, engine, folder, healthy, what)
+            update(report, engine, folder, what)
         complete(report, engine, what)
         report.broken += [f"{what} must meet it: it never did"] * (junk.num_junk == 0)
         if healthy.is_paused:
@@ -276,14 +277,13 @@ def complete(report: Report, engine: RemoteInferenceEngine, what: str) -> None:
             continue
         found = future.result()
         sound = len(found.output_tokens) == len(found.output_logprobs) == len(found.output_versions) == _TOKENS
-        sound = (
-            sound and max(found.output_logprobs) <= 0.0 and min(found.output_versions) >= 0
-        )  # the executor refuses newer ones
+        # Versions that are too new are refused later, with the trajectory.
+        sound = sound and max(found.output_logprobs) <= 0.0 and min(found.output_versions) >= 0
         if not sound or any(type(token) is not int or not 0 <= token < 1000 for token in found.output_tokens):
             report.broken.append(f"{what} must refuse that: got {found}")
 
 
-def update(report: Report, engine: RemoteInferenceEngine, folder: Path, healthy: ScriptedServer, what: str) -> None:
+def update(report: Report, engine: RemoteInferenceEngine, folder: Path, what: str) -> None:
     """Publish weights through the disk."""
     path = Path(tempfile.mkdtemp(prefix="weights-", dir=folder))
     (path / "weights").write_text("new")
