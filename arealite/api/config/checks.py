@@ -6,13 +6,7 @@ The `validate()` of each experiment calls the groups that apply to it.
 import logging
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.config.data import (
-    LOGGER_MODES,
-    DatasetConfig,
-    EvaluatorConfig,
-    RecoverConfig,
-    StatsLoggerConfig,
-)
+from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import ALL_TOKENS, GenerationHyperparameters, InferenceEngineConfig, LiteConfig

@@ -5,13 +5,7 @@ from typing import Any, ClassVar, cast
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
-from arealite.api.config.data import (
-    DatasetConfig,
-    EvaluatorConfig,
-    RecoverConfig,
-    SaverConfig,
-    StatsLoggerConfig,
-)
+from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig

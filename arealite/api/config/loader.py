@@ -28,12 +28,16 @@ from arealite.api.errors import ConfigError
 
 logger = logging.getLogger("arealite.config")
 
-
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
 Tree = dict[str, Any]
 Keys = dict[str, ConfigKey]
 Sources = dict[str, Tree]
 """Values by the place that they were given in, which an error names; later ones win."""
+
+_ABSENT = object()
+_HEADER = "# from environment variables: "
+_FROM_ENVIRONMENT = "_from_environment"
+"""Attribute of a loaded config: the keys whose values environment variables brought in."""
 
 
 def load_expr_config(
@@ -52,11 +56,10 @@ def load_expr_config(
     }
     for place, values in sources.items():
         _check_keys(values, "", place, keys, ignore_unknown=ignore_unknown)
-    merged = _resolve(config_cls, _merge(*sources.values()), keys, config_file)
-    values = cast(Tree, OmegaConf.to_container(merged, resolve=True))
+    references, values = _resolve(config_cls, _merge(*sources.values()), keys, config_file)
     config = _validate(config_cls, values, keys, sources)
     config.validate()
-    vars(config)[_FROM_ENVIRONMENT] = _from_environment(merged, values)
+    vars(config)[_FROM_ENVIRONMENT] = _from_environment(references, values)
     return config, config_file
 
 
@@ -72,49 +75,36 @@ def masked(text: str) -> Tree:
     those of the variables that processes are given."""
     named = text.partition("\n")[0].removeprefix(_HEADER).split() if text.startswith(_HEADER) else []
     tree = cast(Tree, yaml.safe_load(text) or {})
-    for path, value in list(_leaves(tree)):
+    for path, block, name in _leaves(tree):
         if path in named:
-            _put(tree, path, "***")
+            block[name] = "***"
         elif path.endswith("_env_vars"):
-            _put(tree, path, ",".join(f"{item.partition('=')[0]}=***" for item in value.split(",") if item))
+            block[name] = ",".join(f"{item.partition('=')[0]}=***" for item in block[name].split(",") if item)
     return tree
 
 
-_HEADER = "# from environment variables: "
-_FROM_ENVIRONMENT = "_from_environment"
-"""Attribute of a loaded config: the keys whose values environment variables brought in."""
-
-
-def _from_environment(merged: DictConfig, values: Tree) -> list[str]:
+def _from_environment(references: Tree, values: Tree) -> list[str]:
     """Return the keys of references that bring the value of an environment variable, also through other keys. Names of
     runs are no secrets."""
-    raw = OmegaConf.to_container(merged)
-    names = re.findall(r"oc\.env:\s*(\w+)", json.dumps(raw, default=str))
+    names = re.findall(r"oc\.env:\s*(\w+)", json.dumps(references, default=str))
     secrets = [os.environ[name] for name in names if os.environ.get(name)]
-    texts = dict(_leaves(raw))
+    texts = {path: str(block[name]) for path, block, name in _leaves(references)}
     return [
         path
-        for path, value in _leaves(values)
-        if "${" in str(texts.get(path, "${"))  # a block may be a reference as a whole
-        and any(secret in str(value) for secret in secrets)
+        for path, block, name in _leaves(values)
+        if "${" in texts.get(path, "${")  # a block may be a reference as a whole
+        and any(secret in str(block[name]) for secret in secrets)
         and path not in ("experiment_name", "trial_name")
     ]
 
 
-def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is no block and no list, by its key."""
-    if isinstance(tree, dict | list):
-        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(value, f"{path}.{name}" if path else f"{name}")
-    else:
-        yield path, tree
-
-
-def _put(tree: Any, path: str, value: object) -> None:
-    *blocks, last = path.split(".")
-    for name in blocks:
-        tree = tree[int(name) if isinstance(tree, list) else name]
-    tree[int(last) if isinstance(tree, list) else last] = value
+def _leaves(block: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield of every value that is no block and no list its dotted key, what holds it, and its name there."""
+    for name, value in block.items() if isinstance(block, dict) else enumerate(block):
+        if isinstance(value, dict | list):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", block, name
 
 
 def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[str]]:
@@ -185,8 +175,8 @@ def _judge_unknown(name: str, place: str, keys: Keys, *, is_open: bool) -> None:
         if near:
             logger.warning("%s is left to the script. Did you mean %s?", name, near[0])
         return
-    near = near or [key.name for key in keys.values() if key.leaf == leaf][:3]
-    near = near or difflib.get_close_matches(name, keys, n=1)
+    namesakes = [key.name for key in keys.values() if key.leaf == leaf][:3]
+    near = near or namesakes or difflib.get_close_matches(name, keys, n=1)
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Remove it, or use one of {', '.join(siblings)}."
     experiment = next(iter(keys.values())).owner.__name__
     raise ConfigError(f"{name} must be a key of {experiment}: got it {place}. {hint}")
@@ -196,8 +186,10 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _resolve(config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Keys, config_file: str) -> DictConfig:
-    """Lay what was given over the defaults, fill in keys that follow others, and check all references."""
+def _resolve(
+    config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Keys, config_file: str
+) -> tuple[Tree, Tree]:
+    """Lay what was given over the defaults, let keys follow others, and return it with references and without."""
     raw_given = cast(Tree, OmegaConf.to_container(given))
     defaults = dataclasses.asdict(config_cls())
     for key in keys.values():
@@ -218,10 +210,9 @@ def _resolve(config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Ke
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
     try:
-        OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        return raw_merged, cast(Tree, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise _bad_reference(error) from error
-    return merged
 
 
 def _merge(*trees: Tree | DictConfig) -> DictConfig:
@@ -235,9 +226,6 @@ def _merge(*trees: Tree | DictConfig) -> DictConfig:
 def _bad_reference(error: OmegaConfBaseException) -> ConfigError:
     first_line = str(error).splitlines()[0]
     return ConfigError(f"{error.full_key} must refer to keys that exist: got {first_line}. Correct the ${{...}}.")
-
-
-_ABSENT = object()
 
 
 def _lookup(tree: Tree, name: str) -> Any:

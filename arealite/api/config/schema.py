@@ -19,57 +19,40 @@ MISSING = "???"
 class ConfigKey:
     """One key of a config class."""
 
-    name: str
-    """Dotted."""
+    parent: str  # the name of its block; empty at the top level
+    leaf: str
     owner: type
-    hint: Any
     default: Any
+    block: type | None  # the dataclass of its own keys
+    is_mapping: bool  # whether its value has keys
+    is_optional: bool  # whether null is a value
+    type_name: str  # in words
 
     @property
-    def leaf(self) -> str:
-        return self.name.rpartition(".")[2]
-
-    @property
-    def parent(self) -> str:
-        """The name of its block; empty at the top level."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def block(self) -> type | None:
-        """The dataclass of its own keys, or None."""
-        classes = (option for option in _options(self.hint) if isinstance(option, type))
-        return next((cls for cls in classes if dataclasses.is_dataclass(cls)), None)
-
-    @property
-    def is_mapping(self) -> bool:
-        """Whether its value has keys."""
-        return self.block is not None or any(get_origin(option) is dict for option in _options(self.hint))
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether null is a value."""
-        return type(None) in _options(self.hint)
+    def name(self) -> str:
+        return f"{self.parent}.{self.leaf}" if self.parent else self.leaf
 
     @property
     def doc(self) -> str:
         """The string under the field."""
         return _docs(self.owner).get(self.leaf, "")
 
-    @property
-    def type_name(self) -> str:
-        """The type in words."""
-        return " or ".join(_in_words(option) for option in _options(self.hint))
 
-
-def config_keys(config_cls: type, prefix: str = "", defaults: Any = None) -> Iterator[ConfigKey]:
+def config_keys(config_cls: type, parent: str = "", defaults: Any = None) -> Iterator[ConfigKey]:
     """Walk all keys, a block before its own keys; `defaults` is an instance of the class."""
     hints = get_type_hints(config_cls, include_extras=True)
     defaults = config_cls() if defaults is None else defaults
     for field in dataclasses.fields(config_cls):
-        key = ConfigKey(f"{prefix}{field.name}", config_cls, hints[field.name], getattr(defaults, field.name))
+        options, default = _options(hints[field.name]), getattr(defaults, field.name)
+        classes = (option for option in options if isinstance(option, type))
+        block = next((cls for cls in classes if dataclasses.is_dataclass(cls)), None)
+        is_mapping = block is not None or any(get_origin(option) is dict for option in options)
+        type_name = " or ".join(_in_words(option) for option in options)
+        is_optional = type(None) in options
+        key = ConfigKey(parent, field.name, config_cls, default, block, is_mapping, is_optional, type_name)
         yield key
-        if key.block is not None:
-            yield from config_keys(key.block, f"{key.name}.", key.default)
+        if block is not None:
+            yield from config_keys(block, key.name, default)
 
 
 def config_help(config_cls: type) -> str:
