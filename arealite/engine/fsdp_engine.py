@@ -88,7 +88,8 @@ class FSDPEngine(TrainEngine):
             raise
 
     def _build(self, ft_spec: FinetuneSpec | None) -> None:
-        self.device = distributed.current_device()
+        has_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
         seed_everything(self.config.seed + self.data_parallel_rank)
         self._attention = hf_model.pick_attention(self.config.attn_impl, self.device, self.dtype)
         self.model = self._build_model()

@@ -27,7 +27,7 @@ class Evaluator:
         workflow: RolloutWorkflow,
     ) -> None:
         """Without a data set nothing is ever due."""
-        self._frequency = Frequency(config, ft_spec, is_first_due=True)
+        self._frequency = Frequency(config, ft_spec.steps_per_epoch, is_first_due=True)
         self._valid_dataset = valid_dataset
         self._workflow = workflow
 

@@ -75,7 +75,7 @@ class Recover:
         self._keep_last = config.keep_last
         self._run = RunFolder(config)
         self._folder = self._run.recover
-        self._frequency = Frequency(config, ft_spec)
+        self._frequency = Frequency(config, ft_spec.steps_per_epoch)
         self._write: _Write | None = None
         self._lock = ExitStack()
         self._found: Path | None = None

@@ -22,7 +22,7 @@ class Saver:
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec) -> None:
         self._folder = RunFolder(config).checkpoints
-        self._frequency = Frequency(config, ft_spec)
+        self._frequency = Frequency(config, ft_spec.steps_per_epoch)
         self._last: Path | None = None
 
     def state_dict(self) -> dict[str, Any]:

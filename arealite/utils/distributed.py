@@ -147,12 +147,6 @@ def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
     return name, is_restart or any(count != "0" for count in restarts)
 
 
-def current_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def all_reduce(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:

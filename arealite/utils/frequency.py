@@ -16,19 +16,12 @@ class Triggers(Protocol):
     freq_secs: float | None
 
 
-class HasEpochs(Protocol):
-    """A training plan, as far as it matters here."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-
 class Frequency:
     """Counts the calls of `check`, one per training step. Its answers are equal on all ranks."""
 
-    def __init__(self, config: Triggers, ft_spec: HasEpochs, *, is_first_due: bool = False) -> None:
+    def __init__(self, config: Triggers, steps_per_epoch: int, *, is_first_due: bool = False) -> None:
         """Nothing is ever due without a trigger."""
-        epoch_steps = None if config.freq_epochs is None else config.freq_epochs * ft_spec.steps_per_epoch
+        epoch_steps = None if config.freq_epochs is None else config.freq_epochs * steps_per_epoch
         limits = [limit for limit in (config.freq_steps, epoch_steps) if limit is not None]
         self._limit_steps: float = min(limits, default=math.inf)
         self._limit_s = config.freq_secs
@@ -40,7 +33,10 @@ class Frequency:
         self._num_steps += 1
         is_due = force or self._is_first_due or self._num_steps >= self._limit_steps
         if self._limit_s is not None:
-            is_due = _on_rank0(is_due or time.monotonic() - self._began >= self._limit_s)
+            answers = [is_due or time.monotonic() - self._began >= self._limit_s]
+            if dist.is_initialized():
+                dist.broadcast_object_list(answers, src=0)
+            is_due = answers[0]
         if is_due:
             self._restart()
             self._is_first_due = False
@@ -58,11 +54,3 @@ class Frequency:
     def _restart(self) -> None:
         self._num_steps = 0
         self._began = time.monotonic()
-
-
-def _on_rank0(answer: bool) -> bool:
-    if not dist.is_initialized():
-        return answer
-    answers = [answer]
-    dist.broadcast_object_list(answers, src=0)
-    return answers[0]

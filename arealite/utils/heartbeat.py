@@ -5,16 +5,16 @@ all threads to a file beside it, also from inside C code. Invariant: `tick` cost
 """
 
 import faulthandler
-import functools
 import json
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar, cast
+from typing import IO, Any, Literal
 
 from arealite.utils.processes import identity, machine
 
@@ -26,12 +26,11 @@ FILE_BYTES = 1 << 16
 
 On = Literal["ranks", "rollout", "reward", "servers", "disk"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("arealite.progress")
 _count = 0
 _is_started = False
 _lock = threading.Lock()
-_waits: dict[int, list["waiting"]] = {}
+_waits: dict[int, list[dict[str, Any]]] = {}  # by thread, the innermost last
 _reports: dict[str, Callable[[], Any]] = {}
 _status: dict[str, Any] = {}
 
@@ -44,31 +43,21 @@ def tick() -> None:
         start()
 
 
-class waiting:
+@contextmanager
+def waiting(what: str, on: On | None = None, *, pid: int | None = None) -> Iterator[None]:
     """Context or decorator that names what this thread waits for; the innermost one counts.
 
     `pid` is the process it waits for, if any. A wait is no progress by itself.
     """
-
-    def __init__(self, what: str, on: On | None = None, *, pid: int | None = None) -> None:
-        self.what, self.on, self.pid, self.since = what, on, pid, 0.0
-
-    def __enter__(self) -> None:
-        if not _is_started:
-            start()
-        self.since = time.monotonic()
-        _waits.setdefault(threading.get_ident(), []).append(self)
-
-    def __exit__(self, *exception: object) -> None:
-        _waits[threading.get_ident()].remove(self)
-
-    def __call__(self, function: F) -> F:
-        @functools.wraps(function)
-        def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-            with waiting(self.what, self.on, pid=self.pid):
-                return function(*args, **kwargs)
-
-        return cast(F, wait_and_call)
+    if not _is_started:
+        start()
+    waits = _waits.setdefault(threading.get_ident(), [])
+    wait = {"what": what, "on": on, "pid": pid, "since": time.monotonic()}
+    waits.append(wait)
+    try:
+        yield
+    finally:
+        waits.remove(wait)
 
 
 def report(name: str, make: Callable[[], Any]) -> None:
@@ -148,12 +137,8 @@ def _publish_forever(file: IO[bytes], name: str) -> None:
 def _current_waits() -> list[dict[str, Any]]:
     """Return the innermost wait of each thread, the main thread's first."""
     main = threading.main_thread().ident
-    innermost = [(thread, stack[-1]) for thread, stack in list(_waits.items()) if stack]
-    innermost.sort(key=lambda item: (item[0] != main, item[1].since))
-    return [
-        {"what": wait.what, "on": wait.on, "pid": wait.pid, "since": wait.since, "is_main": thread == main}
-        for thread, wait in innermost
-    ]
+    innermost = [waits[-1] | {"is_main": thread == main} for thread, waits in list(_waits.items()) if waits]
+    return sorted(innermost, key=lambda wait: (not wait["is_main"], wait["since"]))
 
 
 def _made(make: Callable[[], Any]) -> Any:

@@ -20,8 +20,6 @@ logger = logging.getLogger("arealite.http")
 
 HEADER_S = 10.0
 _TELL_S = 60.0
-
-
 _NOT_OURS = HttpProcessingError, web.RequestPayloadError
 
 

@@ -19,9 +19,7 @@ def rng_state() -> dict[str, Any]:
     """Return the states of all generators (of CUDA: the current device's) as JSON-able values."""
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    numpy_words = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in numpy_state["state"].items()
-    }
+    numpy_words = numpy_state["state"] | {"key": numpy_state["state"]["key"].tolist()}
     return {
         "python": [version, list(words), gauss],
         "numpy": numpy_state | {"state": numpy_words},
@@ -34,8 +32,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore all generators from an `rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    words = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**state["numpy"], "state": state["numpy"]["state"] | {"key": words}})
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(_from_hex(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(state["cuda"]))

@@ -7,7 +7,7 @@ rules but was not run: it connects at the first transfer, and a peer that dies t
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -18,12 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from arealite.utils.network import LOOPBACK, host_ip
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _LOOPBACKS = (LOOPBACK, "localhost", "::1")
 _FORMED = "formed"  # key that rank 0 sets when every rank is there
 
@@ -79,13 +74,21 @@ def join_group(
         timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         store.set_timeout(timeout)
         group_store = PrefixStore(f"{name}/", PrefixStore(name, store))
+        options: Any  # torch has no complete types for it
         if backend == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-            transport = _nccl(group_store, rank, world_size, timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            transport: Any = dist.ProcessGroupNCCL(PrefixStore("cuda/", group_store), rank, world_size, options)
         else:
             device = torch.device("cpu")
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timeout
+            options._threads = 2
+            # A mesh by the address that leads to rank 0; this host's name may resolve to a dead interface.
             own_address = LOOPBACK if address in _LOOPBACKS else host_ip(address)
-            transport = _gloo(group_store, rank, world_size, timeout, own_address)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+            transport = dist.ProcessGroupGloo(PrefixStore("cpu/", group_store), rank, world_size, options)
         if rank == 0:
             group_store.set(_FORMED, "")
         else:
@@ -146,21 +149,6 @@ def _poll(work: Any, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError("the transfer did not end")
         time.sleep(0.001)
-
-
-def _gloo(store: Store, rank: int, world_size: int, timeout: timedelta, own_address: str) -> Any:
-    """Connect a gloo mesh by the address that leads to rank 0; this host's name may resolve to a dead interface."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._threads = 2
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-    return dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, world_size, options)
-
-
-def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(PrefixStore("cuda/", store), rank, world_size, options)
 
 
 def _first_line(error: BaseException) -> str:

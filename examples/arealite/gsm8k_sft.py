@@ -46,7 +46,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     model = FSDPLMEngine(config.model)
     model.initialize(None, ft_spec)
     cleanup.callback(model.destroy)
-    evaluation = Frequency(config.evaluator, ft_spec, is_first_due=True)
+    evaluation = Frequency(config.evaluator, ft_spec.steps_per_epoch, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
 
     # An interrupted run resumes as if nothing had happened; any other one starts at step 0.

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from arealite.utils.frequency import Frequency
 
+EPOCH_STEPS = 4
+
 
 @dataclass
 class Triggers:
@@ -14,38 +16,33 @@ class Triggers:
     freq_secs: float | None = None
 
 
-@dataclass
-class Epochs:
-    steps_per_epoch: int = 4
-
-
 @given(st.integers(1, 7), st.integers(0, 40))
 def test_every_nth_step(n: int, num_steps: int) -> None:
-    frequency = Frequency(Triggers(freq_steps=n), Epochs())
+    frequency = Frequency(Triggers(freq_steps=n), EPOCH_STEPS)
     due = [step for step in range(1, num_steps + 1) if frequency.check()]
     assert due == list(range(n, num_steps + 1, n))
 
 
 def test_an_epoch_is_its_steps_and_the_shorter_trigger_wins() -> None:
-    frequency = Frequency(Triggers(freq_epochs=2, freq_steps=100), Epochs())
+    frequency = Frequency(Triggers(freq_epochs=2, freq_steps=100), EPOCH_STEPS)
     assert [step for step in range(1, 18) if frequency.check()] == [8, 16]
 
 
 def test_never_without_a_trigger_unless_forced() -> None:
-    frequency = Frequency(Triggers(), Epochs(), is_first_due=True)
+    frequency = Frequency(Triggers(), EPOCH_STEPS, is_first_due=True)
     assert not any(frequency.check() for _ in range(100))
     assert frequency.check(force=True)
 
 
 def test_counts_from_the_last_time_also_if_that_was_forced() -> None:
-    frequency = Frequency(Triggers(freq_steps=3), Epochs())
+    frequency = Frequency(Triggers(freq_steps=3), EPOCH_STEPS)
     assert [frequency.check(force=step == 2) for step in range(1, 9)] == [
         False, True, False, False, True, False, False, True,
     ]  # fmt: skip
 
 
 def test_the_first_call_can_be_due() -> None:
-    frequency = Frequency(Triggers(freq_steps=2), Epochs(), is_first_due=True)
+    frequency = Frequency(Triggers(freq_steps=2), EPOCH_STEPS, is_first_due=True)
     assert [step for step in range(7) if frequency.check()] == [0, 2, 4, 6]
 
 
@@ -67,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_seconds(clock: Clock) -> None:
-    frequency = Frequency(Triggers(freq_secs=5), Epochs())
+    frequency = Frequency(Triggers(freq_secs=5), EPOCH_STEPS)
     assert not frequency.check()
     clock.now_s += 6
     assert [frequency.check(), frequency.check()] == [True, False]
@@ -75,20 +72,20 @@ def test_seconds(clock: Clock) -> None:
 
 @given(st.integers(1, 5), st.booleans(), st.integers(0, 12), st.integers(0, 12))
 def test_goes_on_from_a_state(n: int, is_first_due: bool, before: int, after: int) -> None:
-    whole = Frequency(Triggers(freq_steps=n), Epochs(), is_first_due=is_first_due)
+    whole = Frequency(Triggers(freq_steps=n), EPOCH_STEPS, is_first_due=is_first_due)
     expected = [whole.check() for _ in range(before + after)]
-    first = Frequency(Triggers(freq_steps=n), Epochs(), is_first_due=is_first_due)
+    first = Frequency(Triggers(freq_steps=n), EPOCH_STEPS, is_first_due=is_first_due)
     found = [first.check() for _ in range(before)]
-    second = Frequency(Triggers(freq_steps=n), Epochs(), is_first_due=is_first_due)
+    second = Frequency(Triggers(freq_steps=n), EPOCH_STEPS, is_first_due=is_first_due)
     second.load_state_dict(first.state_dict())
     assert found + [second.check() for _ in range(after)] == expected
 
 
 def test_seconds_go_on_too(clock: Clock) -> None:
-    first = Frequency(Triggers(freq_secs=4), Epochs())
+    first = Frequency(Triggers(freq_secs=4), EPOCH_STEPS)
     assert not first.check()
     clock.now_s += 2.5
-    second = Frequency(Triggers(freq_secs=4), Epochs())
+    second = Frequency(Triggers(freq_secs=4), EPOCH_STEPS)
     second.load_state_dict(first.state_dict())
     assert not second.check()
     clock.now_s += 2
