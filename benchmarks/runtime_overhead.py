@@ -47,6 +47,8 @@ PROMPT_TOKENS = 32
 TOKENS = 64
 LOOK_S = 0.005
 
+Loader = list[list[dict[str, Any]]]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -147,10 +149,12 @@ def measure(case: Case, *, seconds: float, is_profiled: bool) -> dict[str, Any]:
         engine = RemoteSGLangEngine(config)
         engine.initialize(None, None)
         try:
-            take_batches(engine, workflow, case, seconds=max(1.0, 2 * case.delay_s))
+            row = {"input_ids": list(range(5, 5 + PROMPT_TOKENS))}
+            loader = [[dict(row) for _ in range(case.batch_size)]]
+            take_batches(engine, workflow, loader, seconds=max(1.0, 2 * case.delay_s))
             with watched(engine, is_profiled=is_profiled) as lags:
                 began, began_cpu = time.perf_counter(), cpu_by_thread()
-                count = take_batches(engine, workflow, case, seconds=seconds)
+                count = take_batches(engine, workflow, loader, seconds=seconds)
                 cpu, wall_s = cpu_by_thread() - began_cpu, time.perf_counter() - began
         finally:
             engine.destroy()
@@ -169,20 +173,19 @@ def measure(case: Case, *, seconds: float, is_profiled: bool) -> dict[str, Any]:
     }
 
 
-def take_batches(engine: RemoteSGLangEngine, workflow: OneRequest, case: Case, *, seconds: float) -> int:
+def take_batches(engine: RemoteSGLangEngine, workflow: OneRequest, loader: Loader, *, seconds: float) -> int:
     """Consume batches as a trainer without work would, and return the number of episodes (requests of `client`)."""
-    row = {"input_ids": list(range(5, 5 + PROMPT_TOKENS))}
-    loader = [[dict(row) for _ in range(case.batch_size)]]
+    (rows,) = loader
     count = 0
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         if isinstance(workflow, ManyRequests):
-            engine.rollout_batch([dict(row)], workflow)
+            engine.rollout_batch([dict(rows[0])], workflow)
         else:
             batch = engine.prepare_batch(loader, workflow)
-            assert batch.batch_size[0] == case.batch_size, batch.batch_size
+            assert batch.batch_size[0] == len(rows), batch.batch_size
             engine.set_version(engine.get_version() + 1)
-        count += case.batch_size
+        count += len(rows)
     return count
 
 

@@ -9,7 +9,7 @@ A batch and its split depend on the trajectories, not on timing.
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,13 @@ from arealite.utils.tensors import concat_padded_tensors
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _NUM_IDS = 2**31  # what tokenizers can decode
 _ROUNDING = 1e-3  # of logprobs
+_RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]], ...] = (
+    ("input_ids", f"be from 0 to {_NUM_IDS - 1}", lambda ids: (ids >= 0) & (ids < _NUM_IDS)),
+    ("attention_mask", "be 0 or 1", lambda mask: mask == (mask != 0)),
+    ("loss_mask", "be 0 or 1", lambda mask: mask == (mask != 0)),
+    ("rewards", "be finite", np.isfinite),
+    ("logprobs", "be finite and at most 0", lambda logprobs: (logprobs > -np.inf) & (logprobs <= _ROUNDING)),
+)
 _CONVERT = "Convert it in arun_episode."
 _COPY_VERSIONS = "Copy ModelResponse.output_versions."
 
@@ -70,7 +77,7 @@ def check_trajectory(trajectory: object, head_version: int, newest_version: floa
 def _check_shapes(trajectory: TensorDict) -> None:
     for key, value in trajectory.items():
         is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
-        if not is_plain or value.is_complex() or value.requires_grad:
+        if not is_plain or value.dtype.is_complex or value.requires_grad:  # value.is_complex() releases the GIL
             raise _broken(key, "be a real CPU tensor without gradient", repr(value)[:200], _CONVERT)
     shape = tuple(trajectory["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
@@ -89,19 +96,12 @@ def _check_shapes(trajectory: TensorDict) -> None:
 
 def _check_numbers(trajectory: TensorDict) -> None:
     for key in ("input_ids", "versions"):
-        if not np.issubdtype(dtype := _array(trajectory, key).dtype, np.integer):
+        if (dtype := _array(trajectory, key).dtype).kind not in "iu":
             raise _broken(key, "be integers", dtype, _CONVERT)
-    for key, rule, is_bad in (
-        ("input_ids", f"be from 0 to {_NUM_IDS - 1}", lambda ids: (ids < 0) | (ids >= _NUM_IDS)),
-        ("attention_mask", "be 0 or 1", lambda mask: (mask != 0) & (mask != 1)),
-        ("loss_mask", "be 0 or 1", lambda mask: (mask != 0) & (mask != 1)),
-        ("rewards", "be finite", lambda rewards: ~np.isfinite(rewards)),
-        ("logprobs", "be finite", lambda logprobs: ~np.isfinite(logprobs)),
-        ("logprobs", "be at most 0", lambda logprobs: logprobs > _ROUNDING),
-    ):
+    for key, rule, is_right in _RULES:
         values = _array(trajectory, key)
-        if (bad := values[is_bad(values)]).size:
-            raise _broken(key, rule, bad[0], "Reject the episode or fix what computes it.")
+        if not (right := is_right(values)).all():
+            raise _broken(key, rule, values[~right][0], "Reject the episode or fix what computes it.")
 
 
 def _check_versions(trajectory: TensorDict, head_version: int, newest_version: float) -> None:

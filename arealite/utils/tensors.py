@@ -31,8 +31,12 @@ def concat_padded_tensors(tensor_dicts: Sequence[TensorDict], pad_value: float =
 
 
 def _concat(tensors: list[torch.Tensor], pad_value: float) -> torch.Tensor:
-    if (num_later := tensors[0].dim() - 2) >= 0:
+    if tensors[0].dim() >= 2:
         longest = max(tensor.shape[1] for tensor in tensors)
-        missing = [[0, 0] * num_later + [0, longest - tensor.shape[1]] for tensor in tensors]  # last dimension first
-        tensors = [torch.nn.functional.pad(one, sizes, value=pad_value) for one, sizes in zip(tensors, missing)]
+        tensors = [one if one.shape[1] == longest else _pad(one, longest, pad_value) for one in tensors]
     return torch.cat(tensors)
+
+
+def _pad(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
+    sizes = [0, 0] * (tensor.dim() - 2) + [0, length - tensor.shape[1]]  # last dimension first
+    return torch.nn.functional.pad(tensor, sizes, value=value)

@@ -563,9 +563,12 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "reward for each token": (changed(rewards=torch.zeros(1, 1)), r"\['rewards'\] must have the shape \[1\]"),
     "logprob -inf": (
         changed(logprobs=torch.tensor([[0.0, float("-inf"), 0.0]])),
-        r"\['logprobs'\] must be finite: got -inf",
+        r"\['logprobs'\] must be finite and at most 0: got -inf",
     ),
-    "logprob 5": (changed(logprobs=torch.tensor([[0.0, 5.0, 0.0]])), r"\['logprobs'\] must be at most 0.*: got 5.0"),
+    "logprob 5": (
+        changed(logprobs=torch.tensor([[0.0, 5.0, 0.0]])),
+        r"\['logprobs'\] must be finite and at most 0: got 5",
+    ),
     "ids below 0": (changed(input_ids=torch.tensor([[1, -2, 3]])), r"\['input_ids'\] must be from 0 .*: got -2"),
     "huge ids": (changed(input_ids=torch.tensor([[1, 2**40, 3]])), rf"\['input_ids'\] must be from 0 .*: got {2**40}"),
     "ids that are floats": (changed(input_ids=torch.ones(1, 3)), r"\['input_ids'\] must be integers: got float32"),
