@@ -69,7 +69,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a Hugging Face checkpoint (collective)."""
+        """Write a Hugging Face checkpoint (collective); it is whole when any rank returns."""
 
     @abc.abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:

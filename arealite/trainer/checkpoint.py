@@ -22,8 +22,7 @@ T = TypeVar("T")
 logger = logging.getLogger("arealite.recover")
 
 MANIFEST = "manifest.json"
-RETRIES_S = (1.0, 5.0, 15.0)
-"""Pauses after errors of reading."""
+RETRIES_S = (1.0, 5.0, 15.0)  # pauses after errors of reading
 
 
 class Entry(TypedDict):
@@ -41,15 +40,11 @@ def entries_of(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
     return {path.name: _entry(path) for path in paths}
 
 
-def seal(folder: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest of a folder whose other files are on the disk."""
-    (folder / MANIFEST).write_bytes(_render(files))
-    _sync(folder / MANIFEST)
-    _sync(folder)
-
-
-def publish(unfinished: Path, path: Path) -> None:
-    """Rename a sealed folder to its final name, in place of an existing one."""
+def publish(unfinished: Path, path: Path, files: Mapping[str, Entry]) -> None:
+    """Seal a folder whose files are on the disk, and give it its final name, in place of an existing one."""
+    (unfinished / MANIFEST).write_bytes(_render(files))
+    _sync(unfinished / MANIFEST)
+    _sync(unfinished)
     publish_folder(unfinished, path)
     _sync(path.parent)
 
@@ -69,7 +64,7 @@ def find_damage(folder: Path) -> str | None:
         return f"{MANIFEST} is cut off or was changed"
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda item: _file_damage(folder / item[0], item[1]), files.items())
-        return next((text for text in found if text is not None), None)
+        return next(filter(None, found), None)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -1,6 +1,6 @@
 """Evaluates the policy on held-out prompts at intervals, through the servers that sample for training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.cli_args import EvaluatorConfig
@@ -9,11 +9,11 @@ from arealite.api.io_struct import FinetuneSpec, PromptId
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.frequency import Frequency
 
+# What the means of `evaluate_batch` are called in metrics; others keep their names.
 NAMES = {"reward": "accuracy", "tokens": "completion_tokens", "no_eos": "truncated_ratio"}
-"""What the means of `evaluate_batch` are called in metrics; others keep their names."""
 
 
-class Evaluator:
+class Evaluator(Frequency):
     """Decides when to evaluate, and evaluates. Every rank calls it once per step.
 
     With any trigger set the first call is due, so that a run records where it started.
@@ -27,17 +27,9 @@ class Evaluator:
         workflow: RolloutWorkflow,
     ) -> None:
         """Without a data set nothing is ever due."""
-        self._frequency = Frequency(config, ft_spec.steps_per_epoch, is_first_due=True)
+        super().__init__(config, ft_spec.steps_per_epoch, is_first_due=True)
         self._valid_dataset = valid_dataset
         self._workflow = workflow
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return when it last evaluated."""
-        return self._frequency.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self._frequency.load_state_dict(state)
 
     def evaluate(self, rollout: InferenceEngine, step: int, *, force: bool = False) -> dict[str, float] | None:
         """Evaluate the weights after `step` updates if due or forced (collective).
@@ -45,7 +37,7 @@ class Evaluator:
         Returns `eval/<name>` metrics; `eval/accuracy` is the mean reward. Call it at the top of the loop, so that row N
         has the accuracy of the weights that step N started from, and forced after the loop.
         """
-        if self._valid_dataset is None or not self._frequency.check(force=force):
+        if self._valid_dataset is None or not self.check(force=force):
             return None
         rows = [{**row, "prompt_id": PromptId(epoch=step, index=i)} for i, row in enumerate(self._valid_dataset)]
         means = rollout.evaluate_batch(rows, self._workflow)

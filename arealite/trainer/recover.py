@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils._pytree import tree_map_only
 
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.engine_api import InferenceEngine
@@ -32,9 +34,16 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
-from arealite.utils.distributed import agreed, all_reduce_numbers, global_rank, is_restarted, raise_on_every_rank
+from arealite.utils.distributed import (
+    agreed,
+    all_reduce_numbers,
+    global_rank,
+    is_restarted,
+    on_rank_0,
+    raise_on_every_rank,
+)
 from arealite.utils.environment import RESTART_VARIABLE
-from arealite.utils.files import aside, empty_folder, explain, file_lock, read_jsonl
+from arealite.utils.files import aside, empty_folder, explain, file_lock, fresh_folder, read_jsonl
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
@@ -42,25 +51,12 @@ from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
 logger = logging.getLogger("arealite.recover")
 
 _FACTS = "state.json"
-_RNG = "rng_{}.json"
-"""State of the random generators, by rank."""
-_FORMAT = 2
-"""Format of checkpoints; it changes when their contents do."""
+_RNG = "rng_{}.json"  # state of the random generators, by rank
+_FORMAT = 2  # of checkpoints; it changes when their contents do
 
-LOCK_TIMEOUT_S = 120.0
-"""Timeout for a killed predecessor to end; a file server keeps the lock of a dead node for 90 s."""
-WRITE_TIMEOUT_S = 1800.0
-"""Timeout of one checkpoint."""
-_FAILED_RANK_WRITE_TIMEOUT_S = 60.0
-"""Timeout of the write under way when this rank has failed and should end."""
-
-
-class Stateful(Protocol):
-    """An object whose state is plain data: a data loader, a saver, the rollout engine."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+LOCK_TIMEOUT_S = 120.0  # for a killed predecessor to end; a file server keeps the lock of a dead node for 90 s
+WRITE_TIMEOUT_S = 1800.0  # of one checkpoint
+_FAILED_RANK_WRITE_TIMEOUT_S = 60.0  # of the write under way when this rank has failed and should end
 
 
 class Recover:
@@ -95,10 +91,12 @@ class Recover:
     ) -> int:
         """Restore all objects from the checkpoint and return the first step to do, 0 without one.
 
-        Call it before the first episode starts. `save` writes the state of the same objects.
+        Call it before the first episode starts. `save` writes the state of the same objects, which is plain data.
         """
         self._engine, self._rollout = engine, rollout
         self._parts: dict[str, Stateful] = {"dataloader": dataloader, "recover": self._frequency, **(clocks or {})}
+        if rollout is not None:
+            self._parts["rollout"] = rollout
         found: list[Path | None] = [self._found]
         dist.broadcast_object_list(found, src=0)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
@@ -129,7 +127,12 @@ class Recover:
         self._settle(wait=False)
         if self._frequency.check():
             self._settle(wait=True)
-            self._write = self._begin(step)
+            # All that the next step changes is copied to memory.
+            facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
+            facts |= {name: part.state_dict() for name, part in self._parts.items()}
+            shards, path = self._engine.state_dict(), self._folder / f"step_{step}"
+            copied = tree_map_only(torch.Tensor, lambda shard: shard.detach().to("cpu", copy=True), shards)
+            self._write = _Write(path, facts, copied, rng_state(), self._group, self._keep_last)
 
     def __enter__(self) -> Recover:
         return self
@@ -149,7 +152,7 @@ class Recover:
         """Finish a write that has ended on every rank, or wait for it (collective)."""
         if self._write is None:
             return
-        (has_ended,) = all_reduce_numbers([float(wait or self._write.has_ended)], dist.ReduceOp.MIN)
+        (has_ended,) = all_reduce_numbers([wait or not self._write.thread.is_alive()], dist.ReduceOp.MIN)
         if has_ended:
             raise_on_every_rank(self._finish(WRITE_TIMEOUT_S))
 
@@ -158,24 +161,20 @@ class Recover:
         write, self._write = self._write, None
         if write is None:
             return None
-        error = write.end(timeout_s)
-        if error is None:
+        with waiting(f"{write.path.name} to be written to {self._folder}", on="disk"):
+            write.thread.join(timeout_s)
+        if write.thread.is_alive():
+            return CheckpointError(
+                f"{write.path} must be written within {timeout_s:g} s: it was not. Look at the disk and at other ranks."
+            )
+        if write.error is None:
             self._note(write.facts)
-        return error
+        return write.error
 
     def _note(self, facts: Mapping[str, Any]) -> None:
         """Report a published checkpoint to the rollout engine."""
         if self._rollout is not None and global_rank() == 0:
             self._rollout.note_checkpoint(facts["step"], facts["rollout"]["ledger_position"])
-
-    def _begin(self, step: int) -> _Write:
-        """Copy to memory everything that the next step changes, and start to write it."""
-        facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
-        facts |= {name: part.state_dict() for name, part in self._parts.items()}
-        if self._rollout is not None:
-            facts["rollout"] = self._rollout.state_dict()
-        shards, path = _on_cpu(self._engine.state_dict()), self._folder / f"step_{step}"
-        return _Write(path, facts, shards, rng_state(), self._group, self._keep_last)
 
     def _read(self, path: Path) -> int:
         """Read a checkpoint (collective) and return its step."""
@@ -194,19 +193,13 @@ class Recover:
         self._engine.load_state_dict(shards)
         for name, part in self._parts.items():
             part.load_state_dict(facts[name])
-        if self._rollout is not None:
-            self._rollout.load_state_dict(facts["rollout"] if global_rank() == 0 else {})
         self._note(facts)  # the process that published it may have died before it did this
-        self._restore_rng(path, facts)
-        return int(facts["step"])
-
-    def _restore_rng(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Restore the generators of this rank; a new rank is seeded by seed, rank and step."""
-        rank = dist.get_rank()
+        rank, step = dist.get_rank(), int(facts["step"])
         if rank < facts["world_size"]:
             set_rng_state(json.loads((path / _RNG.format(rank)).read_bytes()))
-        else:
-            seed_everything(random.Random(f"{self._engine.config.seed}-{rank}-{facts['step']}").getrandbits(63))
+        else:  # a new rank
+            seed_everything(random.Random(f"{self._engine.config.seed}-{rank}-{step}").getrandbits(63))
+        return step
 
 
 @dataclass
@@ -225,41 +218,22 @@ class _Write:
     keep_last: int
 
     def __post_init__(self) -> None:
-        self._error: CheckpointError | None = None
+        self.error: CheckpointError | None = None
         self._unfinished = self.path.with_name(f".{self.path.name}.unfinished")
-        self._thread = threading.Thread(target=self._run, name="arealite-checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def end(self, timeout_s: float) -> CheckpointError | None:
-        """Wait for the thread and return its error."""
-        with waiting(f"{self.path.name} to be written to {self.path.parent}", on="disk"):
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return CheckpointError(
-                f"{self.path} must be written within {timeout_s:g} s: it was not. Look at the disk and at other ranks."
-            )
-        return self._error
+        self.thread = threading.Thread(target=self._run, name="arealite-checkpoint", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
-            agreed(self._prepare, self.group)
+            on_rank_0(lambda: fresh_folder(self._unfinished), self.group)
             files = agreed(self._write_files, self.group)
             entries = [files] * dist.get_world_size(self.group)
             dist.all_gather_object(entries, files, group=self.group)
             whole = {name: entry for part in entries for name, entry in part.items()}
-            agreed(lambda: self._publish(whole), self.group)
+            on_rank_0(lambda: self._publish(whole), self.group)
         except Exception as error:
-            self._error = CheckpointError(explain(error, self.path))
-            self._error.__cause__ = error
-
-    def _prepare(self) -> None:
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished.mkdir(parents=True)
+            self.error = CheckpointError(explain(error, self.path))
+            self.error.__cause__ = error
 
     def _write_files(self) -> dict[str, checkpoint.Entry]:
         """Write this rank's files and return their entries of the manifest."""
@@ -275,13 +249,11 @@ class _Write:
         return checkpoint.entries_of(folder, [*texts, *shards, *([".metadata"] if rank == 0 else [])])
 
     def _publish(self, files: Mapping[str, checkpoint.Entry]) -> None:
-        if dist.get_rank() == 0:
-            checkpoint.seal(self._unfinished, files)
-            checkpoint.publish(self._unfinished, self.path)
-            folder = self.path.parent
-            steps = [step for step, _ in checkpoint.checkpoints(folder)]
-            scores = _scores(read_jsonl(RunFolder(folder.parent).metrics), steps)
-            checkpoint.prune(folder, keep_last=self.keep_last, scores=scores)
+        checkpoint.publish(self._unfinished, self.path, files)
+        folder = self.path.parent
+        steps = [step for step, _ in checkpoint.checkpoints(folder)]
+        scores = _scores(read_jsonl(RunFolder(folder.parent).metrics), steps)
+        checkpoint.prune(folder, keep_last=self.keep_last, scores=scores)
 
 
 def _choose(folder: Path, mode: str) -> Path | None:
@@ -321,15 +293,6 @@ def _undone(folder: Path, step: int) -> list[Path]:
     for path in folder.glob(".step_*"):
         shutil.rmtree(path)
     return [path for later, path in checkpoint.checkpoints(folder) if later > step]
-
-
-def _on_cpu(state: Any) -> Any:
-    """Copy the tensors in nested dicts and lists."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    return [_on_cpu(value) for value in state] if isinstance(state, list) else state
 
 
 def _cause_of(failed: CheckpointException) -> Exception:

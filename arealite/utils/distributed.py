@@ -176,9 +176,9 @@ def agreed(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     return outcome
 
 
-def on_rank_0(action: Callable[[], T]) -> T | None:
+def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T | None:
     """Run one phase on rank 0 alone and return its result there; raise on every rank if it failed (collective)."""
-    return agreed(lambda: action() if dist.get_rank() == 0 else None)
+    return agreed(lambda: action() if dist.get_rank() == 0 else None, group)
 
 
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:

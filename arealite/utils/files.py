@@ -28,6 +28,12 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> Non
         unfinished.replace(path)
 
 
+def fresh_folder(path: Path) -> None:
+    """Make an empty folder, in place of what an interrupted write left there."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
 def publish_folder(unfinished: Path, path: Path) -> None:
     """Give a finished folder its final name, in place of one that has it."""
     old = path.with_name(f".{path.name}.old")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.api.errors import CheckpointError
-from arealite.trainer.checkpoint import checkpoints, entries_of, find_damage, prune, publish, remove, seal
+from arealite.trainer.checkpoint import checkpoints, entries_of, find_damage, prune, publish, remove
 
 
 def publish_step(folder: Path, step: int, **files: bytes) -> Path:
@@ -16,8 +16,7 @@ def publish_step(folder: Path, step: int, **files: bytes) -> Path:
     unfinished.mkdir(parents=True)
     for name, content in (files or {"a": b"x" * step}).items():
         (unfinished / name).write_bytes(content)
-    seal(unfinished, entries_of(unfinished, os.listdir(unfinished)))
-    publish(unfinished, folder / f"step_{step}")
+    publish(unfinished, folder / f"step_{step}", entries_of(unfinished, os.listdir(unfinished)))
     return folder / f"step_{step}"
 
 

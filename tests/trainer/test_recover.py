@@ -24,7 +24,7 @@ from training_cases import write_model
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
-from arealite.trainer.checkpoint import entries_of, find_damage, seal
+from arealite.trainer.checkpoint import entries_of, find_damage, publish
 from arealite.trainer.recover import Recover
 
 pytestmark = pytest.mark.xdist_group("recover")
@@ -193,7 +193,10 @@ def test_another_format_is_refused(model: str, folder: Path) -> None:
     path = folder / "e/t/recover/step_3"
     facts = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(facts | {"format": 0}))
-    seal(path, entries_of(path, [file.name for file in path.iterdir() if file.name != "manifest.json"]))
+    changed = path.rename(path.with_name("changed"))
+    publish(
+        changed, path, entries_of(changed, [file.name for file in changed.iterdir() if file.name != "manifest.json"])
+    )
     with pytest.raises(CheckpointError, match="must have format 2: got 0"):
         train(model, folder, steps=5)
 

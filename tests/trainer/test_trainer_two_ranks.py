@@ -18,11 +18,12 @@ FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4
 
 
 class RankFileEngine:
-    """Every rank writes a file, rank 1 late."""
+    """Every rank writes a file, rank 1 late; as at every engine, no rank returns before all have written."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         time.sleep(0.3 * dist.get_rank())
         (Path(meta.path) / f"shard_{dist.get_rank()}").touch()
+        dist.barrier()
 
 
 def work(test: Connection, folder: str) -> None:
