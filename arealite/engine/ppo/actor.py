@@ -8,6 +8,7 @@ minibatches depend on `group_index`, a row's group in the global batch, and neve
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,17 @@ from arealite.algorithms.ppo import ppo_actor_loss_fn
 from arealite.api.cli_args import PPOActorConfig
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
+from arealite.utils.stats import Reduction, reduction_of
 
+# What scripts of the original call these; a key that nobody reads would change the objective silently.
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
-"""What scripts of the original call these; a key that nobody reads would change the objective silently."""
-UNKNOWN_LOGPROB = -9999.0
-"""What vLLM's HTTP server reports for a logprob that is not finite. Such a token is not trained on."""
+UNKNOWN_LOGPROB = -9999.0  # vLLM's, over HTTP, of a logprob that is not finite; such a token is not trained on
+_Reduce = Callable[..., torch.Tensor]
+_REDUCTIONS: dict[Reduction, tuple[_Reduce, float, _Reduce]] = {  # of values, the result of none, of two results
+    "mean": (torch.sum, 0.0, torch.add),
+    "max": (torch.max, -math.inf, torch.maximum),
+    "min": (torch.min, math.inf, torch.minimum),
+}
 
 
 class PPOActor:
@@ -95,9 +102,7 @@ class PPOActor:
         columns = batch.select("input_ids", "attention_mask", "advantages")
         columns["loss_mask"] = _trained_tokens(batch)
         columns["proximal_logprobs"], columns["rollout_logprobs"] = proximal_BT, rollout_BT
-        means = MeanMetrics()
-        largest_ratios: list[torch.Tensor] = []
-        largest_weights: list[torch.Tensor] = []
+        metrics = MaskedMetrics()
 
         def loss_fn(logits_NV: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
             logprobs_N, entropy_N = packed_logprobs_entropy(
@@ -115,11 +120,12 @@ class PPOActor:
             )
             statistics["entropy"] = entropy_N
             mask_N = micro_batch["loss_mask"]
-            largest_ratios.append(torch.where(mask_N, statistics["ratio"], 0.0).max())
             kept_N = mask_N & ~statistics["rollout_importance_dropped_ratio"]
-            largest_weights.append(torch.where(kept_N, statistics["rollout_importance_weight"], 0.0).max())
-            for name, value in statistics.items():
-                means.add(kept_N if name == "rollout_importance_weight" else mask_N, **{f"policy/{name}": value})
+            weight_N = torch.where(kept_N, statistics.pop("rollout_importance_weight"), 0.0)
+            metrics.add(kept_N, {"policy/rollout_importance_weight": weight_N})
+            metrics.add(mask_N, {f"policy/{name}": value for name, value in statistics.items()})
+            largest = {"policy/ratio_max": statistics["ratio"], "policy/rollout_importance_weight_max": weight_N}
+            metrics.add(mask_N, largest)
             return loss
 
         self.engine.train()
@@ -129,18 +135,14 @@ class PPOActor:
             for index in range(num_minibatches)
         ]
         self.engine.step_lr_scheduler()
-        ratio_max, weight_max = self._largest(
-            [max(map(float, values), default=0.0) for values in (largest_ratios, largest_weights)]
-        )
+        described = self._describe(batch, columns["loss_mask"], metrics)
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
-            **means.reduce(self.engine.parallelism_group),
+            **metrics.reduce(self.engine.parallelism_group),
             "optim/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
             "optim/lr": steps[0]["lr"],
             "optim/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
-            **self._batch_metrics(batch, columns["loss_mask"]),
-            "policy/ratio_max": ratio_max,
-            "policy/rollout_importance_weight_max": weight_max,
+            **described,
         }
 
     def _old_logprobs(self, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,8 +160,8 @@ class PPOActor:
         logprobs_BT = batch["proximal_logprobs"] if "proximal_logprobs" in batch else batch["logprobs"]
         return logprobs_BT, logprobs_BT
 
-    def _batch_metrics(self, batch: TensorDict, mask_BT: torch.Tensor) -> dict[str, float]:
-        """Describe the global batch.
+    def _describe(self, batch: TensorDict, mask_BT: torch.Tensor, metrics: "MaskedMetrics") -> dict[str, float]:
+        """Describe the global batch: add what can be reduced value by value to `metrics`, and return the rest.
 
         `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
         the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
@@ -169,40 +171,27 @@ class PPOActor:
         version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
         staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)
         sampled_B = batch["loss_mask"].sum(dim=1)
-        rows = {
-            "reward/mean": batch["rewards"],
-            "staleness/mean": staleness_B,
-            "rollout/prompt_tokens": lengths_B - sampled_B,
-            "rollout/completion_tokens": sampled_B,
-        }
+        rows = {"reward/mean": batch["rewards"], "rollout/prompt_tokens": lengths_B - sampled_B}
+        rows |= dict.fromkeys(("staleness/mean", "staleness/max"), staleness_B)
+        rows |= {f"rollout/completion_tokens{suffix}": sampled_B for suffix in ("", "_min", "_max")}
         if "no_eos" in batch:
             rows["rollout/truncated_ratio"] = batch["no_eos"]
-        means = MeanMetrics()
-        means.add(torch.ones_like(lengths_B), **rows)
+        metrics.add(torch.ones_like(lengths_B), rows)
         if "proximal_logprobs" in batch:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
-            means.add(mask_BT, **{"policy/mismatch_kl": k3(log_ratio_BT)})
+            metrics.add(mask_BT, {"policy/mismatch_kl": k3(log_ratio_BT)})
         if "ref_logprobs" in batch:
             log_ratio_BT = self._old_logprobs(batch)[1].double() - batch["ref_logprobs"].double()
-            means.add(mask_BT, **{"policy/ref_kl": k3(log_ratio_BT)})
+            metrics.add(mask_BT, {"policy/ref_kl": k3(log_ratio_BT)})
         groups_B, num_groups = self._groups(batch)
         (deviation,) = spread(batch["rewards"], torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()
         deviations_G = spread(batch["rewards"], groups_B, num_groups, reduce=self._sum_over_ranks)[1]
         unknown_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & ~mask_BT
-        group = self.engine.parallelism_group
-        num_tokens, num_trained, num_unknown = all_reduce_numbers(
-            [one.sum().item() for one in (lengths_B, mask_BT, unknown_BT)], group=group
-        )
-        oldest, longest, shortest = self._largest(
-            [max(values.tolist(), default=-math.inf) for values in (staleness_B, sampled_B, -sampled_B)]
-        )
+        counts = [one.sum().item() for one in (lengths_B, mask_BT, unknown_BT)]
+        num_tokens, num_trained, num_unknown = all_reduce_numbers(counts, group=self.engine.parallelism_group)
         return {
-            **means.reduce(group),
             "reward/std": deviation,
             "reward/dead_group_ratio": (deviations_G == 0).sum().item() / (~deviations_G.isnan()).sum().item(),
-            "staleness/max": oldest,
-            "rollout/completion_tokens_min": -shortest,
-            "rollout/completion_tokens_max": longest,
             "rollout/unknown_logprobs": num_unknown,
             "perf/processed_tokens": num_tokens,
             "perf/trained_tokens": num_trained,
@@ -228,11 +217,9 @@ class PPOActor:
             counts[rank] = num_rows // size
             first = int(all_reduce(counts, group=group)[:rank].sum())
             groups_B = first + torch.arange(num_rows, device=batch["attention_mask"].device) // size
-        largest = groups_B.max().item() + 1 if len(groups_B) else 0
-        return groups_B, int(self._largest([largest])[0])
-
-    def _largest(self, values: list[float]) -> list[float]:
-        return all_reduce_numbers(values, dist.ReduceOp.MAX, self.engine.parallelism_group)
+        num_groups = groups_B.max().item() + 1 if len(groups_B) else 0
+        (num_on_all,) = all_reduce_numbers([num_groups], dist.ReduceOp.MAX, group)
+        return groups_B, int(num_on_all)
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(tensor, group=self.engine.parallelism_group)
@@ -249,28 +236,34 @@ class FSDPPPOActor(FSDPEngine, PPOActor):
         PPOActor.__init__(self, config, engine=self)
 
 
-class MeanMetrics:
-    """Means of named values over the elements of masks, over all that was added and all ranks."""
+class MaskedMetrics:
+    """Means (maxima, minima where a name ends so) of values under masks, over all that was added and all ranks."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
+        self._totals: dict[str, torch.Tensor] = {}
 
-    def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
+    def add(self, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """Add values under a mask of their shape."""
-        counted = mask.double().sum()
-        for name, value in values.items():
-            entry = torch.stack([torch.where(mask.bool(), value.double(), 0.0).sum(), counted])
-            self._sums[name] = self._sums[name] + entry if name in self._sums else entry
+        for name, value in values.items() if mask.numel() else ():
+            total, of_none, _ = _REDUCTIONS[reduction_of(name)]
+            count = mask.double().sum() if total is torch.sum else torch.ones((), device=mask.device)
+            kept = torch.where(mask.bool(), value.double(), of_none)
+            _merge(self._totals, {name: torch.stack([total(kept), count])})
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Return the means, also of names that only other ranks added (collective)."""
+        """Return the results, also of names that only other ranks added (collective)."""
         of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, {name: entry.cpu() for name, entry in self._sums.items()}, group=group)
+        dist.all_gather_object(of_ranks, {name: entry.cpu() for name, entry in self._totals.items()}, group=group)
         totals: dict[str, torch.Tensor] = {}
-        for sums in of_ranks:
-            for name, entry in sums.items():
-                totals[name] = totals[name] + entry if name in totals else entry
+        for of_rank in of_ranks:
+            _merge(totals, of_rank)
         return {name: total.item() / max(count.item(), 1.0) for name, (total, count) in totals.items()}
+
+
+def _merge(totals: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
+    for name, other in others.items():
+        merged = _REDUCTIONS[reduction_of(name)][2]
+        totals[name] = merged(totals[name], other) if name in totals else other
 
 
 def _trained_tokens(batch: TensorDict) -> torch.Tensor:
