@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine import fsdp_weights, hf_model
-from arealite.engine.optimizer import LRSchedule, make_adamw
+from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
 from arealite.utils.logging import setup_logging
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("arealite.engine")
 
-COLLECTIVE_TIMEOUT_S = 7200.0
-"""Timeout of a collective; other ranks wait in one while rank 0 collects rollouts, or downloads the model."""
+COLLECTIVE_TIMEOUT_S = 7200.0  # other ranks wait in one while rank 0 collects rollouts, or downloads the model
 
 
 class FSDPEngine(TrainEngine):
@@ -69,8 +68,7 @@ class FSDPEngine(TrainEngine):
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._version = 0
         self._has_trained = False
-        self.num_changes = 0
-        """How often the weights have changed."""
+        self.num_changes = 0  # of the weights
         self._transfer: BroadcastGroup | None = None
 
     # Life
@@ -92,44 +90,38 @@ class FSDPEngine(TrainEngine):
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
         seed_everything(self.config.seed + self.data_parallel_rank)
         self._attention = hf_model.pick_attention(self.config.attn_impl, self.device, self.dtype)
-        self.model = self._build_model()
+        self.model = hf_model.build_meta_model(self.config.path, self._attention)
+        if self.config.disable_dropout:
+            _disable_dropout(self.model)
+        layers = _layers_to_wrap(self.model, self.config)
+        if self.config.gradient_checkpointing:
+            for layer in layers:
+                layer.forward = functools.partial(_recomputed, layer, layer.forward)
+        self._shard(layers)
+        self.model.to_empty(device="cpu" if self.config.fsdp.offload_params else self.device)
+        self._copy_whole_model(self.config.path, self.config.init_from_scratch)
         if self.config.optimizer is not None:
             self.optimizer = make_adamw(self.model.parameters(), self.config.optimizer)
             total_steps = None if ft_spec is None else ft_spec.total_train_steps
             self.lr_schedule = LRSchedule(self.optimizer, self.config.optimizer, total_steps)
 
-    def _build_model(self) -> PreTrainedModel:
-        model = hf_model.build_meta_model(self.config.path, self._attention)
-        if self.config.disable_dropout:
-            _disable_dropout(model)
-        if self.config.gradient_checkpointing:
-            for layer in _layers_to_wrap(model, self.config):
-                layer.forward = functools.partial(_recomputed, layer, layer.forward)
-        self._shard(model)
-        model.to_empty(device="cpu" if self.config.fsdp.offload_params else self.device)
-        self._copy_whole_model(model, self.config.path, self.config.init_from_scratch)
-        return model
-
-    def _shard(self, model: PreTrainedModel) -> None:
+    def _shard(self, layers: Sequence[torch.nn.Module]) -> None:
         """Shard every transformer layer by itself and what remains together."""
         mesh = init_device_mesh(self.device.type, (self.data_parallel_world_size,), mesh_dim_names=("dp",))
-        precision = MixedPrecisionPolicy(
-            param_dtype=self.dtype, reduce_dtype=getattr(torch, self.config.grad_reduce_dtype)
-        )
+        reduce_dtype = getattr(torch, self.config.grad_reduce_dtype)
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce_dtype)
         offload = OffloadPolicy()
         if self.config.fsdp.offload_params:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        for layer in _layers_to_wrap(model, self.config):
-            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        for module in (*layers, self.model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
-    def _copy_whole_model(self, model: PreTrainedModel, path: str, init_from_scratch: bool = False) -> None:
+    def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
         """Read a model on rank 0 and distribute it (collective)."""
         self.num_changes += 1
-        is_first, seed = self.data_parallel_rank == 0, self.config.seed
+        seed = self.config.seed
         load = functools.partial(hf_model.load_whole_model, path, init_from_scratch=init_from_scratch, seed=seed)
-        whole = distributed.agreed(lambda: load() if is_first else None, self._group)
-        hf_model.copy_from_rank0(model, whole, self.device)
+        hf_model.copy_from_rank0(self.model, distributed.on_rank_0(load, self._group), self.device)
 
     def destroy(self) -> None:
         if self._transfer is not None:
@@ -266,24 +258,20 @@ class FSDPEngine(TrainEngine):
         if num_tokens == 0:
             input_ids = position_ids = torch.zeros(1, dtype=torch.long, device=self.device)
             lengths = [1]
+        bounds: dict[str, Any] = {}  # of sequences; other attentions of transformers infer them from `position_ids`
+        if self._attention == PACKED_SDPA:
+            bounds = {"segment_lengths": lengths}
+        elif self._attention.startswith("flash_attention"):
+            ends, longest = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32), max(lengths)
+            bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         output = self.model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
-            **self._attention_arguments(lengths),
+            **bounds,
         )
         heartbeat.tick()
         return output.logits[0, :num_tokens], packed
-
-    def _attention_arguments(self, lengths: list[int]) -> dict[str, Any]:
-        """Return where sequences begin and end; other attentions of transformers infer it from `position_ids`."""
-        if self._attention == PACKED_SDPA:
-            return {"segment_lengths": lengths}
-        if self._attention.startswith("flash_attention"):
-            ends = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32)
-            longest = max(lengths)
-            return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        return {}
 
     def _mean_over_ranks(self, local_sum: float, total_weight: float) -> float:
         (total,) = distributed.all_reduce_numbers([local_sum], group=self._group)
@@ -302,7 +290,7 @@ class FSDPEngine(TrainEngine):
     @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a Hugging Face checkpoint (collective); with the optimizer, one saved on any number of ranks."""
-        self._copy_whole_model(self.model, meta.path)
+        self._copy_whole_model(meta.path)
         if meta.with_optim:
             self.lr_schedule.set_step(fsdp_weights.load_optimizer(self.model, self.optimizer, meta.path))
 
@@ -312,8 +300,13 @@ class FSDPEngine(TrainEngine):
         Its weights are those in use, so reading a checkpoint into it changes them in place.
         """
         assert self.config.optimizer is not None, "only a model that is trained has a state"
-        state = fsdp_weights.training_state(self.model, self.optimizer)
-        return state | {"num_steps": self.lr_schedule.num_steps, "version": self._version}
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {
+            "model": {name: tensor.detach() for name, tensor in tensors},
+            "optimizer": optimizer_state(self.model, self.optimizer),
+            "num_steps": self.lr_schedule.num_steps,
+            "version": self._version,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict` into which a checkpoint of any number of ranks was read."""

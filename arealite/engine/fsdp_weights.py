@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.hf_model import checkpoint_names, iter_full_params, write_checkpoint
+from arealite.engine.hf_model import checkpoint_shapes, iter_full_params, write_checkpoint
 from arealite.engine.optimizer import optimizer_state
 from arealite.utils.distributed import all_reduce, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
@@ -134,8 +134,7 @@ def fingerprint_shards(model: PreTrainedModel) -> str:
 def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
     """Return the specs of all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
     specs = [ParamSpec(name, tuple(parameter.shape), dtype) for name, parameter in model.named_parameters()]
-    all_names = {spec.name for spec in specs}
-    if checkpoint_names(model, all_names) != all_names:
+    if checkpoint_shapes(model).keys() != {spec.name for spec in specs}:
         raise ValueError(
             f"parameters of {type(model).__name__} must be named as in its checkpoint to be broadcast: transformers "
             "renames or fuses them when it loads the model. Set rollout.weight_update: disk."
@@ -149,12 +148,6 @@ def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[li
         buckets[-1].append(spec)
         free -= spec.size
     return buckets
-
-
-def training_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return this rank's shards of weights, buffers and optimizer state, by name; the weights are no copies."""
-    weights = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    return {"model": weights, "optimizer": optimizer_state(model, optimizer)}
 
 
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num_steps: int, path: str) -> None:

@@ -6,7 +6,7 @@ rank 0's model, also buffers that no checkpoint contains.
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,10 +90,10 @@ def iter_full_params(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tup
         yield name, shard.full_tensor()
 
 
-def checkpoint_names(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names that parameters have in a Hugging Face checkpoint."""
-    meta = {name: torch.empty(model.get_parameter(name).shape, device="meta") for name in names}
-    return set(revert_weight_conversion(model, meta))
+def checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters by the names that they have in a Hugging Face checkpoint."""
+    meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, meta).items()}
 
 
 def write_checkpoint(

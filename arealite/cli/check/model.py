@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.cli.check.findings import Findings, counted
 from arealite.dataset import load_split
-from arealite.engine.hf_model import build_meta_model, pick_attention
+from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, pick_attention
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.chat_template import Certificate, certify
@@ -52,8 +51,7 @@ def check_weights(found: Findings, config: Config, model: PreTrainedModel) -> No
                 stored |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
             found.add("problem", f"{file} must be a whole safetensors file: got {error}", "Download it again.")
-    meta = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
-    expected = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, meta).items()}
+    expected = checkpoint_shapes(model)
     wrong = [f"{name} is missing" for name in expected if name not in stored]
     wrong += [f"{n} is {list(stored[n])}, not {list(s)}" for n, s in expected.items() if stored.get(n, s) != s]
     if wrong:
