@@ -42,10 +42,8 @@ class EngineStats:
     slots: int
     cached_tokens: int
     cache_capacity_tokens: int
-    generated_tokens: int
-    """Since the start."""
-    stale_kv_tokens: int
-    """Of those, tokens sampled on keys and values of older weights."""
+    generated_tokens: int  # since the start
+    stale_kv_tokens: int  # of those, tokens sampled on keys and values of older weights
     is_paused: bool
     version: str
 
@@ -83,14 +81,11 @@ class GenerationEngine:
             move=lambda source, destination, length: runner.cache.copy(source, [destination], length),
         )
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._gate = threading.Lock()
-        """Guards `stopped`, so that no message enters the inbox after the last look at it."""
+        self._gate = threading.Lock()  # guards `stopped`, so that no message enters the inbox after the last look at it
         self._is_paused = False
         self._is_closing = False
-        self._has_cancelled = False
-        """Whether a sequence may have been cancelled that the scheduler still has."""
-        self._rows: SamplingRows | None = None
-        """Sampling parameters of the running sequences; None after those have changed."""
+        self._has_cancelled = False  # whether a sequence may have been cancelled that the scheduler still has
+        self._rows: SamplingRows | None = None  # parameters of the running sequences; None after those have changed
         self._generated_tokens = 0
         self._unlogged_s = 0.0
         self._logged_tokens = 0

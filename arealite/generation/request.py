@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-GREEDY_TEMPERATURE = 1e-6
-"""Temperatures below this one mean greedy decoding, as in SGLang."""
+GREEDY_TEMPERATURE = 1e-6  # temperatures below this one mean greedy decoding, as in SGLang
 
 
 @dataclass(frozen=True)
@@ -18,16 +17,12 @@ class SamplingParams:
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
-    top_p: float = 1.0
-    """Keep the most likely tokens up to this mass, including the token that reaches it."""
-    top_k: int = -1
-    """Keep this many of the most likely tokens; -1 is all. `top_p` is a share of the mass before this cut."""
+    top_p: float = 1.0  # keep the most likely tokens up to this mass, including the token that reaches it
+    top_k: int = -1  # keep this many of the most likely tokens; -1 is all; `top_p` is a share of the mass before this
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    """Ignore the model's end-of-sequence tokens; `stop_token_ids` still stop."""
-    seed: int = 0
-    """The random number of the token at absolute position p is a hash of (seed, p)."""
+    ignore_eos: bool = False  # ignore the model's end-of-sequence tokens; `stop_token_ids` still stop
+    seed: int = 0  # the random number of the token at absolute position p is a hash of (seed, p)
 
     @property
     def greedy(self) -> bool:
@@ -68,11 +63,9 @@ class GenerationResult:
     output_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
-    version: str
-    """Of the weights when the sequence ended."""
+    version: str  # of the weights when the sequence ended
     version_spans: list[VersionSpan] = field(default_factory=list)
-    stale_kv_tokens: int = 0
-    """Output tokens that were sampled on keys and values of older weights."""
+    stale_kv_tokens: int = 0  # output tokens that were sampled on keys and values of older weights
 
 
 class GenerationError(RuntimeError):

@@ -15,19 +15,15 @@ class Sequence:
 
     request: GenerationRequest
     stop_ids: frozenset[int]
-    max_length: int
-    """Limit on `length`."""
+    max_length: int  # limit on `length`
     stops: StopStrings | None
     future: Future[GenerationResult] = field(default_factory=Future)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    length: int = 0
-    """Tokens of prompt and output so far."""
-    has_stale_kv: bool = False
-    """Whether older weights than the current ones computed its cache."""
-    num_stale_tokens: int = 0
-    """Output tokens sampled on such a cache."""
+    length: int = 0  # tokens of prompt and output so far
+    has_stale_kv: bool = False  # whether older weights than the current ones computed its cache
+    num_stale_tokens: int = 0  # output tokens sampled on such a cache
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -98,8 +98,7 @@ class SlotDecode:
         return output_nHGD.reshape(n, 1, -1, D)
 
 
-SlotStep = PackedPrefill | SlotDecode
-"""One forward pass over the cache."""
+SlotStep = PackedPrefill | SlotDecode  # one forward pass over the cache
 
 
 def slot_attention(

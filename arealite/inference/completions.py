@@ -31,8 +31,7 @@ logger = logging.getLogger("arealite.client")
 
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-_RESUME_GRACE_S = 60.0
-"""How much longer than a weight update may take a request waits for its end."""
+_RESUME_GRACE_S = 60.0  # how much longer than a weight update may take a request waits for its end
 
 
 class Completions:
@@ -41,27 +40,21 @@ class Completions:
     def __init__(
         self, config: InferenceEngineConfig, backend: Backend, servers: ServerPool, session: aiohttp.ClientSession
     ) -> None:
-        self.may_generate = asyncio.Event()
-        """Cleared while a weight update pauses the servers."""
+        self.may_generate = asyncio.Event()  # cleared while a weight update pauses the servers
         self.may_generate.set()
-        self.update_timeout_s = config.weight_update_timeout
-        """Timeout of the last weight update."""
-        self.num_tokens = 0
-        """Sampled so far."""
+        self.update_timeout_s = config.weight_update_timeout  # timeout of the last weight update
+        self.num_tokens = 0  # sampled so far
         self.num_stale_kv_tokens = 0
         self.health = Health(session, servers, self.may_generate)
         self._session = session
         self._config = config
         self._backend = backend
         self._servers = servers
-        self._changed = asyncio.Event()
-        """Set and replaced when the servers have changed."""
-        self._deserted_at: float | None = None
-        """Since when no server can take a request."""
+        self._changed = asyncio.Event()  # set and replaced when the servers have changed
+        self._deserted_at: float | None = None  # since when no server can take a request
         self._num_loose_requests = 0
         self._tokenizer: asyncio.Task[Any] | None = None
-        self._vocab_size: int | None = None
-        """Unknown without a tokenizer path."""
+        self._vocab_size: int | None = None  # unknown without a tokenizer path
 
     async def connect(self, addresses: list[str]) -> None:
         """Wait until all servers are ready, check what they support, and add them to the pool."""

@@ -25,14 +25,10 @@ from arealite.utils.tasks import BackgroundTasks
 
 logger = logging.getLogger("arealite.client")
 
-_LOOK_AGAIN_S = 1.0
-"""Between two checks of a member without an entry."""
-_TELL_S = 10.0
-"""Between two log lines of a wait for servers."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
-"""Between two attempts to contact a server."""
-_MAX_OUTAGE_PAUSE_S = 5.0
-"""Between two tries to reach the registry."""
+_LOOK_AGAIN_S = 1.0  # between two checks of a member without an entry
+_TELL_S = 10.0  # between two log lines of a wait for servers
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0  # between two attempts to contact a server
+_MAX_OUTAGE_PAUSE_S = 5.0  # between two tries to reach the registry
 
 
 async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Registry | RegistryClient:
@@ -57,23 +53,18 @@ class Membership:
         completions: Completions,
         registry: Registry | RegistryClient,
     ) -> None:
-        self.num_joined = self.num_left = 0
-        """Members that joined after the run had started, and members that were removed."""
+        self.num_joined = self.num_left = 0  # members that joined after the start of the run, and that were removed
         self._config = config
         self._servers = servers
         self._completions = completions
         self._registry = registry
-        self._records: dict[str, ServerRecord] = {}
-        """By name, as last seen."""
-        self._taken: dict[str, ServerRecord] = {}
-        """By address: members, servers being contacted, and rejected servers."""
-        self._failures: dict[str, Exception] = {}
-        """By address: what went wrong at the last contact."""
+        self._records: dict[str, ServerRecord] = {}  # by name, as last seen
+        self._taken: dict[str, ServerRecord] = {}  # by address: members, servers being contacted, and rejected servers
+        self._failures: dict[str, Exception] = {}  # by address: what went wrong at the last contact
         self._looked_after: set[str] = set()
         self._outage: RegistryError | None = None
         self._is_started = False
-        self._news = asyncio.Event()
-        """Set when `wait_for` has something to look at."""
+        self._news = asyncio.Event()  # set when `wait_for` has something to look at
         self._tasks = BackgroundTasks("noticing which servers come and go", logger, self._news.set)
         self._tasks.start(self._watch())
 

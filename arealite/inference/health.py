@@ -43,12 +43,9 @@ class Health:
         self._may_generate = may_generate
         self._quiet_s = quiet_s
         self._health_s = health_s
-        self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)
-        """One per request in flight."""
-        self._heard_at: defaultdict[Server, float] = defaultdict(float)
-        """When a server last replied."""
-        self._num_errors: defaultdict[Server, int] = defaultdict(int)
-        """How often a server was suspected since its last good answer."""
+        self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)  # one per request in flight
+        self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
+        self._num_errors: defaultdict[Server, int] = defaultdict(int)  # suspicions since the last good answer
         self._tasks = BackgroundTasks("watching which servers answer", logger)
         self._tasks.start(self._watch())
 

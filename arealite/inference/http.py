@@ -58,8 +58,7 @@ class ServerConnection:
 
     session: aiohttp.ClientSession
     address: str
-    deadline: float
-    """By the clock of the running loop."""
+    deadline: float  # by the clock of the running loop
 
     async def request(self, method: Literal["GET", "POST"], endpoint: str, payload: Json | None = None) -> Json:
         """Return the reply, `{}` if it is no JSON; without a payload POST sends an empty object."""

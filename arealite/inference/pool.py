@@ -14,30 +14,21 @@ from dataclasses import dataclass
 from arealite.api.errors import ConfigError
 from arealite.utils.network import check_address
 
-_MAX_STICKY = 65536
-"""Remembered rids; the oldest are forgotten first."""
-_MIN_TOKENS = 8
-"""Shorter completions say more about the prompt than about the server's speed."""
-_MAX_SLOWNESS = 4.0
-"""How many times slower than the fastest a server may be that keeps the requests of a rid."""
-_NEWEST_SHARE = 0.2
-"""How much the newest completion counts in the moving average."""
-_HALF_LIFE_S = 60.0
-"""In which an old measurement loses half of its weight."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0
-"""Between two weight updates that a server fails in, at least; doubled each time."""
-NO_VERSION = -1
-"""Of a server whose weights are unknown."""
+_MAX_STICKY = 65536  # remembered rids; the oldest are forgotten first
+_MIN_TOKENS = 8  # shorter completions say more about the prompt than about the server's speed
+_MAX_SLOWNESS = 4.0  # how many times slower than the fastest a server may be that keeps the requests of a rid
+_NEWEST_SHARE = 0.2  # how much the newest completion counts in the moving average
+_HALF_LIFE_S = 60.0  # in which an old measurement loses half of its weight
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0  # between two weight updates that a server fails in; doubled each time
+NO_VERSION = -1  # of a server whose weights are unknown
 
 
 @dataclass(frozen=True)
 class ServerFacts:
     """What a server has told about itself."""
 
-    dtype: str | None = None
-    """In which it computes; None if it does not tell."""
-    num_gpus: int = 1
-    """Each is a rank of broadcast groups, also if it is a CPU."""
+    dtype: str | None = None  # in which it computes; None if it does not tell
+    num_gpus: int = 1  # each is a rank of broadcast groups, also if it is a CPU
     takes_broadcasts: bool = True
 
 
@@ -47,24 +38,16 @@ class Server:
 
     address: str
     facts: ServerFacts
-    version: int = NO_VERSION
-    """Of the weights that were last published to it."""
-    outstanding_tokens: int = 0
-    """Tokens of the requests in flight, prompts and largest completions."""
-    num_requests: int = 0
-    """Sent so far."""
+    version: int = NO_VERSION  # of the weights that were last published to it
+    outstanding_tokens: int = 0  # tokens of the requests in flight, prompts and largest completions
+    num_requests: int = 0  # sent so far
     is_reachable: bool = True
-    tokens_per_s: float | None = None
-    """What one request gets of it, as a moving average; None before the first completion."""
-    measured_at: float = 0.0
-    """When that was last measured."""
-    num_failures: int = 0
-    """Weight updates that it has failed in since the last one that reached it."""
+    tokens_per_s: float | None = None  # moving average for one request; None before the first completion
+    measured_at: float = 0.0  # when that was last measured
+    num_failures: int = 0  # weight updates that it has failed in since the last one that reached it
     is_backing_off: bool = False
-    refused: bool = False
-    """Whether it refused the update that it failed in, which it would do again."""
-    tells_versions: bool = False
-    """Whether a reply has ever said which weights sampled it."""
+    refused: bool = False  # whether it refused the update that it failed in, which it would do again
+    tells_versions: bool = False  # whether a reply has ever said which weights sampled it
 
 
 class ServerPool:
@@ -74,8 +57,7 @@ class ServerPool:
         self._clock = clock
         self.on_change: Callable[[], None] | None = None
         """Called after every change of members and of what they are fit for, in the thread that made it."""
-        self.version = 0
-        """Of the newest published weights."""
+        self.version = 0  # of the newest published weights
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
 

@@ -42,8 +42,7 @@ T = TypeVar("T")
 class RemoteInferenceEngine(InferenceEngine):
     """Samples from servers of the kind that `rollout.backend` names, over HTTP, and runs episodes on top of that."""
 
-    protocol: type[Any] = Backend
-    """What the servers must speak."""
+    protocol: type[Any] = Backend  # what the servers must speak
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         kind = KINDS[config.backend]
@@ -59,14 +58,11 @@ class RemoteInferenceEngine(InferenceEngine):
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._completions: Completions
-        self.receiver: WeightReceiver
-        """They exist as long as the executor."""
-        self._membership: Membership | None = None
-        """None for `server_addrs`, which never change."""
+        self.receiver: WeightReceiver  # both exist as long as the executor
+        self._membership: Membership | None = None  # None for `server_addrs`, which never change
         self.catch_up: Callable[[], None] | None = None
         """Brings the current weights to joining servers (collective); `publish_weights` sets it on every rank."""
-        self._rate_from = (time.monotonic(), 0)
-        """When `metrics` was last called, and how many tokens had been sampled."""
+        self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._exchange = RankZeroExchange()
         self.canary_gap: float | None = None

@@ -34,13 +34,10 @@ logger = logging.getLogger("arealite.client")
 T = TypeVar("T")
 _Call = Callable[[ServerConnection], Coroutine[Any, Any, T]]
 
-_RESUME_S = 30.0
-"""Most that servers may take to resume after an update, whatever became of it."""
+_RESUME_S = 30.0  # most that servers may take to resume after an update, whatever became of it
 _LISTEN_PAUSE_S = 0.01
-_LAST_WORD_S = 1.0
-"""In which servers may say what went wrong when the sender has noticed already."""
-_LEAVE_S = 5.0
-"""Deadline for servers to leave a group that is no longer used."""
+_LAST_WORD_S = 1.0  # in which servers may say what went wrong when the sender has noticed already
+_LEAVE_S = 5.0  # deadline for servers to leave a group that is no longer used
 
 
 @dataclass(eq=False)
@@ -50,22 +47,14 @@ class WeightUpdate:
     meta: WeightUpdateMeta
     version: int
     deadline: float
-    serving: set[Server]
-    """Servers that served before it."""
-    asked: Sequence[Server] = ()
-    """Servers that were to take part."""
-    members: Sequence[Server] = ()
-    """Servers that take part, once paused."""
-    failures: dict[Server, ServerError] = field(default_factory=dict)
-    """Why servers failed."""
-    found_nobody: bool = False
-    """Whether no server could be paused."""
-    is_torn: bool = False
-    """Whether a server may hold some of the new weights."""
-    has_dropped: bool = False
-    """Whether servers were dropped from it."""
-    is_wrong: bool = False
-    """Whether wrong weights arrived at a server that served."""
+    serving: set[Server]  # servers that served before it
+    asked: Sequence[Server] = ()  # servers that were to take part
+    members: Sequence[Server] = ()  # servers that take part, once paused
+    failures: dict[Server, ServerError] = field(default_factory=dict)  # why servers failed
+    found_nobody: bool = False  # whether no server could be paused
+    is_torn: bool = False  # whether a server may hold some of the new weights
+    has_dropped: bool = False  # whether servers were dropped from it
+    is_wrong: bool = False  # whether wrong weights arrived at a server that served
 
 
 class WeightReceiver:
@@ -74,23 +63,17 @@ class WeightReceiver:
     def __init__(
         self, config: InferenceEngineConfig, backend: Backend, servers: ServerPool, completions: Completions
     ) -> None:
-        self.num_mismatched = 0
-        """Tensors that a server kept although their checksums differed."""
+        self.num_mismatched = 0  # tensors that a server kept although their checksums differed
         self._config = config
         self._backend = backend
         self._servers = servers
         self._completions = completions
         self._plan: BroadcastPlan | None = None
-        self._has_joined = False
-        """Whether the servers of the plan are in its group."""
-        self._port_holder: socket.socket | None = None
-        """Keeps the plan's port for the sender, which listens there at its first transfer."""
-        self._update: WeightUpdate
-        """The last one."""
-        self._is_unverified = False
-        """Whether its members hold weights that nobody has verified yet."""
-        self._failing_since: float | None = None
-        """When an update failed with none that succeeded since."""
+        self._has_joined = False  # whether the servers of the plan are in its group
+        self._port_holder: socket.socket | None = None  # keeps the plan's port until the sender listens there
+        self._update: WeightUpdate  # the last one
+        self._is_unverified = False  # whether its members hold weights that nobody has verified yet
+        self._failing_since: float | None = None  # when an update failed with none that succeeded since
 
     # An update: begin, receive, sample_canaries, admit, release
 

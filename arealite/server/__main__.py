@@ -32,8 +32,7 @@ from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.weight_transfer import DTYPES
 
 logger = logging.getLogger("arealite.server")
-FAILURE_NOTICE_S = 1.0
-"""Time for which a failed server still replies 503 with the reason."""
+FAILURE_NOTICE_S = 1.0  # time for which a failed server still replies 503 with the reason
 
 
 def main(argv: Sequence[str] | None = None) -> int:

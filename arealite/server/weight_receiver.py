@@ -28,8 +28,7 @@ class WeightReceiver:
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
         self._groups: dict[str, BroadcastGroup] = {}
-        self._staged: dict[str, torch.Tensor] | None = None
-        """None outside begin/end."""
+        self._staged: dict[str, torch.Tensor] | None = None  # None outside begin/end
         self._version: str | None = None
         self._lock = asyncio.Lock()
 

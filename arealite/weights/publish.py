@@ -18,8 +18,7 @@ from arealite.weights.canary import check_canary
 from arealite.weights.log import record_weights
 from arealite.weights.replay import compare_weights
 
-_WIND_UP_S = 60.0
-"""In which the receiving half finds out which servers failed, and resumes the others."""
+_WIND_UP_S = 60.0  # in which the receiving half finds out which servers failed, and resumes the others
 
 
 def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:

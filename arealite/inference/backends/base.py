@@ -18,11 +18,9 @@ from arealite.api.server_limits import PauseMode
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 
-_UNVERSIONED = ("default", None)
-"""Version of a server that was started without one."""
+_UNVERSIONED = ("default", None)  # version of a server that was started without one
 
-_ROUNDING = 1e-3
-"""Most that a logprob may be."""
+_ROUNDING = 1e-3  # most that a logprob may be
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -47,11 +45,9 @@ class Segment:
 
     tokens: list[int]
     logprobs: list[float]
-    versions: list[int] | None
-    """Version of the weights that sampled each token; None if the server does not report them."""
+    versions: list[int] | None  # of the weights that sampled each token; None if the server does not report them
     finish: Finish
-    stale_kv_tokens: int = 0
-    """Tokens sampled on keys and values of older weights than their version says."""
+    stale_kv_tokens: int = 0  # tokens sampled on keys and values of older weights than their version says
 
     @classmethod
     def checked(cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int) -> Self:
@@ -138,16 +134,11 @@ def token_versions(spans: list[Json], num_tokens: int) -> list[int] | None:
 class Backend(abc.ABC):
     """The protocol of one kind of server."""
 
-    program: ClassVar[str]
-    """Whose protocol it is."""
-    overflow: ClassVar[re.Pattern[str]]
-    """What a server that refuses a prompt or completion as too long for its context says."""
-    verifies: ClassVar[Set[str]] = frozenset()
-    """Types of weight updates in which servers compare checksums."""
-    keeps_old_weights = False
-    """Whether a server still serves its old weights after an update that failed half-way."""
-    is_on_cpu = False
-    """Whether broadcasts use gloo even if the trainer has GPUs."""
+    program: ClassVar[str]  # whose protocol it is
+    overflow: ClassVar[re.Pattern[str]]  # what a server says that refuses a prompt or completion as too long
+    verifies: ClassVar[Set[str]] = frozenset()  # types of weight updates in which servers compare checksums
+    keeps_old_weights = False  # whether a server still serves its old weights after an update that failed half-way
+    is_on_cpu = False  # whether broadcasts use gloo even if the trainer has GPUs
 
     def __init__(self, *, pause_mode: PauseMode) -> None:
         self._pause_mode = pause_mode

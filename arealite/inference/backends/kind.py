@@ -13,8 +13,8 @@ from arealite.api.errors import ConfigError
 from arealite.inference.backends.base import Backend
 from arealite.inference.http import Json
 
+# Fails for a folder that merely has the package's name.
 _INSTALLED = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); sys.exit(not (s and s.origin))"
-"""Fails for a folder that merely has the package's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,28 +22,20 @@ class ServerKind:
     """What differs between kinds of servers, apart from the wire protocol. Flags are spelled with underscores."""
 
     name: str
-    backend: type[Backend]
-    """Its wire protocol."""
-    module: str
-    """Program that `launcher.server_python` runs."""
-    package: str | None
-    """What must be installed there; None is a server of this package, which runs on our own interpreter."""
-    block: Callable[[BaseExperimentConfig], dict[str, Any]]
-    """The user's flags."""
+    backend: type[Backend]  # its wire protocol
+    module: str  # program that `launcher.server_python` runs
+    package: str | None  # what must be installed there; None is a server of ours, which runs on our own interpreter
+    block: Callable[[BaseExperimentConfig], dict[str, Any]]  # the user's flags
     model_flag: str
     seed_flag: str
-    gpus_flag: str
-    """Number of GPUs; empty if a server has one at most."""
+    gpus_flag: str  # number of GPUs; empty if a server has one at most
     context_flag: str
-    memory_flag: str
-    """Share of the GPU's memory for weights and cache; empty if it can't be limited."""
+    memory_flag: str  # share of the GPU's memory for weights and cache; empty if it can't be limited
     in_place_flag: str
     """What `rollout.pause_mode=in_place` needs. Where sequences keep old keys and values when weights change, a prefix
     cache would lend them to new sequences."""
-    fixed_flags: Mapping[str, object] = field(default_factory=dict)
-    """Further flags that are the same for every run."""
-    has_negated_flags: bool = False
-    """Whether `--no-x` turns off what `x: false` means; otherwise it is left out."""
+    fixed_flags: Mapping[str, object] = field(default_factory=dict)  # further flags that are the same for every run
+    has_negated_flags: bool = False  # whether `--no-x` turns off what `x: false` means; otherwise it is left out
     abort_call: tuple[str, Json] | None = None
     """Endpoint and payload that end requests in flight with the tokens so far; None if SIGTERM does."""
     tied_embeddings_defect: str = ""

@@ -10,8 +10,7 @@ from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import Json, ServerConnection, StatusError
 from arealite.inference.pool import ServerFacts
 
-_MISMATCH = 409
-"""Status of a reply that refuses tensors with other checksums."""
+_MISMATCH = 409  # status of a reply that refuses tensors with other checksums
 
 
 class LiteBackend(SGLangBackend):

@@ -21,8 +21,7 @@ from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError
 from arealite.inference.pool import ServerFacts
 
-_RESERVED_TOKENS = 6
-"""Difference between SGLang's limit on prompts and its limit on prompt and completion together."""
+_RESERVED_TOKENS = 6  # difference between SGLang's limit on prompts and its limit on prompt and completion together
 
 
 class SGLangBackend(Backend):
@@ -33,12 +32,10 @@ class SGLangBackend(Backend):
 
     def __init__(self, *, pause_mode: PauseMode) -> None:
         super().__init__(pause_mode=pause_mode)
-        self._max_tokens: dict[str, int] = {}
-        """By address: the longest prompt and completion together that SGLang accepts."""
+        self._max_tokens: dict[str, int] = {}  # by address: the longest prompt and completion together it accepts
         self._takes_seeds: set[str] = set()
         """Addresses of servers that sample by seed; others ignore one, and those before 0.5 refuse it."""
-        self._begun: set[str] = set()
-        """Addresses of servers in an update that `end` must finish."""
+        self._begun: set[str] = set()  # addresses of servers in an update that `end` must finish
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
         await self._model_info(server)

@@ -30,10 +30,8 @@ from arealite.inference.pool import ServerFacts
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
-_OUR_EXTENSION = "arealite"
-"""Name of the weight transfer of our wrapper."""
-_ABANDON_S = 10.0
-"""Time for a server to restore its old weights, also after the deadline of an update."""
+_OUR_EXTENSION = "arealite"  # name of the weight transfer of our wrapper
+_ABANDON_S = 10.0  # time for a server to restore its old weights, also after the deadline of an update
 _PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep&clear_cache=false", "wait": "wait"}
 
 
@@ -46,10 +44,8 @@ class VLLMBackend(Backend):
 
     def __init__(self, *, pause_mode: PauseMode) -> None:
         super().__init__(pause_mode=pause_mode)
-        self._has_generate: set[str] = set()
-        """Addresses of servers that have the generate endpoint."""
-        self._extended: set[str] = set()
-        """Addresses of servers that our launch wrapper has started."""
+        self._has_generate: set[str] = set()  # addresses of servers that have the generate endpoint
+        self._extended: set[str] = set()  # addresses of servers that our launch wrapper has started
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
         try:
