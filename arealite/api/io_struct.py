@@ -16,6 +16,8 @@ from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
 from arealite.api.run_folder import RunFolder
 
 StopReason = Literal["stop", "length"]
+MAX_LOGPROB = 1e-3
+"""What rounding may make of the logprob of a certain token; more is refused."""
 
 
 @dataclass

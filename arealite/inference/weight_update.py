@@ -198,7 +198,9 @@ class WeightReceiver:
                 backend="nccl" if torch.cuda.is_available() and not self._backend.is_on_cpu else "gloo",
                 servers=servers,
             )
-        self._plan.write_to(meta)
+        plan = self._plan
+        meta.nccl_group_name, meta.nccl_backend, meta.nccl_world_size = plan.name, plan.backend, plan.world_size
+        meta.nccl_master_address, meta.nccl_master_port = plan.address, plan.port
 
     async def _drop_plan(self) -> None:
         """Leave the group; a sender that waits for its peers fails as they leave."""

@@ -17,18 +17,18 @@ import torch
 from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
+from arealite.api.io_struct import MAX_LOGPROB
 from arealite.utils.micro_batch import split_balanced
 from arealite.utils.tensors import concat_padded_tensors
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _NUM_IDS = 2**31  # what tokenizers can decode
-_ROUNDING = 1e-3  # of logprobs
 _RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]], ...] = (
     ("input_ids", f"be from 0 to {_NUM_IDS - 1}", lambda ids: (ids >= 0) & (ids < _NUM_IDS)),
     ("attention_mask", "be 0 or 1", lambda mask: mask == (mask != 0)),
     ("loss_mask", "be 0 or 1", lambda mask: mask == (mask != 0)),
     ("rewards", "be finite", np.isfinite),
-    ("logprobs", "be finite and at most 0", lambda logprobs: (logprobs > -np.inf) & (logprobs <= _ROUNDING)),
+    ("logprobs", "be finite and at most 0", lambda logprobs: (logprobs > -np.inf) & (logprobs <= MAX_LOGPROB)),
 )
 _CONVERT = "Convert it in arun_episode."
 _COPY_VERSIONS = "Copy ModelResponse.output_versions."

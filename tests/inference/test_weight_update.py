@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import pickle
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from testing_client import in_loop
-from testing_raw import REPLIES
+from testing_raw import REPLIES, json_reply
 from testing_server import ScriptedServer, logprob_at, serve, token_at
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -364,6 +365,31 @@ def test_a_server_that_speaks_no_http_is_named_and_the_others_go_on(
             future.result(120)
     assert not good.is_paused and good.calls[-1] == "/continue_generation"
     assert sample(engine).server == good.address
+
+
+@pytest.mark.parametrize("mismatched", [5, "all", [5], {"a": 1}, None])
+@pytest.mark.parametrize("endpoint", ["/update_weights_from_disk", "/end_weight_update"])
+def test_what_a_server_says_of_tensors_that_differ_is_a_list_of_names(
+    stack: contextlib.ExitStack, tmp_path: Path, endpoint: str, mismatched: Any
+) -> None:
+    good, bad = ScriptedServer(), ScriptedServer()
+    engine = connect(stack, good, bad)
+    bad.raw[endpoint] = json_reply(json.dumps({"mismatched": mismatched}).encode())
+    refused = pytest.raises(
+        WeightUpdateError, match=f"{bad.address}{endpoint} must have a list of names as mismatched: got status 200"
+    )
+    if endpoint == "/end_weight_update":
+        with refused:
+            publish(engine, Sender(), by_broadcast(), 1.0)
+    else:
+        meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), timeout_s=60.0)
+        future = engine.update_weights(meta)
+        (tmp_path / "w").mkdir()
+        (tmp_path / "w" / "weights").write_text("1")
+        meta.uploaded.set_result(None)
+        with refused:
+            future.result(120)
+    assert [one.address for one in engine.servers.servers if one.is_backing_off] == [bad.address]
 
 
 @pytest.mark.parametrize("status", [400, 409])

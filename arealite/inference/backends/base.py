@@ -10,17 +10,15 @@ import math
 import re
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, TypeGuard, get_args
 
 from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
-from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.api.io_struct import MAX_LOGPROB, ModelRequest, ParamSpec
 from arealite.api.server_limits import PauseMode
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 
 _UNVERSIONED = ("default", None)  # version of a server that was started without one
-
-_ROUNDING = 1e-3  # most that a logprob may be
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -56,7 +54,7 @@ class Segment:
         require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
         require(len(logprobs) == len(tokens), f"have {len(tokens)} logprobs, one per token")
         require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
-        require(max(logprobs, default=0.0) <= _ROUNDING, "have logprobs of at most 0")
+        require(max(logprobs, default=0.0) <= MAX_LOGPROB, "have logprobs of at most 0")
         require(finish in get_args(Finish), "have a finish reason of stop, length or abort")
         return cls(tokens, logprobs, None, finish)
 
@@ -92,14 +90,6 @@ class BroadcastPlan:
             "backend": self.backend,
         }
 
-    def write_to(self, meta: WeightUpdateMeta) -> None:
-        """Fill in what the sender needs."""
-        meta.nccl_group_name = self.name
-        meta.nccl_master_address = self.address
-        meta.nccl_master_port = self.port
-        meta.nccl_world_size = self.world_size
-        meta.nccl_backend = self.backend
-
 
 @dataclass(frozen=True)
 class Checksums:
@@ -116,6 +106,11 @@ def described(specs: list[ParamSpec]) -> Json:
         "dtypes": [spec.dtype for spec in specs],
         "shapes": [list(spec.shape) for spec in specs],
     }
+
+
+def are_names(value: object) -> TypeGuard[list[str]]:
+    """Tell whether a reply has a list of strings, such as names of tensors, where it must have one."""
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def token_versions(spans: list[Json], num_tokens: int) -> list[int] | None:

@@ -1,8 +1,6 @@
 """Our embedded server, `arealite.server`: SGLang's protocol, with checksums, deadlines and counts of stale tokens."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 from arealite.inference.backends.base import BroadcastPlan, Checksums, MismatchError
 from arealite.inference.backends.kind import ServerKind
@@ -29,28 +27,18 @@ class LiteBackend(SGLangBackend):
         payload = plan.payload(server.address) | {"timeout_s": timeout_s}
         await server.request("POST", "/init_weights_update_group", payload)
 
-    async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
-        with _naming_mismatches():
-            return await super().load(server, path, version, checksums)
-
-    async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
-        with _naming_mismatches():
-            return await super().end(server, version, checksums)
-
-    def _expected(self, checksums: Checksums | None) -> Json:
-        if checksums is None:
-            return {}
-        return {"fingerprints": checksums.by_name, "on_mismatch": "accept" if checksums.accepts_mismatch else "refuse"}
-
-
-@contextlib.contextmanager
-def _naming_mismatches() -> Iterator[None]:
-    try:
-        yield
-    except StatusError as error:
-        if error.status != _MISMATCH:
-            raise
-        raise MismatchError(str(error)) from error
+    async def _verified(
+        self, server: ServerConnection, endpoint: str, payload: Json, checksums: Checksums | None
+    ) -> list[str]:
+        if checksums is not None:
+            on_mismatch = "accept" if checksums.accepts_mismatch else "refuse"
+            payload |= {"fingerprints": checksums.by_name, "on_mismatch": on_mismatch}
+        try:
+            return await super()._verified(server, endpoint, payload, checksums)
+        except StatusError as error:
+            if error.status != _MISMATCH:
+                raise
+            raise MismatchError(str(error)) from error
 
 
 LITE = ServerKind(

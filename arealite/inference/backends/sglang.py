@@ -13,12 +13,13 @@ from arealite.inference.backends.base import (
     BroadcastPlan,
     Checksums,
     Segment,
+    are_names,
     described,
     require,
     token_versions,
 )
 from arealite.inference.backends.kind import ServerKind
-from arealite.inference.http import Json, ServerConnection, StatusError
+from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import ServerFacts
 
 _RESERVED_TOKENS = 6  # difference between SGLang's limit on prompts and its limit on prompt and completion together
@@ -110,8 +111,7 @@ class SGLangBackend(Backend):
 
     async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
         payload = {"model_path": path, "weight_version": str(version), "flush_cache": self._flushes_cache}
-        reply = await server.request("POST", "/update_weights_from_disk", payload | self._expected(checksums))
-        return list(reply.get("mismatched", []))
+        return await self._verified(server, "/update_weights_from_disk", payload, checksums)
 
     async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
         await server.request("POST", "/init_weights_update_group", plan.payload(server.address))
@@ -145,12 +145,16 @@ class SGLangBackend(Backend):
         if server.address not in self._begun:
             return []
         self._begun.remove(server.address)
-        reply = await server.request("POST", "/end_weight_update", self._expected(checksums))
-        return list(reply.get("mismatched", []))
+        return await self._verified(server, "/end_weight_update", {}, checksums)
 
-    def _expected(self, checksums: Checksums | None) -> Json:
-        """Return the fields that let a server verify weights."""
-        return {}
+    async def _verified(
+        self, server: ServerConnection, endpoint: str, payload: Json, checksums: Checksums | None
+    ) -> list[str]:
+        """Let a server use new weights, verified if it can; return the tensors that it kept although they differ."""
+        reply = await server.request("POST", endpoint, payload)
+        if not are_names(names := reply.get("mismatched", [])):
+            raise bad_reply(server.address, endpoint, "have a list of names as mismatched", reply)
+        return names
 
     @property
     def _flushes_cache(self) -> bool:

@@ -20,6 +20,7 @@ from arealite.inference.backends.base import (
     Checksums,
     MismatchError,
     Segment,
+    are_names,
     described,
     require,
     token_versions,
@@ -176,17 +177,17 @@ class VLLMBackend(Backend):
         differing: list[str] = []
         if checksums is not None:
             by_worker = await _call_workers(server, "mismatched_weights", fingerprints=checksums.by_name)
-            if not all(isinstance(names, list) for names in by_worker):  # a worker replied to an earlier call
+            if not all(map(are_names, by_worker)):  # a worker replied to an earlier call
                 raise ServerError(
                     f"every worker of {server.address} must reply with a list of names: got {by_worker}. A call that "
                     "failed on one of them has put them out of step; restart the server."
                 )
             differing = sorted({name for names in by_worker for name in names})
-        if checksums is not None and differing and not checksums.accepts_mismatch:
-            raise MismatchError(
-                f"tensors must arrive at {server.address} as they were sent: got {len(differing)} of "
-                f"{len(checksums.by_name)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
-            )
+            if differing and not checksums.accepts_mismatch:
+                raise MismatchError(
+                    f"tensors must arrive at {server.address} as they were sent: got {len(differing)} of "
+                    f"{len(checksums.by_name)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
+                )
         await server.request("POST", "/finish_weight_update", {"weight_version": str(version)})
         await self._forget_cache(server)
         return differing
