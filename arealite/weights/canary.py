@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.api.cli_args import GenerationHyperparameters, WeightCheckConfig
+from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -39,46 +39,25 @@ def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
     check = rollout.config.weight_check
     if check.canary_tokens == 0:
         return
-    request = _request(actor, check)
+    vocab_size = actor.model.config.get_text_config().vocab_size
+    request = ModelRequest(
+        [(7 * index + 3) % vocab_size for index in range(_PROMPT_TOKENS)],  # ids that any model has
+        GenerationHyperparameters(max_new_tokens=check.canary_tokens, temperature=actor.config.temperature),
+    )
     canaries = agreed(lambda: rollout.run(rollout.receiver.sample_canaries(request)) if dist.get_rank() == 0 else {})
     logprobs_BT = actor.compute_logprobs(_batch(request, canaries))
     agreed(lambda: _judge(actor, rollout, version, canaries, logprobs_BT))
 
 
-def _request(actor: FSDPPPOActor, check: WeightCheckConfig) -> ModelRequest:
-    """Return a prompt of token ids that any model has, at the temperature of the actor's logprobs."""
-    vocab_size = actor.model.config.get_text_config().vocab_size
-    prompt = [(7 * index + 3) % vocab_size for index in range(_PROMPT_TOKENS)]
-    return ModelRequest(
-        prompt,
-        GenerationHyperparameters(max_new_tokens=check.canary_tokens, temperature=actor.config.temperature),
-    )
-
-
 def _batch(request: ModelRequest, canaries: Mapping[Server, Segment]) -> TensorDict:
     """Return one row per server; ranks other than 0 have none."""
-    if not canaries:
-        empty = torch.zeros(0, 1, dtype=torch.long)
-        return TensorDict({"input_ids": empty, "attention_mask": empty.bool()}, [0])
     rows = [torch.tensor([[*request.input_ids, *one.tokens]]) for one in canaries.values()]
     return concat_padded_tensors(
-        [TensorDict({"input_ids": row, "attention_mask": torch.ones_like(row, dtype=torch.bool)}, [1]) for row in rows]
+        [
+            TensorDict({"input_ids": row, "attention_mask": torch.ones_like(row, dtype=torch.bool)}, len(row))
+            for row in rows or [torch.zeros(0, 1, dtype=torch.long)]
+        ]
     )
-
-
-def _bound(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, canaries: Mapping[Server, Segment]) -> float:
-    if (bound := rollout.config.weight_check.canary_bound) is not None:
-        return bound
-    dtypes = {actor.config.dtype, *(server.facts.dtype for server in canaries)}
-    return _FLOAT32_BOUND if dtypes == {"float32"} else _SHORTER_BOUND
-
-
-def _cause(actor: FSDPPPOActor, rollout: RemoteInferenceEngine) -> str:
-    """Return what explains wrong logprobs, if known."""
-    defect = KINDS[rollout.config.backend].tied_embeddings_defect
-    if defect and actor.model.config.get_text_config().tie_word_embeddings:
-        return f"{defect}. Else look at that server's log"
-    return "Look at that server's log"
 
 
 def _judge(
@@ -89,7 +68,10 @@ def _judge(
     logprobs_BT: torch.Tensor,
 ) -> None:
     """Record the largest gap; refuse servers that are beyond the bound or report another version."""
-    bound = _bound(actor, rollout, canaries)
+    check, model_config = rollout.config.weight_check, actor.model.config.get_text_config()
+    dtypes = {actor.config.dtype, *(server.facts.dtype for server in canaries)}
+    default_bound = _FLOAT32_BOUND if dtypes == {"float32"} else _SHORTER_BOUND
+    bound = default_bound if check.canary_bound is None else check.canary_bound
     complaints: dict[Server, str] = {}
     gaps = []
     for (server, one), logprobs_T in zip(canaries.items(), logprobs_BT.double().cpu(), strict=True):
@@ -101,14 +83,16 @@ def _judge(
         elif one.versions is not None and set(one.versions) != {version}:
             complaints[server] = f"{server.address} says version {', '.join(map(str, sorted(set(one.versions))))}"
     rollout.canary_gap = max(gaps, default=None)
-    is_final = rollout.config.weight_check.on_mismatch == "stop"
+    is_final = check.on_mismatch == "stop"
     if is_final and complaints:
         complaints = rollout.run(rollout.receiver.drop_joining(complaints))
     if not complaints:
         return
+    defect = KINDS[rollout.config.backend].tied_embeddings_defect if model_config.tie_word_embeddings else ""
+    cause = f"{defect}. Else look at that server's log" if defect else "Look at that server's log"
     text = (
         f"every server must sample from weights of version {version}, with logprobs within {bound:g} of the trainer's: "
-        f"{'; '.join(complaints.values())}. {_cause(actor, rollout)}; rollout.weight_check.canary_bound is the bound."
+        f"{'; '.join(complaints.values())}. {cause}; rollout.weight_check.canary_bound is the bound."
     )
     if is_final:
         raise WeightUpdateError(text)

@@ -8,6 +8,9 @@ the new weights and sampled from them, in the order servers, rollout, actor; any
 import functools
 from concurrent.futures import Future
 
+import torch.distributed as dist
+
+from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -15,8 +18,7 @@ from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils import heartbeat
 from arealite.utils.distributed import agreed, is_agreed, on_rank_0
 from arealite.weights.canary import check_canary
-from arealite.weights.log import record_weights
-from arealite.weights.replay import compare_weights
+from arealite.weights.log import read_weights, record_weights
 
 _WIND_UP_S = 60.0  # in which the receiving half finds out which servers failed, and resumes the others
 
@@ -31,7 +33,7 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     `rollout.weight_update_timeout` and a minute.
     """
     if rollout.config.replay_from:
-        compare_weights(actor, rollout.config, version)
+        _compare(actor, rollout.config, version)
     else:
         rollout.pause()
         is_done = False
@@ -93,3 +95,20 @@ def _finish(meta: WeightUpdateMeta, receiving: Future[None] | None, failure: Exc
             receiving.result(timeout=2 * meta.timeout_s + _WIND_UP_S)
     if failure is not None:
         raise failure
+
+
+def _compare(actor: FSDPPPOActor, config: InferenceEngineConfig, version: int) -> None:
+    """In a replay (`arealite replay`): compare the weights with what the run published as that version (collective).
+
+    Ends the program: with status 1 if they differ, with status 0 after the step to replay.
+    """
+    expected, found = read_weights(config.replay_from).get(version), actor.fingerprint()
+    if found == expected and version != config.replay_step + 1:
+        return
+    made = f"step {version - 1} replayed" if version else "nothing replayed yet"
+    outcome = f"DIFFER: the run's have the fingerprint {expected}, these {found}"
+    if found == expected:
+        outcome = f"are bit-identical (fingerprint {found})"
+    if dist.get_rank() == 0:
+        print(f"{made}: weights of version {version} {outcome}", flush=True)
+    raise SystemExit(int(found != expected))
