@@ -96,7 +96,28 @@ class GenerationEngine:
 
     def submit(self, request: GenerationRequest) -> Future[GenerationResult]:
         """Queue a request; ValueError if it can't be sampled. Cancelling the future frees its slot."""
-        sequence = self._sequence(request)
+        prompt_length, params = len(request.input_ids), request.params
+        if not 0 < prompt_length < self.context:
+            raise ValueError(
+                f"input_ids must hold 1 to {self.context - 1} tokens: got {prompt_length}. "
+                "Shorten the prompt or serve with a larger context."
+            )
+        unknown = [t for t in (*request.input_ids, *params.stop_token_ids) if not 0 <= t < self.vocab_size]
+        if unknown:
+            raise ValueError(
+                f"token ids must lie in [0, {self.vocab_size}): got {unknown[0]}. Use the tokenizer of this model."
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError(
+                f"stop strings must have a tokenizer: got {list(params.stop)}. Serve a folder that has one."
+            )
+        sequence = Sequence(
+            request=request,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
+            max_length=min(prompt_length + params.max_new_tokens, self.context),
+            stops=StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None,
+            length=prompt_length,
+        )
         self._post(lambda: self._scheduler.waiting.append(sequence))
         sequence.future.add_done_callback(lambda _: self._forget(sequence))
         return sequence.future
@@ -281,38 +302,13 @@ class GenerationEngine:
                 ended[slot] = GenerationError("logits must be finite: got NaN or inf. Check the weights.")
                 continue
             self._stale_kv_tokens += sequence.has_stale_kv
-            reason = sequence.append(token, logprob, self.version)
-            if reason is not None:
+            if (reason := sequence.append(token, logprob, self.version)) is not None:
                 ended[slot] = reason
         if ended:
             self._scheduler.release(ended)
             self._rows = None
         for slot, outcome in ended.items():
             self._resolve(sequences[slot - first], outcome)
-
-    def _sequence(self, request: GenerationRequest) -> Sequence:
-        prompt_length, params = len(request.input_ids), request.params
-        if not 0 < prompt_length < self.context:
-            raise ValueError(
-                f"input_ids must hold 1 to {self.context - 1} tokens: got {prompt_length}. "
-                "Shorten the prompt or serve with a larger context."
-            )
-        unknown = [t for t in (*request.input_ids, *params.stop_token_ids) if not 0 <= t < self.vocab_size]
-        if unknown:
-            raise ValueError(
-                f"token ids must lie in [0, {self.vocab_size}): got {unknown[0]}. Use the tokenizer of this model."
-            )
-        if params.stop and self._tokenizer is None:
-            raise ValueError(
-                f"stop strings must have a tokenizer: got {list(params.stop)}. Serve a folder that has one."
-            )
-        return Sequence(
-            request=request,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
-            max_length=min(prompt_length + params.max_new_tokens, self.context),
-            stops=StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None,
-            length=prompt_length,
-        )
 
     def _requeue(self) -> None:
         self._scheduler.requeue()

@@ -46,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_exposed(args.host, secret_of_environment())
         folder = local_folder(args.model_path)
         runner = ModelRunner.from_pretrained(
-            folder,
-            dtype=DTYPES[args.dtype],
-            slots=args.slots,
-            context=args.context,
-            deterministic=args.deterministic,
+            folder, dtype=DTYPES[args.dtype], slots=args.slots, context=args.context, deterministic=args.deterministic
         )
         tokenizer = load_tokenizer(folder)
     except (ValueError, OSError) as error:

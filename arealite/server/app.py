@@ -12,7 +12,6 @@ import time
 from asyncio import wrap_future
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
@@ -49,7 +48,7 @@ class Server:
         self._num_unseeded = itertools.count()
         self._weights = WeightReceiver(engine)
         self.app = web.Application(middlewares=[answer_errors, self._authorize], client_max_size=MAX_BODY_BYTES)
-        self.app.on_cleanup.append(self._leave_groups)
+        self.app.on_cleanup.append(self._weights.leave_all)
         self.app.add_routes(
             [
                 web.get("/health", self.health),
@@ -75,10 +74,10 @@ class Server:
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Require the secret, except for GET /health; without one refuse what the pages of a browser may send."""
+        kind = request.content_type
         if self._secret is None and "Origin" in request.headers:
             return error_response(403, "requests must not come from a web page: got an Origin header. Leave it out.")
-        if self._secret is None and request.body_exists and request.content_type != "application/json":
-            kind = request.content_type
+        if self._secret is None and request.body_exists and kind != "application/json":
             return error_response(415, f"Content-Type must be application/json: got {kind}. Set the header.")
         is_open = self._secret is None or (request.method, request.path) == ("GET", "/health")
         if is_open or is_authorized(request.headers.get("Authorization"), self._secret or ""):
@@ -114,11 +113,7 @@ class Server:
         body = protocol.parse(protocol.GenerateBody, await request.read())
         started = time.monotonic()
         tokens = await asyncio.to_thread(self._encode, body.text) if body.input_ids is None else body.input_ids
-        generation = GenerationRequest(
-            rid=body.rid,
-            input_ids=tuple(tokens),
-            params=body.sampling_params.to_params(self._next_seed),
-        )
+        generation = GenerationRequest(body.rid, tuple(tokens), body.sampling_params.to_params(self._next_seed))
         result = await wrap_future(self._engine.submit(generation))
         text = self._text(result, body.sampling_params)
         answer = protocol.reply(generation, result, text, time.monotonic() - started)
@@ -134,7 +129,7 @@ class Server:
                 f"/flush_cache must come when nothing is in flight: got {stats.running} running and {stats.waiting} "
                 "waiting requests. Pause generation first."
             )
-        return success("nothing is cached between requests")
+        return web.json_response({"success": True, "message": "nothing is cached between requests"})
 
     async def abort(self, body: protocol.AbortBody) -> str:
         """End requests with the tokens so far."""
@@ -167,9 +162,6 @@ class Server:
         """Return a seed for a request without one."""
         return hash((self._seed, next(self._num_unseeded)))
 
-    async def _leave_groups(self, _: web.Application) -> None:
-        self._weights.close()
-
 
 def _post(path: str, body_type: type[M], action: Callable[[M], Awaitable[object]]) -> web.RouteDef:
     """Route POSTs to an action, which returns a message, or a list of mismatched tensors, or nothing."""
@@ -177,14 +169,10 @@ def _post(path: str, body_type: type[M], action: Callable[[M], Awaitable[object]
     async def handle(request: web.Request) -> web.Response:
         outcome = await action(protocol.parse(body_type, await request.read()))
         more = {"mismatched": outcome} if isinstance(outcome, list) else {}
-        return success(outcome if isinstance(outcome, str) else "done", **more)
+        message = outcome if isinstance(outcome, str) else "done"
+        return web.json_response({"success": True, "message": message} | more)
 
     return web.post(path, handle)
-
-
-def success(message: str, **more: Any) -> web.Response:
-    """Reply as SGLang does, perhaps with `more`."""
-    return web.json_response({"success": True, "message": message, **more})
 
 
 def error_response(status: int, message: str) -> web.Response:

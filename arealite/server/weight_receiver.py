@@ -74,8 +74,7 @@ class WeightReceiver:
     async def stage(self, body: protocol.BucketBody) -> None:
         """Receive one bucket."""
         async with self._turn():
-            group = self._groups.get(body.group_name)
-            if group is None:
+            if (group := self._groups.get(body.group_name)) is None:
                 raise ValueError(f"group_name must be a group we joined: got {body.group_name}. Join it first.")
             try:
                 if self._staged is None:
@@ -98,21 +97,19 @@ class WeightReceiver:
             await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
             return wrong
 
-    def close(self) -> None:
-        """Leave all groups."""
+    async def leave_all(self, _: object) -> None:
+        """Leave all groups, as the application ends."""
         for name in list(self._groups):
             self._close(name)
 
     def _close(self, group_name: str) -> None:
-        group = self._groups.pop(group_name, None)
-        if group is not None:
+        if (group := self._groups.pop(group_name, None)) is not None:
             close_group(group)
 
 
 async def _verify(weights: dict[str, torch.Tensor], body: protocol.VerifiedBody) -> list[str]:
     """Return the tensors whose fingerprints differ; ValueError if the sender wants those refused."""
-    expected = body.fingerprints
-    if expected is None:
+    if (expected := body.fingerprints) is None:
         return []
     wrong = await in_thread(lambda: differing(fingerprints(weights), expected))
     if wrong and body.on_mismatch == "refuse":
