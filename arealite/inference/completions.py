@@ -192,19 +192,17 @@ class Completions:
         return segment.versions
 
     async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
-        """Choose a server; wait while there is none."""
-        await self._wait_for_update()
-        server = self._servers.pick(rid, num_tokens, avoid=set(failed))
-        if server is not None:
-            return server
+        """Choose a server; while there is none wait, and stop the clock of the episode."""
         episode = current_episode.get()
-        with contextlib.nullcontext() if episode is None else episode.standstill():
+        with contextlib.ExitStack() as standstill:
             while True:
                 changed = self._changed
                 await self._wait_for_update()
                 server = self._servers.pick(rid, num_tokens, avoid=set(failed))
                 if server is not None:
                     return server
+                if episode is not None:
+                    standstill.enter_context(episode.standstill())
                 self._deserted_at = self._deserted_at or asyncio.get_running_loop().time()
                 try:
                     async with asyncio.timeout_at(self._deserted_at + self._config.setup_timeout):

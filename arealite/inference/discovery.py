@@ -61,7 +61,6 @@ class Membership:
         self._records: dict[str, ServerRecord] = {}  # by name, as last seen
         self._taken: dict[str, ServerRecord] = {}  # by address: members, servers being contacted, and rejected servers
         self._failures: dict[str, Exception] = {}  # by address: what went wrong at the last contact
-        self._looked_after: set[str] = set()
         self._outage: RegistryError | None = None
         self._is_started = False
         self._news = asyncio.Event()  # set when `wait_for` has something to look at
@@ -137,9 +136,8 @@ class Membership:
                 self._let_go(address, "has started anew" if address in ready else "leaves")
             elif not self._is_reachable(address):
                 self._let_go(address, "is gone")
-            elif address not in self._looked_after:
-                self._looked_after.add(address)
-                self._tasks.start(self._look_after(address))
+            else:
+                self._tasks.start(self._look_after(address), ("look after", address))
         for address, record in ready.items():
             if address not in self._taken:
                 self._taken[address] = record
@@ -190,7 +188,6 @@ class Membership:
             if not self._is_reachable(address):
                 break
             await asyncio.sleep(_LOOK_AGAIN_S)
-        self._looked_after.discard(address)
         self._compare(self._records)
 
     def _let_go(self, address: str, why: str) -> None:

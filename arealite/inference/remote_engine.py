@@ -71,10 +71,7 @@ class RemoteInferenceEngine(InferenceEngine):
     # Life cycle
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
-        """Wait until the servers are ready and start the runtime.
-
-        Servers are those of `addr`, of the config or of the environment; without any, those that register for the run.
-        """
+        """Start the runtime, once the servers that `addr`, config or environment name, or that register, are ready."""
         if global_rank() != 0:
             return
         if self.config.replay_from:
@@ -106,17 +103,13 @@ class RemoteInferenceEngine(InferenceEngine):
         finally:
             self._executor = None
 
-    def _secret(self) -> str | None:
-        """Return the secret of the run; create it if no launcher did."""
-        if not self.config.fileroot:
-            return secret_of_environment()
-        folder = RunFolder(self.config).path
-        folder.mkdir(parents=True, exist_ok=True)
-        return ensure_secret(folder)
-
     async def _connect(self, addresses: list[str]) -> None:
         loop = self._require_executor().loop
-        secret = secret_of_environment() if addresses else self._secret()
+        secret = secret_of_environment()
+        if self.config.fileroot and not addresses:  # no launcher may have made one
+            folder = RunFolder(self.config).path
+            folder.mkdir(parents=True, exist_ok=True)
+            secret = ensure_secret(folder)
         session = open_session(secret)
         loop.closers.append(session.close)
         completions = self._completions = Completions(self.config, self._backend, self.servers, session)
@@ -171,9 +164,9 @@ class RemoteInferenceEngine(InferenceEngine):
     # Weights and versions
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Start the receiving half of a weight update; `meta` is complete for the sender on return.
+        """Start the receiving half of a weight update; `meta`, new or used, is complete for the sender on return.
 
-        The same `meta` may be used every time. Raises WeightUpdateError if the servers can't be paused.
+        Raises WeightUpdateError if the servers can't be paused.
         """
         loop = self._require_executor().loop
         if not meta.only_joining:
@@ -209,11 +202,7 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._rollouts().wait(count, timeout, should_accept)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
-        if self._exchange.is_receiver:
-            return self._exchange.receive(self.catch_up)
-        with self._exchange.collecting():
-            shares = split_batch(self._rollouts().run_all(data, workflow), self._exchange.num_ranks)
-        return self._exchange.send(shares)
+        return self._collected(lambda: self._rollouts().run_all(data, workflow), split_batch)
 
     def prepare_batch(
         self,
@@ -221,25 +210,32 @@ class RemoteInferenceEngine(InferenceEngine):
         workflow: RolloutWorkflow,
         should_accept: Callable[[TensorDict], bool] | None = None,
     ) -> TensorDict:
-        if self._exchange.is_receiver:
-            return self._exchange.receive(self.catch_up)
-        with self._exchange.collecting():
-            shares = split_batch(
-                self._rollouts().prepare_batch(dataloader, workflow, should_accept), self._exchange.num_ranks
-            )
-        return self._exchange.send(shares)
+        return self._collected(lambda: self._rollouts().prepare_batch(dataloader, workflow, should_accept), split_batch)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return means over all samples.
 
         `num_failed` counts the items that are in no mean, because their episode failed or was rejected.
         """
+
+        def evaluate() -> dict[str, float]:
+            batch = self._rollouts().run_all(data, workflow, is_evaluation=True)
+            columns = {"reward": batch["rewards"], "tokens": batch["loss_mask"].bool().sum(1)}
+            if "no_eos" in set(batch.keys()):
+                columns["no_eos"] = batch["no_eos"]
+            means = {name: column.double().mean().item() for name, column in columns.items()}
+            num_failed = len(data) - batch["group_index"].unique().numel()
+            return means | {"num_samples": float(len(batch)), "num_failed": float(num_failed)}
+
+        return self._collected(evaluate, lambda means, num_ranks: [means] * num_ranks)
+
+    def _collected(self, collect: Callable[[], T], split: Callable[[T, int], list[T]]) -> T:
+        """Return this rank's part of what rank 0 collects (collective)."""
         if self._exchange.is_receiver:
             return self._exchange.receive(self.catch_up)
         with self._exchange.collecting():
-            batch = self._rollouts().run_all(data, workflow, is_evaluation=True)
-            means = _means(batch) | {"num_failed": float(len(data) - batch["group_index"].unique().numel())}
-        return self._exchange.send([means] * self._exchange.num_ranks)
+            parts = split(collect(), self._exchange.num_ranks)
+        return self._exchange.send(parts)
 
     def _rollouts(self) -> RolloutExecutor | Replay:
         return self._replay or self._require_executor()
@@ -306,15 +302,3 @@ class RemoteInferenceEngine(InferenceEngine):
                 "Call initialize first; on other ranks only the collective methods work."
             )
         return self._executor
-
-
-def _means(batch: TensorDict) -> dict[str, float]:
-    """Return the means over samples that an evaluation reports."""
-    means = {
-        "reward": batch["rewards"].double().mean().item(),
-        "tokens": batch["loss_mask"].bool().sum(1).double().mean().item(),
-        "num_samples": float(batch.batch_size[0]),
-    }
-    if "no_eos" in set(batch.keys()):
-        means["no_eos"] = batch["no_eos"].double().mean().item()
-    return means

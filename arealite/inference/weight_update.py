@@ -32,7 +32,8 @@ from arealite.utils.threads import in_thread
 logger = logging.getLogger("arealite.client")
 
 T = TypeVar("T")
-_Call = Callable[[ServerConnection], Coroutine[Any, Any, T]]
+_Reply = Coroutine[Any, Any, T]
+_Call = Callable[[ServerConnection], _Reply[T]]
 
 _RESUME_S = 30.0  # most that servers may take to resume after an update, whatever became of it
 _LISTEN_PAUSE_S = 0.01
@@ -164,11 +165,10 @@ class WeightReceiver:
 
     async def _load_from_disk(self, servers: Sequence[Server]) -> None:
         """Let servers read the checkpoint, then remove it."""
-        path, version, checksums = self._update.meta.path, self._update.version, self._checksums()
+        path, version = self._update.meta.path, self._update.version
         assert path is not None, "an update through the disk needs a path"
         self._update.is_torn = True
-        differing = await self._on_all(lambda one: self._backend.load(one, path, version, checksums), servers)
-        self._count_mismatches(servers, differing)
+        await self._verify(lambda one, checksums: self._backend.load(one, path, version, checksums), servers)
         await in_thread(shutil.rmtree, path)
 
     # By broadcast
@@ -227,9 +227,7 @@ class WeightReceiver:
             await self._on_all(receive, plan.servers)
         if update.meta.wants_fingerprints:
             await self._wait_for_sender()  # checksums are known only when the last bucket has been sent
-        checksums = self._checksums()
-        differing = await self._on_all(lambda one: self._backend.end(one, update.version, checksums), plan.servers)
-        self._count_mismatches(plan.servers, differing)
+        await self._verify(lambda one, checksums: self._backend.end(one, update.version, checksums), plan.servers)
 
     async def _join(self, plan: BroadcastPlan) -> None:
         """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
@@ -271,13 +269,13 @@ class WeightReceiver:
         finally:
             task.cancel()
 
-    def _checksums(self) -> Checksums | None:
-        """Return what lets a server verify what it got."""
-        accepts_mismatch = self._config.weight_check.on_mismatch == "warn"
-        return Checksums(by_name, accepts_mismatch) if (by_name := self._update.meta.fingerprints) else None
-
-    def _count_mismatches(self, servers: Sequence[Server], differing: Sequence[list[str] | None]) -> None:
-        """Count the tensors that servers kept although they differ."""
+    async def _verify(
+        self, call: Callable[[ServerConnection, Checksums | None], _Reply[list[str]]], servers: Sequence[Server]
+    ) -> None:
+        """Let servers verify what they got, and use it; count the tensors that they kept although they differ."""
+        by_name = self._update.meta.fingerprints
+        checksums = Checksums(by_name, self._config.weight_check.on_mismatch == "warn") if by_name else None
+        differing = await self._on_all(lambda one: call(one, checksums), servers)
         for server, names in zip(servers, differing, strict=True):
             if names:
                 self.num_mismatched += len(names)

@@ -48,9 +48,8 @@ class ServerKind:
 
     def python(self, config: BaseExperimentConfig) -> str:
         """Return the interpreter that runs servers of this kind."""
-        return (
-            sys.executable if self.is_embedded else os.path.expanduser(config.launcher.server_python or sys.executable)
-        )
+        chosen = None if self.is_embedded else config.launcher.server_python
+        return os.path.expanduser(chosen or sys.executable)
 
     def command(self, config: BaseExperimentConfig, *, index: int, num_gpus: int) -> list[str]:
         """Return the command of server `index` except `--host` and `--port`, which whoever runs it adds."""
