@@ -9,7 +9,7 @@ import math
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
@@ -91,8 +91,7 @@ class FinetuneSpec:
         return self.max_steps or self.total_train_epochs * self.steps_per_epoch
 
 
-@dataclass(frozen=True)
-class ParamSpec:
+class ParamSpec(NamedTuple):
     """Name (as in the Hugging Face checkpoint), full shape and dtype of one parameter."""
 
     name: str

@@ -19,8 +19,9 @@ from arealite.api.run_folder import RunFolder
 from arealite.inference.completions import Completions
 from arealite.inference.http import StatusError, deadline_in
 from arealite.inference.pool import ServerPool, backoff_s
+from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.utils.network import LOOPBACK
-from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord, registry_of_environment
+from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord
 from arealite.utils.tasks import BackgroundTasks
 
 logger = logging.getLogger("arealite.client")
@@ -33,8 +34,8 @@ _MAX_OUTAGE_PAUSE_S = 5.0  # between two tries to reach the registry
 
 async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Registry | RegistryClient:
     """Return the registry that the launcher keeps; without a launcher keep it here."""
-    if (client := registry_of_environment(secret)) is not None:
-        return client
+    if where := os.environ.get(REGISTRY_VARIABLE):
+        return RegistryClient(where, secret)
     registry = Registry(secret)
     # Rank 0 runs where torchrun meets its ranks, by an address that the user has chosen for the nodes of the run.
     name, loop = os.environ.get("MASTER_ADDR", LOOPBACK), asyncio.get_running_loop()

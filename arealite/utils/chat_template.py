@@ -32,8 +32,7 @@ _HARD_TEXTS = ("Well , it is n't 4 .", "  for x in y:\n\t\tpass\n", "½ · 🙂 
 class Certificate:
     """How a template treats each kind of conversation."""
 
-    breaks: Mapping[str, str]
-    """Kinds of conversations that it rewrites, with the first place; empty if it is append-only."""
+    breaks: Mapping[str, str]  # kinds of conversations that it rewrites, with the first place
     refused: Mapping[str, str]  # kinds of conversations that it can't render, with the reason
     after_answer: str  # text after an answer
     end_id: int | None  # first token of that text that ends generation, if any

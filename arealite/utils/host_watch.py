@@ -46,10 +46,7 @@ def watch_hosts(store: Store, master: str, timeout_s: float) -> None:
     listener = socket.create_server((address_toward(master), 0), backlog=num_hosts)
     address, port = listener.getsockname()
     word = secrets.token_hex(16)
-    accepting = threading.Thread(
-        target=_accept, args=(listener, word.encode(), num_hosts - 1), name="watch", daemon=True
-    )
-    accepting.start()
+    threading.Thread(target=_accept, args=(listener, word.encode(), num_hosts - 1), name="watch", daemon=True).start()
     atexit.register(say_goodbye)
     store.set(f"watch/{host}", f"{address}:{port} {word} {socket.gethostname()}")
     for other in range(num_hosts):
@@ -82,7 +79,9 @@ def _accept(listener: socket.socket, word: bytes, num_peers: int) -> None:
             for stranger, (said, until) in list(strangers.items()):
                 is_over = time.monotonic() > until
                 if stranger in ready:
-                    more = _received(stranger, len(word) - len(said))
+                    more = b""
+                    with contextlib.suppress(OSError):
+                        more = stranger.recv(len(word) - len(said))
                     said, is_over = said + more, is_over or not more
                     strangers[stranger] = said, until
                 if hmac.compare_digest(said, word):
@@ -97,19 +96,12 @@ def _accept(listener: socket.socket, word: bytes, num_peers: int) -> None:
         stranger.close()
 
 
-def _received(link: socket.socket, num_bytes: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return link.recv(num_bytes)
-    return b""
-
-
 def _watch(endpoint: str, word: str, name: str, timeout_s: float) -> None:
     """Watch one node until its process has said goodbye."""
     host, _, port = endpoint.rpartition(":")
     end = "closed"
     try:
         with _connect((host, int(port)), timeout_s) as link:
-            _let_kernel_probe(link, timeout_s)
             link.sendall(word.encode())
             if link.recv(1) == _GOODBYE:
                 return
@@ -122,7 +114,8 @@ def _watch(endpoint: str, word: str, name: str, timeout_s: float) -> None:
 
 
 def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Connect although there may be no route for a moment."""
+    """Connect although there may be no route for a moment; the kernel ends the link with an error when its other end is
+    silent for `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -134,17 +127,14 @@ def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
                 raise
             time.sleep(_LOOK_AGAIN_S)
         else:
-            link.settimeout(None)
-            return link
-
-
-def _let_kernel_probe(link: socket.socket, timeout_s: float) -> None:
-    """Make the kernel close the connection with an error when its other end is silent for `timeout_s`."""
+            break
     interval_s = max(1, int(timeout_s / 5))
+    link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * max(timeout_s - interval_s, 1)))
+    return link
 
 
 def _end(text: str) -> NoReturn:

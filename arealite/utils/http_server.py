@@ -38,8 +38,7 @@ class HttpServer:
         app.middlewares.insert(0, self._note_use)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._secret = secret
-        self._unused: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        """By age, each with what ends it."""
+        self._unused: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # by age, each with what ends it
         self._told_at = -_TELL_S
         self._server: asyncio.Server | None = None
 

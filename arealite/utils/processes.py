@@ -49,9 +49,8 @@ def machine() -> str:
 
 def catches(pid: int, number: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        return bool(int(status.partition("\nSigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
     return False
 
 

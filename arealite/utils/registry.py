@@ -22,7 +22,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.utils.files import FileError, reading, write_atomically
 from arealite.utils.http_server import HttpServer
 from arealite.utils.network import LOOPBACK, address_of, check_address
@@ -51,9 +50,8 @@ class ServerRecord:
     address: Annotated[str, AfterValidator(check_address)]  # host:port
     backend: str
     node: str  # name of its node
-    pid: Annotated[
-        int, Field(ge=0)
-    ]  # process id of the program that runs it: another one is another server, even at the same address
+    # Process id of the program that runs it: another one is another server, even at the same address.
+    pid: Annotated[int, Field(ge=0)]
     state: State
     detail: str  # what it is doing; while it loads, the last line of its log
     since: Annotated[float, Field(allow_inf_nan=False)]  # when the state began, in Unix time
@@ -94,8 +92,7 @@ class Registry:
         self._secret = secret
         self._leases: dict[str, asyncio.TimerHandle] = {}
         self._owners: dict[str, str] = {}  # the last owner of each name, also after its lease has ended
-        self._last: dict[str, float] = {}
-        """The last number of each owner; infinite for one that was replaced or removed."""
+        self._last: dict[str, float] = {}  # the last number of each owner; infinite for one replaced or removed
         self._boot = uuid.uuid4().hex
         self._num_changes = 0
         self._changed = asyncio.Event()
@@ -289,9 +286,3 @@ def address_in(where: str) -> tuple[str, str]:
             f"{where} must say where the registry of the run is: got {type(error.__cause__ or error).__name__}. "
             "It is there while the run lasts."
         ) from error
-
-
-def registry_of_environment(secret: str | None) -> RegistryClient | None:
-    """Return the registry that a launcher has told this process."""
-    where = os.environ.get(REGISTRY_VARIABLE)
-    return RegistryClient(where, secret) if where else None

@@ -27,19 +27,14 @@ def ensure_secret(run_folder: Path) -> str:
     given = secret_of_environment()
     if given is not None:
         check_length(SECRET_VARIABLE, given, "Set a longer one (openssl rand -hex 32).")
-    elif path.exists():
-        return _read(path)
-    secret = given or secrets.token_hex(32)
-    write_atomically(path, f"{secret}\n", mode=0o600)
-    return secret
-
-
-def _read(path: Path) -> str:
-    """Return the secret in a file that is ours alone."""
+    if given is not None or not path.exists():
+        secret = given or secrets.token_hex(32)
+        write_atomically(path, f"{secret}\n", mode=0o600)
+        return secret
+    file = path.stat()
     advice = (
         f"Remove it, for a new one, or set {SECRET_VARIABLE} if its file system keeps no owner or mode (SMB, FUSE)."
     )
-    file = path.stat()
     if file.st_uid != os.geteuid():
         raise ValueError(f"{path} must be yours: got one of user {file.st_uid}. {advice}")
     if file.st_mode & 0o077:

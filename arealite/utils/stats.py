@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch.distributed as dist
 
 from arealite.utils import heartbeat
@@ -32,12 +33,8 @@ class _Reduced:
     def merge(self, other: "_Reduced", *, key: str) -> "_Reduced":
         if other.kind != self.kind:
             raise ValueError(f"metric {key} must keep one reduction: got {self.kind} and {other.kind}. Rename one.")
-        count = self.count + other.count
-        if self.value != self.value or other.value != other.value:
-            return _Reduced(self.kind, float("nan"), count)
-        if self.kind in ("mean", "sum"):
-            return _Reduced(self.kind, self.value + other.value, count)
-        return _Reduced(self.kind, (min if self.kind == "min" else max)(self.value, other.value), count)
+        combine = {"min": np.minimum, "max": np.maximum}.get(self.kind, np.add)  # NaN and any other value make NaN
+        return _Reduced(self.kind, float(combine(self.value, other.value)), self.count + other.count)
 
     def result(self) -> float:
         return self.value / self.count if self.kind == "mean" else self.value

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,6 @@ from arealite.utils.network import LOOPBACK, host_ip
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _LOOPBACKS = (LOOPBACK, "localhost", "::1")
 _FORMED = "formed"  # key that rank 0 sets when every rank is there
-
-
-class TensorSpec(Protocol):
-    """What a receiver must know before a tensor arrives, e.g. an `api.io_struct.ParamSpec`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
 
 
 @dataclass
@@ -107,9 +96,9 @@ def send_bucket(group: BroadcastGroup, tensors: Iterable[torch.Tensor], *, timeo
     _broadcast(group, [tensor.detach().to(group.device).contiguous() for tensor in tensors], timeout_s)
 
 
-def receive_bucket(group: BroadcastGroup, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Receive one bucket into fresh tensors, by name."""
-    bucket = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=group.device) for spec in specs}
+def receive_bucket(group: BroadcastGroup, specs: Iterable[tuple[str, Sequence[int], str]]) -> dict[str, torch.Tensor]:
+    """Receive one bucket into fresh tensors, by name; `specs` are names, shapes and dtypes, as in a `ParamSpec`."""
+    bucket = {name: torch.empty(shape, dtype=DTYPES[dtype], device=group.device) for name, shape, dtype in specs}
     _broadcast(group, list(bucket.values()))
     return bucket
 

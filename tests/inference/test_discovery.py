@@ -148,7 +148,7 @@ def test_without_a_launcher_the_trainer_keeps_the_registry(
     stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, address: str
 ) -> None:
     """It listens where torchrun's ranks meet, and its address is in the run folder as long as it does."""
-    monkeypatch.delenv(REGISTRY_VARIABLE, raising=False)
+    monkeypatch.setenv(REGISTRY_VARIABLE, "")
     monkeypatch.setenv("MASTER_ADDR", host)
     file = tmp_path / "exp" / "t" / "registry.json"
     server = serving(stack)

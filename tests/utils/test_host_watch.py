@@ -64,8 +64,7 @@ def test_an_end_without_a_goodbye_ends_the_process(way: str):
 
 
 def test_the_kernel_closes_a_watched_link_that_falls_silent():
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as link:
-        host_watch._let_kernel_probe(link, 10)
+    with socket.create_server(("127.0.0.1", 0)) as listener, host_watch._connect(listener.getsockname(), 10) as link:
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 2
         assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000

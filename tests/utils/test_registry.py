@@ -15,7 +15,6 @@ import pytest
 from arealite.utils import registry as module
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.registry import (
-    REGISTRY_VARIABLE,
     Claim,
     Registry,
     RegistryClient,
@@ -23,7 +22,6 @@ from arealite.utils.registry import (
     RegistryRefusedError,
     ServerRecord,
     address_in,
-    registry_of_environment,
 )
 from arealite.utils.secret import authorization
 
@@ -378,19 +376,15 @@ async def test_a_client_follows_the_run_folder_to_the_next_registry(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_it_listens(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must have a secret: got --host 0\.0\.0\.0 and none"):
         await Registry(None).start("0.0.0.0")
     one = Registry(None)
     await one.start(file=tmp_path / "registry.json")
     assert one.address.startswith(LOOPBACK)
     assert address_in(str(tmp_path / "registry.json"))[0] == one.address
-    monkeypatch.setenv(REGISTRY_VARIABLE, one.address)
-    client = registry_of_environment(None)
-    assert client is not None and (await client.watch(timeout_s=0)).servers == {}
+    assert (await RegistryClient(one.address, None).watch(timeout_s=0)).servers == {}
     await one.close()
-    monkeypatch.setenv(REGISTRY_VARIABLE, "")
-    assert registry_of_environment(None) is None
     for bad in ("", "{}", "[]", '{"address": 1'):
         (tmp_path / "registry.json").write_text(bad)
         with pytest.raises(RegistryError, match="must say where the registry of the run is"):

@@ -6,9 +6,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 import testing_forks
@@ -31,8 +30,7 @@ PATIENCE_S = 120.0
 """For what must happen at once; only a failing test waits so long."""
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str

@@ -57,15 +57,6 @@ class BucketInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-@dataclass(frozen=True)
-class ArrivingTensor:
-    """One tensor of a bucket."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     """Receives buckets from rank 0 of a broadcast group into one worker's model."""
 
@@ -109,10 +100,8 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         """Receive the tensors, record their fingerprints and load them."""
         if self._group is None:
             raise ConnectionError("a broadcast group must be open: got none. POST /init_weight_transfer_engine first.")
-        described = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
-        bucket = receive_bucket(
-            self._group, [ArrivingTensor(name, dtype, tuple(shape)) for name, dtype, shape in described]
-        )
+        specs = zip(update_info.names, update_info.shapes, update_info.dtypes, strict=True)
+        bucket = receive_bucket(self._group, specs)
         self.received |= fingerprints(bucket)
         self.model.load_weights(bucket.items())
 
