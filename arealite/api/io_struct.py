@@ -9,11 +9,14 @@ import math
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
 from arealite.api.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from arealite.api.engine_api import TrainEngine
 
 StopReason = Literal["stop", "length"]
 MAX_LOGPROB = 1e-3
@@ -115,12 +118,6 @@ class SaveLoadMeta:
     tokenizer: Any = None
 
 
-class _HasParamSpecs(Protocol):
-    """What a weight update asks of a training engine."""
-
-    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]: ...
-
-
 @dataclass
 class WeightUpdateMeta:
     """How weights are published, any number of times; shared by the sending and the receiving half on rank 0.
@@ -174,7 +171,7 @@ class WeightUpdateMeta:
     def from_fsdp_nccl(
         cls,
         allocation_mode: AllocationMode,
-        engine: _HasParamSpecs,
+        engine: TrainEngine,
         nccl_group_name: str = "update_weight_group",
         weight_chunked_mem_mb: int = 1024,
         version: int | None = None,

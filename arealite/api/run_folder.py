@@ -35,17 +35,12 @@ class RunFolder:
         self.ledger = self.path / "ledger.sqlite"
         self.rollouts = self.path / "rollouts"
         self.logs = self.path / "logs"
-        self.checkpoints = self.path / "checkpoints"
-        """Models that the saver wrote."""
-        self.recover = self.path / "recover"
-        """Checkpoints to resume from."""
-        self.weight_update = self.path / "weight_update"
-        """Model of a weight update through the disk, while it lasts."""
-        self.command = self.path / "run.json"
-        """Entry script and arguments of the run."""
+        self.checkpoints = self.path / "checkpoints"  # models that the saver wrote
+        self.recover = self.path / "recover"  # checkpoints to resume from
+        self.weight_update = self.path / "weight_update"  # model of an update through the disk, while it lasts
+        self.command = self.path / "run.json"  # entry script and arguments of the run
         self.secret = self.path / ".secret"
-        self.registry = self.path / "registry.json"
-        """Where the registry of the run listens, while the run lasts."""
+        self.registry = self.path / "registry.json"  # where the registry of the run listens, while the run lasts
         self.launcher_lock = self.path / ".launcher.lock"
         self.trainer_lock = self.path / ".trainer.lock"
 

@@ -56,7 +56,12 @@ def load_expr_config(
     }
     for place, values in sources.items():
         _check_keys(values, "", place, keys, ignore_unknown=ignore_unknown)
-    references, values = _resolve(config_cls, _merge(*sources.values()), keys, config_file)
+    try:
+        references, values = _resolve(config_cls, sources, keys, config_file)
+    except OmegaConfBaseException as error:
+        got = str(error).splitlines()[0]
+        message = f"{error.full_key} must refer to keys that exist: got {got}. Correct the ${{...}}."
+        raise ConfigError(message) from error
     config = _validate(config_cls, values, keys, sources)
     config.validate()
     vars(config)[_FROM_ENVIRONMENT] = _from_environment(references, values)
@@ -187,16 +192,17 @@ def _is_reference(value: Any) -> bool:
 
 
 def _resolve(
-    config_cls: type[BaseExperimentConfig], given: DictConfig, keys: Keys, config_file: str
+    config_cls: type[BaseExperimentConfig], sources: Sources, keys: Keys, config_file: str
 ) -> tuple[Tree, Tree]:
     """Lay what was given over the defaults, let keys follow others, and return it with references and without."""
+    given = OmegaConf.merge(*(OmegaConf.create(tree) for tree in sources.values()))
     raw_given = cast(Tree, OmegaConf.to_container(given))
     defaults = dataclasses.asdict(config_cls())
     for key in keys.values():
         is_given = key.block is not None and isinstance(_lookup(raw_given, key.name), dict)
         if is_given and _lookup(defaults, key.name) is None:
             _lookup(defaults, key.parent)[key.leaf] = dataclasses.asdict(cast(Any, key.block)())
-    merged = _merge(defaults, given)
+    merged = OmegaConf.merge(OmegaConf.create(defaults), given)
     raw_merged = cast(Tree, OmegaConf.to_container(merged))
     for name, source in config_cls.DEFAULTS_FROM.items():
         is_given = _lookup(raw_given, name) is not _ABSENT
@@ -209,23 +215,7 @@ def _resolve(
         if _lookup(raw_merged, key.name) == MISSING:
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
-    try:
-        return raw_merged, cast(Tree, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
-    except OmegaConfBaseException as error:
-        raise _bad_reference(error) from error
-
-
-def _merge(*trees: Tree | DictConfig) -> DictConfig:
-    """Lay values over each other; later ones win."""
-    try:
-        return cast(DictConfig, OmegaConf.merge(*(OmegaConf.create(tree) for tree in trees)))
-    except OmegaConfBaseException as error:
-        raise _bad_reference(error) from error
-
-
-def _bad_reference(error: OmegaConfBaseException) -> ConfigError:
-    first_line = str(error).splitlines()[0]
-    return ConfigError(f"{error.full_key} must refer to keys that exist: got {first_line}. Correct the ${{...}}.")
+    return raw_merged, cast(Tree, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
 
 
 def _lookup(tree: Tree, name: str) -> Any:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-MISSING = "???"
-"""The value of a key that the user must give."""
+MISSING = "???"  # the value of a key that the user must give
 
 
 @dataclass(frozen=True)

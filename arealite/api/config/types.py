@@ -97,10 +97,6 @@ NonNegative = Annotated[Finite, Ge(0)]
 Positive = Annotated[Finite, Gt(0)]
 AboveOne = Annotated[Finite, Gt(1)]
 Fraction = Annotated[Finite, Ge(0), Le(1)]
-"""In [0, 1]."""
 PositiveFraction = Annotated[Finite, Gt(0), Le(1)]
-"""In (0, 1]."""
 HalfOpenFraction = Annotated[Finite, Ge(0), Lt(1)]
-"""In [0, 1)."""
 OpenFraction = Annotated[Finite, Gt(0), Lt(1)]
-"""In (0, 1)."""
