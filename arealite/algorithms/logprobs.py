@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-CHUNK_TOKENS = 1024
-"""Tokens whose float32 probabilities are in memory at once."""
+CHUNK_TOKENS = 1024  # whose float32 probabilities are in memory at once
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -65,8 +64,7 @@ def gather_logprobs_entropy(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprobs of `gather_logprobs` and the entropies `[N]`, which carry no gradient."""
-    logprobs, entropies = _LogprobsAndEntropy.apply(logits, labels, temperature, True)
-    return logprobs, entropies
+    return _LogprobsAndEntropy.apply(logits, labels, temperature, True)
 
 
 def packed_logprobs(

@@ -10,8 +10,7 @@ from rich.table import Column, Table
 from arealite.rollout.account.audit import Audit, Bias, audit
 
 _MAX_NAMES = 10
-_STATES = ("trained", "rejected", "failed", "accepted", "running", "issued", "retried")
-"""In the order in which they are shown."""
+_STATES = ("trained", "rejected", "failed", "accepted", "running", "issued", "retried")  # in the order of the table
 _TITLES = {
     "latency_s": ("latency", "seconds", "slowest", "fastest"),
     "tokens": ("length", "mean tokens", "longest", "shortest"),

@@ -15,39 +15,35 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     args = _parser().parse_args(argv)
     try:
-        return _run(args)
+        match args.command:
+            case "quickstart":
+                return int(_example("quickstart").quickstart(args.overrides))
+            case "tiny-model":
+                write = _example("tiny_model").write_tiny_model
+                print(write(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
+            case "check":
+                from arealite.cli.check.check import check
+
+                return check(args.entry, args.arguments)
+            case "serve":
+                from arealite.cli.serve import serve
+
+                return serve(args)
+            case "replay":
+                from arealite.cli.replay import replay
+
+                return replay(args.run_folder, args.step)
+            case "ledger":
+                from arealite.cli.ledger import show_ledger
+
+                return show_ledger(args.run_folder, as_json=args.json)
+            case "report":
+                from arealite.trainer.report.report import write_report
+
+                print(write_report(args.run_folder))
     except (AReaLiteError, FileError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-
-
-def _run(args: argparse.Namespace) -> int:
-    match args.command:
-        case "quickstart":
-            return int(_example("quickstart").quickstart(args.overrides))
-        case "tiny-model":
-            write = _example("tiny_model").write_tiny_model
-            print(write(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
-        case "check":
-            from arealite.cli.check.check import check
-
-            return check(args.entry, args.arguments)
-        case "serve":
-            from arealite.cli.serve import serve
-
-            return serve(args)
-        case "replay":
-            from arealite.cli.replay import replay
-
-            return replay(args.run_folder, args.step)
-        case "ledger":
-            from arealite.cli.ledger import show_ledger
-
-            return show_ledger(args.run_folder, as_json=args.json)
-        case "report":
-            from arealite.trainer.report.report import write_report
-
-            print(write_report(args.run_folder))
     return 0
 
 

@@ -19,8 +19,7 @@ from arealite.trainer.records import config_of_step
 from arealite.utils.files import reading, require_object
 from arealite.weights.log import read_weights, threads_of
 
-_NEVER = 10**9
-"""In steps."""
+_NEVER = 10**9  # steps
 
 
 def replay(run_folder: str, step: int) -> int:
@@ -29,7 +28,8 @@ def replay(run_folder: str, step: int) -> int:
     record = _read(run.command)
     config_path = config_of_step(run, step)
     config = _read(config_path)
-    checkpoint = _newest_before(run, step)
+    before = ((taken, path) for taken, path in checkpoints(run.recover) if taken < step and find_damage(path) is None)
+    checkpoint = next(before, None)
     _check(run, first=0 if checkpoint is None else checkpoint[0] + 1, last=step)
     with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
         if checkpoint is not None:
@@ -56,12 +56,6 @@ def _scratch_only(scratch: str) -> Iterator[str]:
         yield from (f"{block}.freq_{unit}=null" for unit in ("epochs", "steps", "secs"))
     yield from (f"stats_logger.{sink}.mode=disabled" for sink in ("wandb", "swanlab", "trackio"))
     yield "stats_logger.tensorboard.path=null"
-
-
-def _newest_before(run: RunFolder, step: int) -> tuple[int, Path] | None:
-    """Return step and path of the newest whole checkpoint that was taken before a step."""
-    found = [(taken, path) for taken, path in checkpoints(run.recover) if taken < step]
-    return next(((taken, path) for taken, path in sorted(found, reverse=True) if find_damage(path) is None), None)
 
 
 def _check(run: RunFolder, *, first: int, last: int) -> None:

@@ -264,12 +264,7 @@ class FSDPEngine(TrainEngine):
         elif self._attention.startswith("flash_attention"):
             ends, longest = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32), max(lengths)
             bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        output = self.model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            **bounds,
-        )
+        output = self.model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
         heartbeat.tick()
         return output.logits[0, :num_tokens], packed
 

@@ -13,28 +13,24 @@ def config_of_step(run: RunFolder, step: int) -> Path:
 
     `config_until_<S>.yaml` holds that of the steps before S, when a run resumed from a checkpoint with another one.
     """
-    later = [end for end in _ends_of_configs(run) if end > step]
-    return _earlier_config(run, min(later)) if later else run.config
+    later = [(end, path) for end, path in _earlier_configs(run) if end > step]
+    return min(later)[1] if later else run.config
 
 
 def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
     """Write the config of the steps from `start_step` on, and keep a different one of the steps before."""
     earlier = config_of_step(run, start_step - 1)
     before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
-    for end in _ends_of_configs(run):
+    for end, path in _earlier_configs(run):
         if end >= start_step:
-            _earlier_config(run, end).unlink()
+            path.unlink()
     if before != text:
-        write_atomically(_earlier_config(run, start_step), before, mode=0o600)
+        write_atomically(run.path / f"config_until_{start_step}.yaml", before, mode=0o600)
     write_atomically(run.config, text, mode=0o600)
 
 
-def _earlier_config(run: RunFolder, end: int) -> Path:
-    return run.path / f"config_until_{end}.yaml"
-
-
-def _ends_of_configs(run: RunFolder) -> list[int]:
-    return [int(path.stem.rpartition("_")[2]) for path in run.path.glob("config_until_*.yaml")]
+def _earlier_configs(run: RunFolder) -> list[tuple[int, Path]]:
+    return [(int(path.stem.rpartition("_")[2]), path) for path in run.path.glob("config_until_*.yaml")]
 
 
 def undo_from(run: RunFolder, step: int) -> None:

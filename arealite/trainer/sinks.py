@@ -11,8 +11,7 @@ from typing import Any
 from arealite.api.cli_args import StatsLoggerConfig
 from arealite.api.errors import ConfigError
 
-SERVICES = ("wandb", "swanlab", "trackio")
-"""Packages with `init`, `log` and `finish`; the config block of that name is passed to `init`."""
+SERVICES = ("wandb", "swanlab", "trackio")  # packages with `init`, to which their config block goes, `log` and `finish`
 
 
 def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, Any], start_step: int = 0) -> list[Sink]:
@@ -63,8 +62,7 @@ class ServiceSink:
         self._service.finish()
 
 
-Sink = TensorBoardSink | ServiceSink
-"""Takes the finite numbers of every step."""
+Sink = TensorBoardSink | ServiceSink  # takes the finite numbers of every step
 
 
 def _adapted(service: str, options: dict[str, Any], *, folder: Path, start_step: int) -> dict[str, Any]:
@@ -74,15 +72,11 @@ def _adapted(service: str, options: dict[str, Any], *, folder: Path, start_step:
     if service == "trackio":
         del options["mode"]  # trackio.init has none
     else:
-        options = {"dir": str(folder), "id": _wandb_id(folder, start_step)} | options
+        id_file = folder / ".wandb_id"
+        if start_step == 0 or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+        options = {"dir": str(folder), "id": id_file.read_text(encoding="utf-8")} | options
     return ({"resume": "allow"} if start_step > 0 else {}) | options
-
-
-def _wandb_id(folder: Path, start_step: int) -> str:
-    path = folder / ".wandb_id"
-    if start_step == 0 or not path.exists():
-        path.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
-    return path.read_text(encoding="utf-8")
 
 
 def _import(module: str, *, key: str) -> ModuleType:

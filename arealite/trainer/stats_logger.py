@@ -25,9 +25,6 @@ from arealite.utils.stats import Reduction, StatsTracker
 
 logger = logging.getLogger("arealite.stats")
 
-PROCESSED_TOKENS = "perf/processed_tokens"
-"""The metric whose rate becomes `perf/tokens_per_s`."""
-
 
 class StatsLogger:
     """What a loop reports to: `timer`, `add`, `commit` once per step, `close`. Every rank calls every method."""
@@ -73,8 +70,8 @@ class StatsLogger:
         """End step `step`: reduce over ranks, write, and return the row, equal on all ranks (collective)."""
         metrics = self._tracker.collect()
         self._evaluated_version = None
-        if PROCESSED_TOKENS in metrics and metrics["time/step_s"] > 0:
-            metrics["perf/tokens_per_s"] = metrics[PROCESSED_TOKENS] / metrics["time/step_s"]
+        if "perf/processed_tokens" in metrics and metrics["time/step_s"] > 0:
+            metrics["perf/tokens_per_s"] = metrics["perf/processed_tokens"] / metrics["time/step_s"]
         if self._writer is not None:
             self._writer.write(step, metrics)
         return metrics

@@ -24,8 +24,7 @@ from arealite.launcher.plan.jobs import environment, visible_gpus
 from arealite.launcher.plan.plan import Plan, checked_plan, entry_script, foreign_servers
 from arealite.utils.secret import secret_of_environment
 
-_PROGRAM_S = 300.0
-"""In which a server's parser must answer; importing SGLang or vLLM for the first time takes a minute."""
+_PROGRAM_S = 300.0  # for a server's parser to answer; importing SGLang or vLLM for the first time takes a minute
 _HEALTH_S = 10.0
 
 

@@ -16,10 +16,8 @@ from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
 
 GIB = 2**30
-_TIGHT = 0.85
-"""Share of a device; what the plan leaves out needs the rest."""
-_SERVER_SHARE = 0.9
-"""Of a GPU that SGLang and vLLM take unless told."""
+_TIGHT = 0.85  # of a device; what the plan leaves out needs the rest
+_SERVER_SHARE = 0.9  # of a GPU that SGLang and vLLM take unless told
 _MORE_RANKS = "Use more trainer ranks in allocation_mode, a smaller model, or {key}.fsdp.offload_params=true."
 _KNOBS = {
     "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb.",
@@ -28,8 +26,7 @@ _KNOBS = {
     "servers' cache": "Lower lite.slots or lite.context.",
 }
 
-Parts = dict[str, int]
-"""Bytes by what they are for."""
+Parts = dict[str, int]  # bytes by what they are for
 
 
 def check_memory(found: Findings, config: Config, model: PreTrainedModel, longest_prompt: int) -> None:

@@ -19,10 +19,8 @@ from arealite.utils.chat_template import Certificate, certify
 from arealite.utils.hf import load_hf_tokenizer
 from arealite.utils.memory_plan import model_shape
 
-_MAX_ROWS = 256
-"""Of a data set that are read."""
-_AS_PROMPT = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
-"""How `RLVRWorkflow` renders."""
+_MAX_ROWS = 256  # of a data set that are read
+_AS_PROMPT = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}  # as RLVRWorkflow renders
 
 
 def check_model(found: Findings, config: Config) -> PreTrainedModel:

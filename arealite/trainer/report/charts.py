@@ -11,9 +11,8 @@ Row = dict[str, Any]
 Trace = dict[str, Any]
 Chart = dict[str, Any]
 
-SMOOTH_FROM = 20
-"""Number of points from which a curve also gets a moving mean."""
-
+SMOOTH_FROM = 20  # points of a curve that also gets a moving mean
+PHASES = ("time/rollout_s", "time/logprobs_s", "time/update_s", "time/weights_s", "time/eval_s", "time/save_s")
 PHASE_COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
 
 
@@ -61,40 +60,31 @@ def _chart(
     return {"title": title, "unit": unit, "traces": traces, "layout": layout}
 
 
-def _points(rows: Sequence[Row], key: str, x: str = "step") -> tuple[list[float], list[float | None]]:
-    """Return the rows that know the key; a null in between stays, as a gap in the curve."""
-    found = [row for row in rows if key in row]
-    if all(row[key] is None for row in found):
-        return [], []
-    return [row[x] if x in row else row["step"] for row in found], [row[key] for row in found]
-
-
 def _line(
     rows: Sequence[Row], key: str, colour: str, name: str = "", *, x: str = "step", **options: Any
 ) -> list[Trace]:
-    xs, ys = _points(rows, key, x)
-    trace = {"type": "scatter", "mode": "lines" if len(xs) > 1 else "markers", "x": xs, "y": ys, "name": name or key}
-    return [trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | options] if xs else []
+    """Draw the rows that know the key; a null in between is a gap in the curve, and nulls alone are no curve."""
+    found = [row for row in rows if key in row]
+    if all(row[key] is None for row in found):
+        return []
+    points = {"x": [row.get(x, row["step"]) for row in found], "y": [row[key] for row in found]}
+    trace = {"type": "scatter", "mode": "lines" if len(found) > 1 else "markers", **points, "name": name or key}
+    return [trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | options]
 
 
 def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
+    """Draw a curve, and of a long one also the mean of the last values that exist at each point."""
     raw = _line(rows, key, colour)
-    xs, ys = _points(rows, key)
-    if len(xs) < SMOOTH_FROM:
+    if not raw or len(raw[0]["x"]) < SMOOTH_FROM:
         return raw
+    xs, ys, means = raw[0]["x"], raw[0]["y"], []
     window = max(3, len(xs) // 20)
-    raw[0] |= {"opacity": 0.35, "line": {"color": colour, "width": 1}, "name": "each step"}
-    mean = {"x": xs, "y": _moving_mean(ys, window), "name": f"mean of {window}"}
-    return [*raw, {"type": "scatter", "mode": "lines", "line": {"color": colour, "width": 2.5}, **mean}]
-
-
-def _moving_mean(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Return the mean of the last `window` values that exist at each point."""
-    means: list[float | None] = []
-    for end in range(1, len(values) + 1):
-        recent = [value for value in values[max(0, end - window) : end] if value is not None]
+    for end in range(1, len(ys) + 1):
+        recent = [value for value in ys[max(0, end - window) : end] if value is not None]
         means.append(sum(recent) / len(recent) if recent else None)
-    return means
+    raw[0] |= {"opacity": 0.35, "line": {"color": colour, "width": 1}, "name": "each step"}
+    mean = {"x": xs, "y": means, "name": f"mean of {window}"}
+    return [*raw, {"type": "scatter", "mode": "lines", "line": {"color": colour, "width": 2.5}, **mean}]
 
 
 def _evaluation(rows: Sequence[Row], key: str, colour: str, name: str = "") -> list[Trace]:
@@ -140,20 +130,17 @@ def _over_time(rows: Sequence[Row]) -> Chart:
 def _phases(rows: Sequence[Row]) -> list[Trace]:
     """Stack the timers of each step; `other` is what no timer saw."""
     timed = [row for row in rows if row.get("time/step_s")]
-    keys = sorted({key for row in timed for key in row if key.startswith("time/")} - {"time/step_s"}, key=_phase_order)
-    xs = [row["step"] for row in timed]
-    traces = []
-    for i, key in enumerate(keys):
-        seconds = [row.get(key) or 0.0 for row in timed]
-        traces.append(_bar(xs, seconds, key.removeprefix("time/").removesuffix("_s"), PHASE_COLOURS[i % 6]))
-    other = [max(0.0, row["time/step_s"] - sum(row.get(key) or 0.0 for key in keys)) for row in timed]
-    return [*traces, _bar(xs, other, "other", "--faint")] if timed else []
-
-
-def _phase_order(key: str) -> tuple[int, str]:
-    order = ("time/rollout_s", "time/logprobs_s", "time/update_s", "time/weights_s", "time/eval_s", "time/save_s")
-    return (order.index(key) if key in order else len(order), key)
-
-
-def _bar(xs: list[float], ys: list[float], name: str, colour: str) -> Trace:
-    return {"type": "bar", "x": xs, "y": ys, "name": name, "marker": {"color": colour, "line": {"width": 0}}}
+    found = {key for row in timed for key in row if key.startswith("time/")} - {"time/step_s"}
+    keys = [*(key for key in PHASES if key in found), *sorted(found.difference(PHASES))]
+    bars = [
+        (key.removeprefix("time/").removesuffix("_s"), colour, [row.get(key) or 0.0 for row in timed])
+        for key, colour in zip(keys, itertools.cycle(PHASE_COLOURS))
+    ]
+    if timed:
+        other = [max(0.0, row["time/step_s"] - sum(row.get(key) or 0.0 for key in keys)) for row in timed]
+        bars.append(("other", "--faint", other))
+    bar = {"type": "bar", "x": [row["step"] for row in timed]}
+    return [
+        bar | {"y": seconds, "name": name, "marker": {"color": colour, "line": {"width": 0}}}
+        for name, colour, seconds in bars
+    ]

@@ -47,7 +47,8 @@ def _render(run: RunFolder) -> str:
         if (public := masked(config_text)) != config:
             config, config_text = public, yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
         bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
-        title = _title(run.path, config)
+        folder = run.path.resolve()
+        title = f"{config.get('experiment_name', folder.parent.name)} / {config.get('trial_name', folder.name)}"
     with reading(run.metrics):
         rows = read_jsonl(run.metrics)
         summary = summarize(rows, max_head_offpolicyness=bound)
@@ -55,12 +56,11 @@ def _render(run: RunFolder) -> str:
     with reading(run.summary):
         summary |= require_object(json.loads(_read(run.summary) or "{}"))
         cards = _cards(rows, summary)
-    num_steps = len(stored_steps(run.rollouts, "step_"))
     data = {
         "charts": shown,
         "beforeAfter": before_after(run.rollouts),
         "trajectories": trajectories(run.rollouts),
-        "numStoredSteps": num_steps,
+        "numStoredSteps": len(stored_steps(run.rollouts, "step_")),
     }
     parts = {
         "title": html.escape(title),
@@ -79,11 +79,6 @@ def _render(run: RunFolder) -> str:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def _title(folder: Path, config: dict[str, Any]) -> str:
-    absolute = folder.resolve()
-    return f"{config.get('experiment_name', absolute.parent.name)} / {config.get('trial_name', absolute.name)}"
 
 
 def _lead(config: dict[str, Any], summary: dict[str, Any], *, is_finished: bool) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 from arealite.utils.files import iter_jsonl, reading
 
+# By whether the first and the last completion are correct, which is a reward above 0.
+CHANGES = {(False, True): "learned", (True, True): "kept", (True, False): "lost", (False, False): "never"}
 MAX_STEPS = 12
 MAX_SAMPLES = 300
 MAX_PAIRS_OF_A_KIND = 15
@@ -19,10 +21,11 @@ def stored_steps(folder: Path, prefix: str) -> dict[int, Path]:
 
 
 def trajectories(folder: Path) -> list[dict[str, Any]]:
-    """Return samples of at most `MAX_STEPS` steps, the first and the last among them."""
+    """Return samples of at most `MAX_STEPS` steps, evenly spread, the first and the last among them."""
     steps = stored_steps(folder, "step_")
-    shown = _spread(list(steps), MAX_STEPS)
-    found = []
+    shown, found = list(steps), []
+    if len(shown) > MAX_STEPS:
+        shown = [shown[round(i * (len(shown) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
     for step in shown:
         with reading(steps[step]):
             lines = itertools.islice(iter_jsonl(steps[step]), MAX_SAMPLES // len(shown))
@@ -37,27 +40,17 @@ def before_after(folder: Path) -> dict[str, Any] | None:
         return None
     first, last = min(steps), max(steps)
     before, after = _first_answers(steps[first]), _first_answers(steps[last])
-    counts = dict.fromkeys(CHANGES, 0)
+    counts = dict.fromkeys(CHANGES.values(), 0)
     pairs = []
     for index in sorted(before.keys() & after.keys()):
         old, new = before[index], after[index]
-        change = _change(old["reward"] > 0, new["reward"] > 0)
+        change = CHANGES[old["reward"] > 0, new["reward"] > 0]
         counts[change] += 1
         if counts[change] <= MAX_PAIRS_OF_A_KIND:
             texts = {"before": old["completion"], "after": new["completion"]}
             rewards = [old["reward"], new["reward"]]
             pairs.append({"prompt": old["prompt"], **texts, "rewards": rewards, "change": change})
     return {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
-
-
-CHANGES = ("learned", "kept", "lost", "never")
-"""Wrong to correct, correct twice, correct to wrong, wrong twice; correct is a reward above 0."""
-
-
-def _change(was_correct: bool, is_correct: bool) -> str:
-    if is_correct:
-        return "kept" if was_correct else "learned"
-    return "lost" if was_correct else "never"
 
 
 def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
@@ -69,13 +62,6 @@ def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
 
 def _shown(line: dict[str, Any]) -> dict[str, Any]:
     return {"reward": float(line["reward"]), **{key: _clip(line[key]) for key in ("prompt", "completion")}}
-
-
-def _spread(items: list[int], count: int) -> list[int]:
-    """Return at most `count` items, evenly spread, the first and the last included."""
-    if len(items) <= count:
-        return items
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:
