@@ -108,6 +108,15 @@ def test_a_config_that_cannot_be_read(check, tiny, capsys) -> None:
     assert "the entry script must be a file: got missing.py" in capsys.readouterr().err
 
 
+def test_a_class_of_the_script_has_groups_of_our_default_size(check, tiny) -> None:
+    config = CONFIG.replace("n_samples: 4, ", "")
+    assert config != CONFIG
+    entries = (ENTRY, ENTRY.replace("GRPOConfig", "MyConfig"))
+    shown = [check(tiny, "actor.mb_spec.max_tokens_per_mb=null", entry=entry, config=config)[1] for entry in entries]
+    plans = [text.partition("ok memory")[2] for text in shown]
+    assert plans[0] == plans[1] and "the run needs about" in plans[0]
+
+
 def test_processes_that_this_machine_cannot_run(check, tiny) -> None:
     status, shown = check(tiny, "allocation_mode=lite.d2t2+d2")
     assert status == 1 and "PROBLEM processes servers of lite must have p1t1" in shown

@@ -11,7 +11,15 @@ from arealite.api.config.experiment import BaseExperimentConfig, GRPOConfig, SFT
 from arealite.api.config.loader import load_expr_config
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.config.types import PositiveInt
 from arealite.api.errors import ConfigError
+
+
+@dataclass
+class _TrainingSampling(GenerationHyperparameters):
+    """Groups are as large as `GRPOConfig` makes them, from which a class of the script most likely inherits."""
+
+    n_samples: PositiveInt = GRPOConfig().gconfig.n_samples
 
 
 @dataclass
@@ -29,7 +37,7 @@ class RunConfig(BaseExperimentConfig):
     """The trained model of an experiment without one."""
     ref: dict[str, Any] | None = None
     """A frozen reference."""
-    gconfig: GenerationHyperparameters | None = None
+    gconfig: _TrainingSampling | None = None
     """Sampling of training episodes."""
     eval_gconfig: GenerationHyperparameters | None = None
     """Sampling of evaluations."""
