@@ -13,7 +13,7 @@ import yaml
 
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.launcher.local import launch
+from arealite.launcher import local
 from arealite.trainer.checkpoint import checkpoints, find_damage
 from arealite.trainer.records import config_of_step
 from arealite.utils.files import reading, require_object
@@ -44,7 +44,7 @@ def replay(run_folder: str, step: int) -> int:
             f"rollout.replay_step={step}",
             f"launcher.trainer_threads={threads_of(run.path, step + 1)}",
         ]
-        return launch(record["entry"], ["--config", str(config_path), *overrides])
+        return local.main([record["entry"], "--config", str(config_path), *overrides])
 
 
 def _scratch_only(scratch: str) -> Iterator[str]:

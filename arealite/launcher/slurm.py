@@ -28,12 +28,9 @@ from arealite.launcher.supervise.run import command
 from arealite.launcher.supervise.supervisor import NODE_LOST
 from arealite.utils.files import write_atomically
 
-_LOOK_S = 0.2
-"""Between two looks at the job's output."""
-_ASK_S = 2.0
-"""Between two questions to Slurm."""
-_SILENCE_S = 600.0
-"""So long may Slurm not answer; its controller may be started again meanwhile."""
+_LOOK_S = 0.2  # between two looks at the job's output
+_ASK_S = 2.0  # between two questions to Slurm
+_SILENCE_S = 600.0  # so long may Slurm not answer; its controller may be started again meanwhile
 _CANCEL_S = 60.0
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),

@@ -11,44 +11,34 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from arealite.watchdog.evidence import Evidence, Process, collect, read_progress
 from arealite.watchdog.verdict import judge
-
-
-@dataclass(frozen=True)
-class StallPolicy:
-    """When a run is stalled, and what becomes of it."""
-
-    timeout_s: float
-    setup_timeout_s: float
-    on_stall: Literal["stop", "continue"]
-    foreign_servers: Mapping[str, str]  # addresses, by name, of servers that someone else starts
-    secret: str | None = None  # what servers ask for before they tell how they are
 
 
 @dataclass(kw_only=True)
 class StallWatch:
     """Watches the processes that this one has started and that publish in `<logs>/progress`."""
 
-    policy: StallPolicy
+    timeout_s: float
+    setup_timeout_s: float
     logs: Path
     servers: Mapping[str, str]  # addresses by name
     expected: Sequence[str]  # names of the processes that will publish
+    secret: str | None  # what servers ask for before they tell how they are
     count_output: Callable[[], int]
     _moved: float = field(default_factory=time.monotonic, init=False)
     _last: object = field(default=None, init=False)
-    _timeout_s: float = field(default=0.0, init=False)
+    _limit_s: float = field(default=0.0, init=False)  # for the phase that the run is in
 
     async def next_stall(self) -> list[str]:
         """Wait for a stall and return the lines of its verdict."""
         while True:
-            while self._has_moved() or time.monotonic() - self._moved < self._timeout_s:
+            while self._has_moved() or time.monotonic() - self._moved < self._limit_s:
                 await asyncio.sleep(self._period_s)
             stalled_s = time.monotonic() - self._moved
             evidence = await asyncio.to_thread(
-                collect, self.logs, self.servers, self.expected, stalled_s=stalled_s, secret=self.policy.secret
+                collect, self.logs, self.servers, self.expected, stalled_s=stalled_s, secret=self.secret
             )
             if not self._has_moved():
                 return self._tell(evidence)
@@ -59,15 +49,15 @@ class StallWatch:
 
     @property
     def _period_s(self) -> float:
-        return min(5.0, self.policy.timeout_s / 10)
+        return min(5.0, self.timeout_s / 10)
 
     def _has_moved(self) -> bool:
         progress = read_progress(self.logs / "progress")
         counts: dict[str, int] = {process: one.count for process, one in progress.items()}
-        self._timeout_s = self.policy.timeout_s
+        self._limit_s = self.timeout_s
         if not {one.name for one in progress.values()} >= set(self.expected):
             counts["output"] = self.count_output()
-            self._timeout_s = max(self.policy.timeout_s, self.policy.setup_timeout_s)
+            self._limit_s = max(self.timeout_s, self.setup_timeout_s)
         has_moved = counts != self._last
         if has_moved:
             self._last, self._moved = counts, time.monotonic()

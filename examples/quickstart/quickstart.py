@@ -19,7 +19,7 @@ from rich.table import Table
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.launcher.local import launch
+from arealite.launcher import local
 from arealite.trainer.report.report import write_report
 from arealite.utils.files import write_atomically
 
@@ -48,10 +48,9 @@ def quickstart(overrides: Sequence[str]) -> int:
     console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns to write the steps, and mostly to skip them")
     sft_began = time.monotonic()
     sft_trial = f"{config.trial_name}-sft"
-    status = launch(
-        EXAMPLES / "gsm8k_sft.py",
+    status = local.main(
         [
-            *("--config", str(EXAMPLES / "configs" / "gsm8k_sft_cpu.yaml")),
+            *(str(EXAMPLES / "gsm8k_sft.py"), "--config", str(EXAMPLES / "configs" / "gsm8k_sft_cpu.yaml")),
             *(f"experiment_name={config.experiment_name}", f"trial_name={sft_trial}"),
             *(f"cluster.fileroot={config.cluster.fileroot}", f"seed={config.seed}"),
             *(f"model.path={model}", f"train_dataset.path={config.train_dataset.path}"),
@@ -65,7 +64,7 @@ def quickstart(overrides: Sequence[str]) -> int:
 
     console.rule("[bold]3/3[/bold] asynchronous GRPO: it discovers that writing the steps pays")
     rl_began = time.monotonic()
-    status = launch(EXAMPLES / "gsm8k_grpo.py", [*argv, f"actor.path={fine_tuned}"])
+    status = local.main([str(EXAMPLES / "gsm8k_grpo.py"), *argv, f"actor.path={fine_tuned}"])
     if status != 0:
         return status
     now = time.monotonic()

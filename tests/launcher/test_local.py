@@ -285,17 +285,17 @@ def test_killed_launcher_and_guards_take_their_jobs_along(launch_script):
     assert wait_gone(tree, timeout_s=120) == set()
 
 
-def test_launch_can_be_called_in_sequence(launch_script, tmp_path):
+def test_the_launcher_can_be_called_in_sequence(launch_script, tmp_path):
     """As a quickstart does: handlers and orphan adoption are given back each time."""
     run = launch_script("print('trained', sys.argv[-1])", *SFT, "trial_name=a")
     assert run.end() == 0
     code = (
         "import signal\n"
-        "from arealite.launcher.local import launch\n"
+        "from arealite.launcher.local import main\n"
         "from arealite.utils.processes import adopt_orphans\n"
         "argv = ['--config', 'config.yaml', 'allocation_mode=d1', 'model.path=tiny']\n"
-        "assert [launch('entry.py', [*argv, f'trial_name={name}']) for name in 'ab'] == [0, 0]\n"
-        "assert launch('missing.py', argv) == 2\n"
+        "assert [main(['entry.py', *argv, f'trial_name={name}']) for name in 'ab'] == [0, 0]\n"
+        "assert main(['missing.py', *argv]) == 2\n"
         "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not adopt_orphans(False)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PIDS": str(tmp_path / "pids")}

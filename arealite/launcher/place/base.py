@@ -32,14 +32,10 @@ class NodeLostError(RuntimeError):
 class Slot(Protocol):
     """Room for one job on some node. Nothing that the job starts outlives it."""
 
-    node: str
-    """Name of the node, for messages."""
-    address: str
-    """Address by which the nodes of the run reach this one."""
-    port: int
-    """A port that is kept free until the job binds it."""
-    gpus: Sequence[str]
-    """Names of the GPUs that are reserved, as CUDA_VISIBLE_DEVICES spells them."""
+    node: str  # name of the node, for messages
+    address: str  # address by which the nodes of the run reach this one
+    port: int  # a port that is kept free until the job binds it
+    gpus: Sequence[str]  # names of the GPUs that are reserved, as CUDA_VISIBLE_DEVICES spells them
 
     async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
         """Run a job to its end and return its exit status; NodeLostError if that can't be known."""

@@ -32,8 +32,7 @@ with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `c
 
 _CONNECT_S = 10.0
 _RETRY_S = 1.0
-_CLOSE_S = 10.0
-"""What the end of a job's processes and of its relay may take, once both were told."""
+_CLOSE_S = 10.0  # what the end of a job's processes and of its relay may take, once both were told
 _FORWARDED = re.compile(
     r"(AREAL|HF_|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|SWANLAB|TRACKIO|NCCL|GLOO|TORCH|PYTORCH|TRITON|SGL|VLLM|PYTHON)"
     r"[A-Z0-9_]*|(?i:(http|https|no)_proxy)"

@@ -33,11 +33,9 @@ from arealite.utils.processes import adopt_orphans, descendants, kill_tree
 
 _ALIVE_S = 2.0
 _PROGRESS_S = 10.0
-_KILLED_S = 5.0
-"""Seconds to wait for a node's last message after asking it to kill its job."""
+_KILLED_S = 5.0  # seconds to wait for a node's last message after asking it to kill its job
 _LINE_BYTES = 1 << 24
-_JOB_S = 3600.0
-"""A job that has not come by then never will."""
+_JOB_S = 3600.0  # a job that has not come by then never will
 
 
 class RelaySlot:
@@ -135,8 +133,7 @@ class RelaySlot:
 class RelayPlace(Place):
     """Nodes on each of which a relay keeps a slot."""
 
-    _ADVICE: str
-    """What the user can do about nodes that don't come."""
+    _ADVICE: str  # what the user can do about nodes that don't come
 
     def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
         self._config = config.launcher

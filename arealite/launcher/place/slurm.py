@@ -28,16 +28,11 @@ from arealite.utils.network import LOOPBACK, host_ip
 from arealite.utils.secret import is_loopback
 
 _RETRY_S = 10.0
-_CLOSE_S = 10.0
-"""What the end of a job's processes and of its relay may take, once it was told."""
-_ANSWER_S = 60.0
-"""What an answer of Slurm may take."""
-_REQUEUE_S = 300.0
-"""How long requeueing is tried while Slurm's controller does not answer."""
-_END_S = 60.0
-"""What the end of a job that is requeued may take."""
-_OLD_LIFE_S = 120.0
-"""What the launcher of the last start may take to end, on a node that Slurm has lost sight of."""
+_CLOSE_S = 10.0  # what the end of a job's processes and of its relay may take, once it was told
+_ANSWER_S = 60.0  # what an answer of Slurm may take
+_REQUEUE_S = 300.0  # how long requeueing is tried while Slurm's controller does not answer
+_END_S = 60.0  # what the end of a job that is requeued may take
+_OLD_LIFE_S = 120.0  # what the launcher of the last start may take to end, on a node that Slurm has lost sight of
 
 
 class SlurmSlot(RelaySlot):

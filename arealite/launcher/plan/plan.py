@@ -18,23 +18,18 @@ from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 
-_SETUP_TIMEOUT_S = 600.0
-"""Of fine-tuning, whose start is the loading of its model."""
+_SETUP_TIMEOUT_S = 600.0  # of fine-tuning, whose start is the loading of its model
 
 
 @dataclass(frozen=True)
 class Placement:
     """One job of the plan: a server, or a rank of the trainer."""
 
-    name: str
-    """`server-<i>` or `trainer-<rank>`."""
+    name: str  # `server-<i>` or `trainer-<rank>`
     role: Literal["server", "trainer"]
-    node: int
-    """Number of its node."""
-    devices: tuple[int, ...]
-    """Its GPUs on that node; none on a CPU cluster."""
-    index: int
-    """Number of the server, or the rank."""
+    node: int  # number of its node
+    devices: tuple[int, ...]  # its GPUs on that node; none on a CPU cluster
+    index: int  # number of the server, or the rank
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,7 @@ class Plan:
     """All jobs of a run."""
 
     num_nodes: int
-    gpus_per_node: int
-    """0 on a CPU cluster."""
+    gpus_per_node: int  # 0 on a CPU cluster
     placements: tuple[Placement, ...]
 
     @property
@@ -75,8 +69,7 @@ class Run:
     config: BaseExperimentConfig
     plan: Plan
     entry: Path
-    argv: Sequence[str]
-    """`--config FILE key=value ...`, as the script gets it."""
+    argv: Sequence[str]  # `--config FILE key=value ...`, as the script gets it
 
     @property
     def folder(self) -> RunFolder:

@@ -16,8 +16,7 @@ from dataclasses import replace
 from arealite.utils.registry import Claim, RegistryClient, RegistryError, ServerRecord, State
 
 LEASE_S = 10.0
-_RENEWALS = 3
-"""Per lease."""
+_RENEWALS = 3  # per lease
 _REPEAT_S = 1.0
 _WITHDRAW_S = 2.0
 
@@ -32,8 +31,7 @@ class Registration:
         self._owner = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._published: ServerRecord | None = None
-        self._renewed = 0.0
-        """When the entry was published or renewed last, monotonic."""
+        self._renewed = 0.0  # when the entry was published or renewed last, monotonic
         self._has_failed = False
         self._turn = asyncio.Lock()
 

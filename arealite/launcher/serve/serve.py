@@ -39,8 +39,7 @@ from arealite.utils.secret import authorization, check_exposed, is_loopback, sec
 
 REFUSED = 2
 NOT_READY = 3
-_NOTICE_S = 1.5
-"""What trainers get to learn that the server leaves, before its requests are aborted."""
+_NOTICE_S = 1.5  # what trainers get to learn that the server leaves, before its requests are aborted
 _DRAIN_S = 10.0
 _LOOK_S = 0.1
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -84,8 +83,7 @@ class Server:
         self._secret = secret_of_environment()
         self._last = b""
         self._run = JobRun()
-        self._ended = asyncio.create_task(self._end())
-        """Resolves to its exit status."""
+        self._ended = asyncio.create_task(self._end())  # resolves to its exit status
 
     def last_line(self) -> str:
         """Return the last line it wrote, without control characters."""

@@ -30,8 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from arealite.utils.fingerprint import differing, fingerprints
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
-BACKEND = "arealite"
-"""Name of the engine in vLLM's --weight-transfer-config."""
+BACKEND = "arealite"  # name of the engine in vLLM's --weight-transfer-config
 
 
 @dataclass
@@ -44,8 +43,7 @@ class GroupInfo(WeightTransferInitInfo):
     world_size: int
     group_name: str
     backend: Literal["gloo", "nccl"]
-    timeout_s: float
-    """Deadline of joining, and of each bucket."""
+    timeout_s: float  # deadline of joining, and of each bucket
 
 
 @dataclass
@@ -66,8 +64,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._group: BroadcastGroup | None = None
-        self.received: dict[str, str] = {}
-        """Fingerprints of the last update's tensors."""
+        self.received: dict[str, str] = {}  # fingerprints of the last update's tensors
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join a group, leaving the old one."""

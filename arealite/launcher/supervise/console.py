@@ -25,12 +25,9 @@ from arealite.utils.files import explain
 Show = Literal["all", "warnings"]
 
 TAIL_LINES = 20
-_MAX_PENDING = 1 << 22
-"""Characters that wait for a reader of the console."""
-_READER_S = 5.0
-"""How long a reader who has stopped reading is waited for at the end."""
-_MAX_LINE = 1 << 16
-"""Characters after which a line ends, also if its process does not end it."""
+_MAX_PENDING = 1 << 22  # characters that wait for a reader of the console
+_READER_S = 5.0  # how long a reader who has stopped reading is waited for at the end
+_MAX_LINE = 1 << 16  # characters after which a line ends, also if its process does not end it
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _WORSE = re.compile(r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^Traceback \(most recent|^[\w.]*(Error|Exception)\b")
 
@@ -61,14 +58,11 @@ class Console:
         self._bar: Progress | None = None
         self._changed = threading.Condition()
         self._pending: deque[Text] = deque()
-        self._num_pending = 0
-        """Characters of `_pending`."""
-        self._num_dropped = 0
-        """Lines that came before `_pending`."""
+        self._num_pending = 0  # characters of `_pending`
+        self._num_dropped = 0  # lines that came before `_pending`
         self._progress: tuple[int, int, str] | None = None
         self._is_closed = False
-        self._num_written = 0
-        """Lines."""
+        self._num_written = 0  # lines
         self._writer = threading.Thread(target=self._write, name="arealite-console", daemon=True)
         self._writer.start()
 

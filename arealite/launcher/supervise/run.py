@@ -7,23 +7,18 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import OF_TRIAL
-from arealite.inference.backends import kind_of
-from arealite.launcher.place.base import Job, Place, Slot
-from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s, trains
-from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, ServerPolicy, Supervisor, pause_s
-from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
+from arealite.launcher.place.base import Place
+from arealite.launcher.plan.jobs import plan_lines
+from arealite.launcher.plan.plan import Run, trains
+from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, write_atomically, writing
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
-from arealite.watchdog.stall import StallPolicy
 
-_LOCK_TIMEOUT_S = 5.0
-"""How long another launcher of the same run may take to end."""
+_LOCK_TIMEOUT_S = 5.0  # how long another launcher of the same run may take to end
 EPILOG = (
     "exit status: 0 done, 2 config error, 3 a server ended, 4 the run stalled, 5 a node was lost, "
     "128 + n a signal, else the failed rank's"
@@ -51,7 +46,8 @@ def command(
     epilog: str = EPILOG,
     flags: Mapping[str, str] | None = None,
 ) -> int:
-    """Parse the command line that all launchers have and `act` on it; `flags` are more than `--dry-run`."""
+    """Parse the command line that all launchers have, check it and return what `act` makes of it, or 2 for a
+    ConfigError, which is printed; `flags` are more than `--dry-run`."""
     parser = argparse.ArgumentParser(prog=f"python3 -m {prog}", description=description, epilog=epilog)
     parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="config of the experiment")
@@ -60,13 +56,8 @@ def command(
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
     args = parser.parse_intermixed_args(argv)
-    return settle(args.entry, ["--config", args.config, *args.overrides], lambda run: act(run, args))
-
-
-def settle(entry: str | Path, argv: Sequence[str], act: Callable[[Run], int]) -> int:
-    """Read and check a command line and return what `act` makes of it; a ConfigError is printed, and exit status 2."""
     try:
-        return act(Run.load(entry, argv))
+        return act(Run.load(args.entry, ["--config", args.config, *args.overrides]), args)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED
@@ -80,7 +71,13 @@ def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s
     processes must not be started meanwhile.
     """
     place.check(run.config, run.plan)
-    _check_resume(run)
+    if (
+        run.config.recover.mode == "resume" and run.folder.newest_checkpoint < 0
+    ):  # whether it is whole, the trainer says
+        raise ConfigError(
+            f"{run.folder.recover} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to "
+            "start afresh."
+        )
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
@@ -118,8 +115,7 @@ async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
         retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
         num_restarts, progress = 0, folder.newest_checkpoint
         while True:
-            supervisor = await _attempt(run, place, secret, registry, restart, pause_s(num_restarts))
-            end = supervisor.exit_reason  # a signal while everything was being stopped counts as well
+            end = await Supervisor(run, place, registry, secret).supervise(restart, pause_s(num_restarts))
             if folder.newest_checkpoint > progress:
                 num_restarts, progress = 0, folder.newest_checkpoint
             if not end.is_failure or end.status == CONFIG_FAILED or end.is_refusal or num_restarts == retries:
@@ -130,70 +126,3 @@ async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
                 return NODE_LOST
     finally:
         await registry.close()
-
-
-async def _attempt(
-    run: Run, place: Place, secret: str, registry: Registry, restart: str | None, delay_s: float
-) -> Supervisor:
-    """Start everything at once and supervise it to its end; `restart` tells why it is not the first time."""
-    config, plan, logs = run.config, run.plan, run.folder.logs
-    stall = StallPolicy(
-        timeout_s=config.launcher.stall_timeout,
-        setup_timeout_s=setup_timeout_s(config),
-        on_stall=config.launcher.on_stall,
-        foreign_servers={address: address for address in foreign_servers(config)},
-        secret=secret,
-    )
-    env = {SECRET_VARIABLE: secret, REGISTRY_VARIABLE: registry.address}
-    try:
-        async with Supervisor(log_folder=logs, stall=stall, env=env) as supervisor:
-            supervisor.log(restart or f"{config.allocation_mode}; logs in {logs}")
-            await supervisor.pause(delay_s)
-            place.open(config, plan, supervisor.log)
-            slots = await supervisor.take_slots(place, plan.placements)
-            if slots is not None:
-                by_placement = dict(zip(plan.placements, slots, strict=True))
-                if plan.servers:
-                    servers = [(one, by_placement[one]) for one in plan.servers]
-                    supervisor.start_servers(servers, _server_policy(run, place, registry))
-                if plan.trainers:
-                    supervisor.start_trainer(_trainer_jobs(run, by_placement, is_restart=restart is not None))
-            await supervisor.wait()
-        return supervisor
-    finally:
-        await place.close()
-
-
-def _trainer_jobs(run: Run, slots: Mapping[Placement, Slot], *, is_restart: bool) -> list[tuple[Slot, Job]]:
-    """Return each rank's slot and job. Ranks see all GPUs of the ranks on their node, because NCCL links only GPUs
-    that both sides see; LOCAL_RANK picks one."""
-    first = slots[run.plan.trainers[0]]
-    jobs = []
-    for one in run.plan.trainers:
-        gpus = [gpu for rank in run.plan.ranks_on(one.node) for gpu in slots[rank].gpus]
-        job = trainer_job(run, one, gpus, master=(first.address, first.port), is_restart=is_restart)
-        jobs.append((slots[one], job))
-    return jobs
-
-
-def _server_policy(run: Run, place: Place, registry: Registry) -> ServerPolicy:
-    invitation = f"export {SECRET_VARIABLE}=$(cat {run.folder.secret}) {SERVER_ADDRS_VARIABLE}="
-    return ServerPolicy(
-        place=place,
-        describe=lambda placement, slot: server_job(run.config, placement, slot.address, slot.gpus),
-        setup_timeout_s=setup_timeout_s(run.config),
-        restarts=run.config.launcher.server_restarts,
-        progress=lambda: run.folder.newest_checkpoint,
-        registry=registry,
-        publish_progress=kind_of(run.config).is_embedded,
-        invitation=None if run.plan.trainers else f"servers only, until Ctrl-C: {invitation}",
-    )
-
-
-def _check_resume(run: Run) -> None:
-    """Refuse to resume what has no checkpoint, before anything starts; whether one is whole is the trainer's to say."""
-    folder = run.folder.recover
-    if run.config.recover.mode == "resume" and run.folder.newest_checkpoint < 0:
-        raise ConfigError(
-            f"{folder} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to start afresh."
-        )

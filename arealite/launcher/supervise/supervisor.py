@@ -11,20 +11,22 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from arealite.api.errors import ConfigError
+from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
-from arealite.launcher.plan.plan import Placement
+from arealite.launcher.plan.jobs import server_job, trainer_job
+from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
 from arealite.launcher.supervise.console import Console, Output
+from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
 from arealite.utils.registry import Registry
 from arealite.watchdog.evidence import read_progress
-from arealite.watchdog.stall import StallPolicy, StallWatch, forget_progress
+from arealite.watchdog.stall import StallWatch, forget_progress
 
 CONFIG_FAILED = 2
 SERVER_FAILED = 3
@@ -32,14 +34,11 @@ STALLED = 4
 NODE_LOST = 5
 _GRACE_S = 5.0
 _CLEAN_UP_S = 15.0
-_WORD_S = 10.0
-"""Between two words on what is waited for."""
+_WORD_S = 10.0  # between two words on what is waited for
 _REFUSAL = re.compile(r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|gloo/transport|NCCL communicator was aborted")
-_CAUSE_S = 5.0
-"""How long a rank that has lost its peer is not blamed, as the peer may still be writing its traceback."""
-_SERVER_END_S = 0.5
-"""How long a server's end is waited for, which may be why the trainer failed."""
+_CAUSE_S = 5.0  # how long a rank that has lost its peer is not blamed, as the peer may still be writing its traceback
+_SERVER_END_S = 0.5  # how long a server's end is waited for, which may be why the trainer failed
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -71,86 +70,70 @@ class ExitReason:
         return self.output is not None and any(_LOST_PEER.search(line) for line in self.output.tail)
 
 
-@dataclass(frozen=True)
-class ServerPolicy:
-    """What is expected of servers, and how they are started."""
-
-    place: Place
-    """Gives slots for restarts."""
-    describe: Callable[[Placement, Slot], Job]
-    setup_timeout_s: float
-    restarts: int
-    """How often in a row, without progress."""
-    progress: Callable[[], int]
-    """A number that grows when the run has got on, after which a server may start as often again."""
-    registry: Registry
-    """Where they register, under the names of their jobs."""
-    publish_progress: bool
-    """Whether they tell a stall watch what they do."""
-    invitation: str | None
-    """What is said, with their addresses, when all are ready and there is no trainer to use them."""
-
-
 class Supervisor:
-    """The jobs of one run, their outputs and the console. Leaving its context ends everything and tells why."""
+    """One attempt of a run: its jobs, their outputs and the console. Servers register in the run's registry."""
 
-    def __init__(self, *, log_folder: Path, stall: StallPolicy, env: Mapping[str, str]) -> None:
-        """`env` is added to the environment of every job."""
-        self.console = Console()
-        self._log_folder = log_folder
-        self._stall = stall
-        self._env = env
-        forget_progress(log_folder)
-        self._log = Output("launcher", log_folder / "launcher.log", self.console)
+    def __init__(self, run: Run, place: Place, registry: Registry, secret: str) -> None:
+        self._run = run
+        self._config = run.config
+        self._plan = run.plan
+        self._place = place
+        self._registry = registry
+        self._secret = secret
+        self._logs = run.folder.logs
+        forget_progress(self._logs)
+        self._console = Console()
+        self._log = Output("launcher", self._logs / "launcher.log", self._console)
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[str, Output] = {}
-        self._running: dict[asyncio.Task[int], Slot] = {}
-        """The jobs that run, and where."""
-        self._closing: list[asyncio.Task[None]] = []
-        """Of slots whose jobs have ended."""
-        self._addresses: dict[str, str] = dict(stall.foreign_servers)
-        """Of servers that were ready once."""
-        self._server_names: list[str] = []
-        self._expected: list[str] = []
-        """Names of the processes that will tell the stall watch what they do."""
+        self._running: dict[asyncio.Task[int], Slot] = {}  # the jobs that run, and where
+        self._closing: list[asyncio.Task[None]] = []  # of slots whose jobs have ended
+        self._addresses = {address: address for address in foreign_servers(run.config)}  # of servers once ready
+        self._server_names = [one.name for one in run.plan.servers]
+        publishing = run.plan.placements if run.plan.servers and kind_of(run.config).is_embedded else run.plan.trainers
+        self._expected = [one.name for one in publishing]  # will tell the stall watch what they do
         self._num_output_bytes = 0
-        self._watches: list[asyncio.Future[ExitReason]] = []
-        """Each ends with a reason to end the run."""
+        self._watches: list[asyncio.Future[ExitReason]] = []  # each ends with a reason to end the run
         self._before = set(descendants(os.getpid()))
         self._adopted_before = adopt_orphans()
-        self._exit_reason: ExitReason | None = None
-        self._signal: asyncio.Future[ExitReason] = self._loop.create_future()
-        """Done by the first signal of the user."""
+        self._signal: asyncio.Future[ExitReason] = self._loop.create_future()  # done by the first signal of the user
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 self._loop.add_signal_handler(number, self._take_signal, number)
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def supervise(self, restart: str | None, delay_s: float) -> ExitReason:
+        """Start everything after a delay, end it when something ends the run, and return what did.
 
-    async def __aexit__(self, *exception: object) -> None:
-        await self._stop()
-        forget_progress(self._log_folder)
-        for output in self._outputs.values():
-            output.close()
-        if self._exit_reason is not None and self._exit_reason.output is not None:
-            self._explain(self._exit_reason, self._exit_reason.output)
-        self._log.close()
-        self.console.close()
+        `restart` tells why this is not the first attempt. A signal while everything is being stopped counts as well.
+        """
+        try:
+            try:
+                self._say(restart or f"{self._config.allocation_mode}; logs in {self._logs}")
+                await asyncio.wait([self._signal], timeout=delay_s)
+                self._place.open(self._config, self._plan, self._say)
+                slots = await self._take_slots()
+                if slots is not None:
+                    self._start(slots, is_restart=restart is not None)
+                reason = await self._first_end()
+            finally:
+                await self._stop()
+            if reason.output is not None:
+                self._explain(reason.reason, reason.output)
+        finally:
+            self._log.close()
+            self._console.close()
+            await self._place.close()
+        return self._signal.result() if self._signal.done() else reason
 
-    def log(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         """Write a line to the console and to launcher.log."""
         self._log.feed(f"{text}\n".encode())
 
     # Starting
 
-    async def pause(self, seconds: float) -> None:
-        """Wait, unless a signal ends the run."""
-        await asyncio.wait([self._signal], timeout=seconds)
-
-    async def take_slots(self, place: Place, placements: Sequence[Placement]) -> Sequence[Slot] | None:
+    async def _take_slots(self) -> Mapping[Placement, Slot] | None:
         """Return the slots of all jobs; None if the run ended meanwhile, or has to because there are none."""
-        taking = self._loop.create_task(place.take(placements))
+        taking = self._loop.create_task(self._place.take(self._plan.placements))
         either: list[asyncio.Future[Any]] = [taking, self._signal]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
@@ -158,67 +141,64 @@ class Supervisor:
             await asyncio.wait([taking], timeout=_CLEAN_UP_S)
             return None
         try:
-            return taking.result()
+            return dict(zip(self._plan.placements, taking.result(), strict=True))
         except (NodeLostError, TimeoutError, ConfigError) as error:
             status = CONFIG_FAILED if isinstance(error, ConfigError) else NODE_LOST
             self._watches.append(self._loop.create_future())
             self._watches[-1].set_result(ExitReason(status, f"{type(error).__name__}: {error}"))
             return None
 
-    def start_servers(self, servers: Sequence[tuple[Placement, Slot]], policy: ServerPolicy) -> None:
-        """Start servers; each must become ready in time, and is started again when it ends after that."""
-        self._server_names = [placement.name for placement, _ in servers]
-        if policy.publish_progress:
-            self._expected += self._server_names
-        for placement, slot in servers:
-            policy.registry.remove(placement.name)  # what a killed server of the attempt before has left
-            self._watch(self._serve(placement, slot, policy))
+    def _start(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> None:
+        """Start all jobs. With a trainer nothing may stand still; idle servers may without one."""
+        for one in self._plan.servers:
+            self._registry.remove(one.name)  # what a killed server of the attempt before has left
+            self._watch(self._serve(one, slots[one]))
+        if self._plan.trainers:
+            self._watch(self._train(self._trainer_jobs(slots, is_restart=is_restart)))
+            if self._console.is_terminal:
+                self._watch(self._draw())
+            self._watch(self._stalled())
 
-    def start_trainer(self, jobs: Sequence[tuple[Slot, Job]]) -> None:
-        """Start the ranks of the trainer. The first one that fails ends the run, and so does the end of all. From now
-        on nothing may stand still: without a trainer, idle servers may."""
-        self._expected += [job.name for _, job in jobs]
-        self._watch(self._train(jobs))
-        if self.console.is_terminal:
-            self._watch(self._draw())
-        self._watch(self._stalled())
+    def _trainer_jobs(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> list[tuple[Slot, Job]]:
+        """Return each rank's slot and job. Ranks see all GPUs of the ranks on their node, because NCCL links only GPUs
+        that both sides see; LOCAL_RANK picks one."""
+        first = slots[self._plan.trainers[0]]
+        jobs = []
+        for one in self._plan.trainers:
+            gpus = [gpu for rank in self._plan.ranks_on(one.node) for gpu in slots[rank].gpus]
+            job = trainer_job(self._run, one, gpus, master=(first.address, first.port), is_restart=is_restart)
+            jobs.append((slots[one], job))
+        return jobs
 
-    async def wait(self) -> int:
-        """Wait for what ends the run and return the launcher's exit status. A server's end explains a failure of the
-        trainer, so it is told first; the user's signal explains everything."""
+    async def _first_end(self) -> ExitReason:
+        """Wait for what ends the run. A server's end explains a failure of the trainer, so it is told first; the user's
+        signal explains everything."""
         ends = [self._signal, *self._watches]
         done, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if all(end.result().is_failure and end.result().status != SERVER_FAILED for end in done):
             done |= (await asyncio.wait(others, timeout=_SERVER_END_S))[0]
         reasons = [end.result() for end in ends if end in done]
-        self._exit_reason = min(reasons, key=lambda reason: (reason.is_failure, reason.status != SERVER_FAILED))
-        if self._exit_reason.status != 0:
-            self.log(f"{self._exit_reason.reason}: stopping everything")
-        return self._exit_reason.status
-
-    @property
-    def exit_reason(self) -> ExitReason:
-        """Why the run ended; a signal that came while everything was being stopped is the user's last word."""
-        if self._signal.done():
-            return self._signal.result()
-        assert self._exit_reason is not None, "only a run that has ended knows why"
-        return self._exit_reason
+        first = min(reasons, key=lambda reason: (reason.is_failure, reason.status != SERVER_FAILED))
+        if first.status != 0:
+            self._say(f"{first.reason}: stopping everything")
+        return first
 
     # Watching
 
-    async def _serve(self, placement: Placement, slot: Slot, policy: ServerPolicy) -> ExitReason:
+    async def _serve(self, placement: Placement, slot: Slot) -> ExitReason:
         """Run a server, again when it ends after it was ready, and return what ends the run."""
         name, was_ready = placement.name, False
-        num_restarts, progress = 0, policy.progress()
+        num_restarts, progress = 0, self._run.folder.newest_checkpoint
         while True:
-            running = self._loop.create_task(self._run(slot, policy.describe(placement, slot)))
-            loading = self._loop.create_task(self._becomes_ready(name, policy))
+            job = server_job(self._config, placement, slot.address, slot.gpus)
+            running = self._loop.create_task(self._run_job(slot, job))
+            loading = self._loop.create_task(self._becomes_ready(name))
             try:
                 await asyncio.wait({running, loading}, return_when=asyncio.FIRST_COMPLETED)
                 was_ready = was_ready or (loading.done() and loading.result())
                 status = SERVER_FAILED
                 if loading.done() and not loading.result():
-                    ended = f"{name} was not ready within {policy.setup_timeout_s:g} s"
+                    ended = f"{name} was not ready within {setup_timeout_s(self._config):g} s"
                     slot.kill()
                 else:
                     ended = f"{name} ended with {describe_exit(await running)}"
@@ -227,47 +207,49 @@ class Supervisor:
             finally:
                 running.cancel()
                 loading.cancel()
-            policy.registry.remove(name)
-            if policy.progress() > progress:
-                num_restarts, progress = 0, policy.progress()
-            if not was_ready or num_restarts == policy.restarts:
+            self._registry.remove(name)
+            if self._run.folder.newest_checkpoint > progress:
+                num_restarts, progress = 0, self._run.folder.newest_checkpoint
+            if not was_ready or num_restarts == self._config.launcher.server_restarts:
                 break
             num_restarts += 1
-            self.log(f"{ended}; starting it again ({num_restarts} of {policy.restarts})")
+            self._say(f"{ended}; starting it again ({num_restarts} of {self._config.launcher.server_restarts})")
             await asyncio.sleep(pause_s(num_restarts))
             try:
-                (slot,) = await policy.place.take([placement])
+                (slot,) = await self._place.take([placement])
             except (NodeLostError, TimeoutError, ConfigError) as error:
                 return ExitReason(status, f"{name} could not be started again: {error}")
         if was_ready:
             self._server_names.remove(name)
-            if self._server_names or policy.registry.servers:
-                self.log(f"{ended}; it is left out, as others serve")
+            if self._server_names or self._registry.servers:
+                self._say(f"{ended}; it is left out, as others serve")
                 self._addresses.pop(name, None)
                 if name in self._expected:
                     self._expected.remove(name)
                 await self._loop.create_future()
         return ExitReason(status, ended, self._output(name))
 
-    async def _becomes_ready(self, name: str, policy: ServerPolicy) -> bool:
+    async def _becomes_ready(self, name: str) -> bool:
         """Wait until a server registers as ready, and log what it does meanwhile; False if it takes too long."""
         started, next_word = time.monotonic(), time.monotonic() + _WORD_S
-        view = await policy.registry.watch()
+        timeout_s = setup_timeout_s(self._config)
+        view = await self._registry.watch()
         while (record := view.servers.get(name)) is None or record.state != "ready":
             now = time.monotonic()
-            if now - started >= policy.setup_timeout_s:
+            if now - started >= timeout_s:
                 return False
             if now >= next_word:
                 next_word = now + _WORD_S
                 doing = "it has not registered yet" if record is None else record.detail
-                self.log(f"waiting for {name} ({now - started:.0f} s of {policy.setup_timeout_s:g} s): {doing}")
-            due = min(next_word, started + policy.setup_timeout_s)
-            view = await policy.registry.watch(view.moment, max(0.0, due - now))
+                self._say(f"waiting for {name} ({now - started:.0f} s of {timeout_s:g} s): {doing}")
+            due = min(next_word, started + timeout_s)
+            view = await self._registry.watch(view.moment, max(0.0, due - now))
         self._addresses[name] = record.address
-        self.log(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
+        self._say(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
         addresses = [self._addresses.get(name, "") for name in self._server_names]
-        if policy.invitation is not None and all(addresses):
-            self.log(policy.invitation + ",".join(addresses))
+        if not self._plan.trainers and all(addresses):
+            secret = f"{SECRET_VARIABLE}=$(cat {self._run.folder.secret})"
+            self._say(f"servers only, until Ctrl-C: export {secret} {SERVER_ADDRS_VARIABLE}={','.join(addresses)}")
         return True
 
     async def _train(self, jobs: Sequence[tuple[Slot, Job]]) -> ExitReason:
@@ -275,7 +257,7 @@ class Supervisor:
 
         async def run(slot: Slot, job: Job) -> ExitReason | None:
             try:
-                status = await self._run(slot, job)
+                status = await self._run_job(slot, job)
             except NodeLostError as error:
                 return ExitReason(NODE_LOST, str(error))
             reason = f"{job.name} failed with {describe_exit(status)}"
@@ -301,38 +283,42 @@ class Supervisor:
     async def _draw(self) -> ExitReason:
         """Draw the progress that rank 0 publishes."""
         while True:
-            for progress in read_progress(self._log_folder / "progress", "trainer-0").values():
+            for progress in read_progress(self._logs / "progress", "trainer-0").values():
                 if status := progress.status:
-                    self.console.show_progress(status["step"], status["total_steps"], status["phase"])
+                    self._console.show_progress(status["step"], status["total_steps"], status["phase"])
             await asyncio.sleep(PERIOD_S)
 
     async def _stalled(self) -> ExitReason:
         """Return when the run stalls and may not continue."""
+        launcher = self._config.launcher
         watch = StallWatch(
-            policy=self._stall,
-            logs=self._log_folder,
+            timeout_s=launcher.stall_timeout,
+            setup_timeout_s=setup_timeout_s(self._config),
+            logs=self._logs,
             servers=self._addresses,
             expected=self._expected,
+            secret=self._secret,
             count_output=lambda: self._num_output_bytes,
         )
         while True:
             for line in await watch.next_stall():
-                self.log(line)
-            if self._stall.on_stall == "stop":
+                self._say(line)
+            if launcher.on_stall == "stop":
                 return ExitReason(STALLED, "the run is stalled")
             await watch.movement()
-            self.log("the run moves again")
+            self._say("the run moves again")
 
-    async def _run(self, slot: Slot, job: Job) -> int:
+    async def _run_job(self, slot: Slot, job: Job) -> int:
         """Run a job on a slot to its end; a cancelled one is ended by `_stop`."""
-        progress = {FOLDER_VARIABLE: str(self._log_folder.absolute() / "progress"), NAME_VARIABLE: job.name}
+        ours = {SECRET_VARIABLE: self._secret, REGISTRY_VARIABLE: self._registry.address}
+        progress = {FOLDER_VARIABLE: str(self._logs.absolute() / "progress"), NAME_VARIABLE: job.name}
         output = self._output(job.name)
 
         def take(data: bytes) -> None:
             self._num_output_bytes += len(data)
             output.feed(data)
 
-        job = dataclasses.replace(job, env={**self._env, **job.env, **progress})
+        job = dataclasses.replace(job, env={**ours, **job.env, **progress})
         run = self._loop.create_task(slot.run(job, take))
         self._running[run] = slot
         run.add_done_callback(self._running.pop)
@@ -350,8 +336,8 @@ class Supervisor:
         if name not in self._outputs:
             self._outputs[name] = Output(
                 name,
-                self._log_folder / f"{name}.log",
-                self.console,
+                self._logs / f"{name}.log",
+                self._console,
                 show="warnings" if name.startswith("server") else "all",
                 is_foreground=name == "trainer-0",
             )
@@ -389,10 +375,13 @@ class Supervisor:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         adopt_orphans(self._adopted_before)
+        forget_progress(self._logs)
+        for output in self._outputs.values():
+            output.close()
 
-    def _explain(self, reason: ExitReason, output: Output) -> None:
+    def _explain(self, reason: str, output: Output) -> None:
         last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
-        self.log(f"{reason.reason}; {last}")
+        self._say(f"{reason}; {last}")
         for line in output.tail:
-            self.console.line(f"    {line}")
-        self.log(f"its whole log: {output.path}")
+            self._console.line(f"    {line}")
+        self._say(f"its whole log: {output.path}")

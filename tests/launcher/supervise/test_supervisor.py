@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from arealite.api.config.run import load_run_config
 from arealite.launcher.place.base import Job
-from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.plan import Placement
-from arealite.launcher.supervise.supervisor import SERVER_FAILED, ServerPolicy, Supervisor
+from arealite.launcher.place.local import LocalPlace, LocalSlot
+from arealite.launcher.plan.plan import Placement, Run, make_plan
+from arealite.launcher.supervise.supervisor import SERVER_FAILED, Supervisor
 from arealite.utils.registry import Claim, Registry, ServerRecord
-from arealite.watchdog.stall import StallPolicy
+
+CONFIG = Path(__file__).parents[3] / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
+
+
+class SilentSlot(LocalSlot):
+    """Its jobs never register."""
+
+    async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
+        return await super().run(Job(job.name, ["sleep", "60"], {}), output)
+
+
+class SilentPlace(LocalPlace):
+    async def take(self, placements: Sequence[Placement]) -> Sequence[SilentSlot]:
+        return [SilentSlot([]) for _ in placements]
 
 
 async def test_the_entry_of_a_killed_server_does_not_make_its_successor_ready(tmp_path: Path) -> None:
     """The entry that the attempt before left lasts until its lease ends, which may be after the next attempt began."""
-    registry, place = Registry(None), LocalPlace()
+    overrides = [f"cluster.fileroot={tmp_path}", "cluster.n_gpus_per_node=0", "allocation_mode=lite.d1"]
+    config = load_run_config(["--config", str(CONFIG), *overrides, "rollout.setup_timeout=0.5"])
+    run = Run(config, make_plan(config), Path("entry.py"), [])
+    run.folder.logs.mkdir(parents=True)
+    registry = Registry(None)
     record = ServerRecord("127.0.0.1:9", "lite", "here", 1, "ready", "", 12.5)
     registry.claim("server-0", Claim(record, "killed", 0, 60.0, is_first=True))
-    placement = Placement("server-0", "server", node=0, devices=(), index=0)
-    policy = ServerPolicy(
-        place=place,
-        describe=lambda one, _: Job(one.name, ["sleep", "60"], {}),
-        setup_timeout_s=0.5,
-        restarts=0,
-        progress=lambda: 0,
-        registry=registry,
-        publish_progress=False,
-        invitation=None,
-    )
-    stall = StallPolicy(timeout_s=0, setup_timeout_s=60, on_stall="continue", foreign_servers={})
-    async with Supervisor(log_folder=tmp_path, stall=stall, env={}) as supervisor:
-        slots = await supervisor.take_slots(place, [placement])
-        assert slots is not None
-        supervisor.start_servers([(placement, slots[0])], policy)
-        async with asyncio.timeout(10):
-            assert await supervisor.wait() == SERVER_FAILED
-    assert "server-0 was not ready within 0.5 s" in (tmp_path / "launcher.log").read_text()
+    async with asyncio.timeout(30):
+        end = await Supervisor(run, SilentPlace(), registry, "secret").supervise(None, 0.0)
+    assert end.status == SERVER_FAILED
+    assert "server-0 was not ready within 0.5 s" in (run.folder.logs / "launcher.log").read_text()
