@@ -93,17 +93,12 @@ def batch_script(run: Run) -> str:
 
 
 def follow(job: str, output: Path) -> int:
-    """Show a job's states and what it writes to `output` until it has ended, and return the exit status of the run.
-
-    Ctrl-C and SIGTERM cancel the job.
-    """
+    """Show a job's states and output until it has ended, and return the exit status of the run; signals cancel it."""
     follower = _Follower(job, output)
-    before = {number: signal.signal(number, follower.take_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with contextlib.ExitStack() as before:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before.callback(signal.signal, number, signal.signal(number, follower.take_signal))
         return follower.follow()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _needs(run: Run) -> tuple[int, int]:

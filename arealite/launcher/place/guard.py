@@ -6,6 +6,7 @@ command alone. The exit status is the command's, 128 + n if signal n ended it. I
 kills the command.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -42,37 +43,22 @@ def main(command: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _wait_for_end(job, owner=sys.stdin.fileno())
-    status = exit_status(_kill_all(job, shared))
-    for path in shared:
-        Path(path).unlink(missing_ok=True)
-    return status
-
-
-def _wait_for_end(job: subprocess.Popen[bytes], *, owner: int) -> None:
-    """Return when the command has ended or the owner has closed its end."""
     poll = select.poll()
     poll.register(os.pidfd_open(job.pid), select.POLLIN)
-    poll.register(owner, select.POLLIN)
+    poll.register(sys.stdin.fileno(), select.POLLIN)
     poll.poll()
-
-
-def _kill_all(job: subprocess.Popen[bytes], shared: set[str]) -> int:
-    """Kill and reap all descendants, note the files of shared memory they had, and return how the command ended.
-
-    Every orphan becomes our child, so there is nothing left when there is no child left.
-    """
     returncode = 0
-    while True:
-        shared |= shared_memory(descendants(os.getpid()))
-        for pid in descendants(os.getpid()):
-            send_signal(pid, signal.SIGKILL)
-        try:
+    with contextlib.suppress(ChildProcessError):  # as every orphan becomes our child, nothing is left without a child
+        while True:
+            shared |= shared_memory(descendants(guard))
+            for pid in descendants(guard):
+                send_signal(pid, signal.SIGKILL)
             pid, status = os.wait()
-        except ChildProcessError:
-            return returncode
-        if pid == job.pid:
-            returncode = os.waitstatus_to_exitcode(status)
+            if pid == job.pid:
+                returncode = os.waitstatus_to_exitcode(status)
+    for path in shared:
+        Path(path).unlink(missing_ok=True)
+    return exit_status(returncode)
 
 
 if __name__ == "__main__":

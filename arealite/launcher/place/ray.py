@@ -13,7 +13,7 @@ import re
 import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
@@ -58,11 +58,6 @@ def connect() -> None:
         ) from error
 
 
-def own_address() -> str:
-    """Return the address of this node in the cluster."""
-    return str(ray.util.get_node_ip_address())
-
-
 class Worker:
     """The actor: owns one relay on its node."""
 
@@ -100,7 +95,7 @@ class RaySlot(RelaySlot):
 
     def __init__(self, node: str, actor: Any, *, timeout_s: float) -> None:
         write, close_input = actor.write.remote, actor.close_input.remote
-        super().__init__(node, self._chunks(), write, close_input, timeout_s=timeout_s)
+        super().__init__(node, self._next_chunk, write, close_input, timeout_s=timeout_s)
         self._actor = actor
         self._read: asyncio.Queue[bytes | NodeLostError] = asyncio.Queue()
         self._reading = asyncio.create_task(self._keep_reading())
@@ -121,11 +116,10 @@ class RaySlot(RelaySlot):
             why = "its actor can't be reached" if isinstance(error, ActorUnavailableError) else _last_line(error)
             self._read.put_nowait(NodeLostError(f"{self.node} is lost: {why}"))
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        while chunk := await self._read.get():
-            if isinstance(chunk, NodeLostError):
-                raise chunk
-            yield chunk
+    async def _next_chunk(self) -> bytes:
+        if isinstance(chunk := await self._read.get(), NodeLostError):
+            raise chunk
+        return chunk
 
 
 class RayPlace(RelayPlace):
@@ -144,7 +138,7 @@ class RayPlace(RelayPlace):
         connect()
 
     def registry_host(self, plan: Plan) -> str:
-        return own_address()
+        return str(ray.util.get_node_ip_address())
 
     def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
         super().open(config, plan, log)
@@ -167,7 +161,7 @@ class RayPlace(RelayPlace):
         while True:
             actor = self._actor_class.options(**options, scheduling_strategy=bundle).remote()
             try:
-                where = os.getcwd(), own_address()
+                where = os.getcwd(), ray.util.get_node_ip_address()
                 node = await actor.start.remote(_environment(), *where, self._config.node_timeout)
                 slot = RaySlot(node, actor, timeout_s=self._config.node_timeout)
                 await slot.meet()

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import arealite
@@ -44,18 +44,18 @@ class RelaySlot:
     def __init__(
         self,
         node: str,
-        chunks: AsyncIterator[bytes],
+        read: Callable[[], Awaitable[bytes]],
         send: Callable[[bytes], None],
         close_input: Callable[[], None],
         *,
         timeout_s: float,
     ) -> None:
-        """`chunks` are what the relay writes, `send` and `close_input` its stdin."""
+        """`read` returns what the relay writes next, nothing at its end; `send` and `close_input` are its stdin."""
         self.node = node
         self.host = self.address = ""
         self.port = 0
         self.gpus: Sequence[str] = []
-        self._frames = _frames(chunks)
+        self._frames = _frames(read)
         self._send = send
         self._close_input = close_input
         self._timeout_s = timeout_s
@@ -180,10 +180,10 @@ class RelayPlace(Place):
         raise NotImplementedError
 
 
-async def _frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+async def _frames(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[dict[str, Any]]:
     """Cut into frames; a line that is none is someone's `text`."""
     rest = b""
-    async for chunk in chunks:
+    while chunk := await read():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             try:

@@ -9,12 +9,13 @@ can live on where Slurm has lost sight of it.
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.errors import ConfigError
@@ -40,7 +41,8 @@ class SlurmSlot(RelaySlot):
 
     def __init__(self, node: str, srun: asyncio.subprocess.Process, *, timeout_s: float) -> None:
         assert srun.stdin is not None and srun.stdout is not None
-        super().__init__(node, _chunks(srun.stdout), srun.stdin.write, srun.stdin.close, timeout_s=timeout_s)
+        read = functools.partial(srun.stdout.read, READ_BYTES)
+        super().__init__(node, read, srun.stdin.write, srun.stdin.close, timeout_s=timeout_s)
         self._srun = srun
 
     async def close(self) -> None:
@@ -118,10 +120,7 @@ class SlurmPlace(RelayPlace):
 
 
 def step_command(config: LauncherConfig, placement: Placement, *, node: str, toward: str) -> list[str]:
-    """Return the srun of a relay, in a container if its role has an image.
-
-    `toward` is the node whose side of the network the job's address must be on.
-    """
+    """Return the srun of a relay, in a container if its role has an image; `toward` is a node that must reach it."""
     slurm = config.slurm
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--cpu-bind=none", "--quiet"]
     image = slurm.inference_server_image if placement.role == "server" else slurm.trainer_image
@@ -158,37 +157,28 @@ def _launch(run: Run, _: argparse.Namespace) -> int:
     restart = f"Slurm has started the job again ({number})" if number else None
     status = launch(run, place, restart=restart, lock_timeout_s=_OLD_LIFE_S)
     if status == NODE_LOST and run.config.recover.mode in ("auto", "fault"):
-        _requeue(number, run.config.recover.retries)
+        _requeue(os.environ["SLURM_JOB_ID"], number, run.config.recover.retries)
     return status
 
 
-def _requeue(number: int, retries: int) -> None:
-    """Give a broken allocation back and let the job wait for another, unless it has or may not; `number` counts its
-    starts."""
+def _requeue(job: str, number: int, retries: int) -> None:
+    """Give a broken allocation back and let the job, started again `number` times, wait for another if it may."""
     deadline = time.monotonic() + _REQUEUE_S
     while time.monotonic() < deadline:
         try:
-            return _requeue_now(os.environ["SLURM_JOB_ID"], number, retries)
+            state = ask_slurm("scontrol", "show", "job", job, "--oneliner").split()
+            if f"Restarts={number}" not in state or "JobState=RUNNING" not in state:
+                return
+            if number >= retries:
+                print(f"job {job} is not started again: recover.retries={retries} starts are used up", file=sys.stderr)
+                return
+            print(f"job {job} goes back into the queue, as a node is lost", file=sys.stderr, flush=True)
+            ask_slurm("scontrol", "requeue", job)
+            time.sleep(_END_S)
+            return
         except ConfigError as error:  # the controller may suffer from the same failure
             print(error, file=sys.stderr, flush=True)
             time.sleep(_RETRY_S)
-
-
-def _requeue_now(job: str, number: int, retries: int) -> None:
-    state = ask_slurm("scontrol", "show", "job", job, "--oneliner").split()
-    if f"Restarts={number}" not in state or "JobState=RUNNING" not in state:
-        return
-    if number >= retries:
-        print(f"job {job} is not started again: recover.retries={retries} starts are used up", file=sys.stderr)
-        return
-    print(f"job {job} goes back into the queue, as a node is lost", file=sys.stderr, flush=True)
-    ask_slurm("scontrol", "requeue", job)
-    time.sleep(_END_S)
-
-
-async def _chunks(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while chunk := await stream.read(READ_BYTES):
-        yield chunk
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ from arealite.launcher.plan.plan import Placement, Plan, Run, foreign_servers, s
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.network import LOOPBACK
 
-_SHOWN_VARIABLES = (
-    *("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
+_SHOWN = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gpus: Sequence[str]) -> Job:
@@ -88,7 +86,7 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
     for one in plan.trainers[:1]:
         jobs.append(trainer_job(run, one, [], master=(f"<node {one.node}>", "<a free port>"), is_restart=False))
     for job in jobs:
-        words = [f"{name}={job.env[name]}" for name in _SHOWN_VARIABLES if name in job.env]
+        words = [f"{name}={job.env[name]}" for name in _SHOWN if name in job.env]
         for word in job.command:
             word = "python" if word == sys.executable else word
             words.append(word if word.startswith("<") else shlex.quote(word))

@@ -95,8 +95,13 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
     """Return the plan of a run whose model and flags of servers are checked as well."""
     plan = make_plan(config)
     check_model(config)
-    if trains(config):
-        _check_model_stays(config)
+    key, block = config.trained
+    is_inside = Path(block.path).expanduser().absolute().is_relative_to(RunFolder(config).path.absolute())
+    if trains(config) and is_inside:
+        raise ConfigError(
+            f"{key}.path must lie outside of the folder of the run: got {block.path}, and a new run moves aside what "
+            "is there from an earlier one. Choose another trial_name."
+        )
     if plan.servers:
         kind_of(config).check_block(config)
     return plan
@@ -116,16 +121,6 @@ def trains(config: BaseExperimentConfig) -> bool:
     return mode is not None and mode.type_ is not AllocationType.DECOUPLED_EVAL and mode.train_world_size > 0
 
 
-def _check_model_stays(config: BaseExperimentConfig) -> None:
-    """Refuse to start from a model in the run's own folder, which makes place for the run."""
-    key, block = config.trained
-    if Path(block.path).expanduser().absolute().is_relative_to(RunFolder(config).path.absolute()):
-        raise ConfigError(
-            f"{key}.path must lie outside of the folder of the run: got {block.path}, and a new run moves aside what "
-            "is there from an earlier one. Choose another trial_name."
-        )
-
-
 def make_plan(config: BaseExperimentConfig) -> Plan:
     """Work out the processes of a run and refuse what can't be, before anything starts."""
     mode, cluster = config.allocation, config.cluster
@@ -134,14 +129,18 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
             "allocation_mode must be given to a launcher: got nothing. "
             "Add e.g. allocation_mode=lite.d1p1t1+d1p1t1 (servers and trainers) or allocation_mode=d1 (trainers only)."
         )
-    _check_trainers(mode)
+    for name, size in {"p": mode.train_pp_size, "t": mode.train_tp_size}.items():
+        if size > 1:
+            raise ConfigError(
+                f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
+                f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
+            )
     num_servers = _num_servers(config, mode)
     is_evaluation = mode.type_ is AllocationType.DECOUPLED_EVAL
     num_ranks = 1 if is_evaluation else mode.train_world_size
     if cluster.n_gpus_per_node == 0:
         per_node = -(-(num_servers + num_ranks) // cluster.n_nodes)  # processes stand for GPUs
-        placements = _place(num_servers, 1, num_ranks, per_node)
-        placements = [replace(one, devices=()) for one in placements]
+        placements = [replace(one, devices=()) for one in _place(num_servers, 1, num_ranks, per_node)]
     else:
         if num_servers > 0 and mode.gen_instance_size > cluster.n_gpus_per_node:
             raise ConfigError(
@@ -202,15 +201,6 @@ def _num_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
         limits = "p1t1" if has_one_gpu else "p1"
         raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")
     return mode.gen_dp_size
-
-
-def _check_trainers(mode: AllocationMode) -> None:
-    for name, size in {"p": mode.train_pp_size, "t": mode.train_tp_size}.items():
-        if size > 1:
-            raise ConfigError(
-                f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
-                f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
-            )
 
 
 def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[Placement]:

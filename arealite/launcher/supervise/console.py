@@ -160,7 +160,7 @@ class Output:
         self._console = console
         self._prefix = "" if is_foreground else name
         self._show = show
-        self._last_shown = False
+        self._is_shown = show == "all"  # the last line
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._log = path.open("a", encoding="utf-8")
@@ -183,7 +183,9 @@ class Output:
         self._write_log("".join(line + "\n" for line in lines))
         for line in lines:
             self.tail.append(line)
-            if self._is_shown(line):
+            if self._show == "warnings" and not line.startswith((" ", "\t")):  # these go with the line before
+                self._is_shown = bool(_WORSE.search(line))
+            if self._is_shown:
                 self._console.line(line, prefix=self._prefix)
 
     def _write_log(self, text: str) -> None:
@@ -196,9 +198,3 @@ class Output:
                 self._log.close()
             self._log = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             self._console.line(f"ERROR: this log ends here: {explain(error, self.path)}", prefix=self.name)
-
-    def _is_shown(self, line: str) -> bool:
-        """Tell whether a line goes to the console; indented lines follow the line they belong to."""
-        if self._show == "warnings" and not line.startswith((" ", "\t")):
-            self._last_shown = bool(_WORSE.search(line))
-        return self._show == "all" or self._last_shown

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,21 +154,10 @@ class Supervisor:
             self._registry.remove(one.name)  # what a killed server of the attempt before has left
             self._watch(self._serve(one, slots[one]))
         if self._plan.trainers:
-            self._watch(self._train(self._trainer_jobs(slots, is_restart=is_restart)))
+            self._watch(self._train(slots, is_restart=is_restart))
             if self._console.is_terminal:
                 self._watch(self._draw())
             self._watch(self._stalled())
-
-    def _trainer_jobs(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> list[tuple[Slot, Job]]:
-        """Return each rank's slot and job. Ranks see all GPUs of the ranks on their node, because NCCL links only GPUs
-        that both sides see; LOCAL_RANK picks one."""
-        first = slots[self._plan.trainers[0]]
-        jobs = []
-        for one in self._plan.trainers:
-            gpus = [gpu for rank in self._plan.ranks_on(one.node) for gpu in slots[rank].gpus]
-            job = trainer_job(self._run, one, gpus, master=(first.address, first.port), is_restart=is_restart)
-            jobs.append((slots[one], job))
-        return jobs
 
     async def _first_end(self) -> ExitReason:
         """Wait for what ends the run. A server's end explains a failure of the trainer, so it is told first; the user's
@@ -252,18 +241,23 @@ class Supervisor:
             self._say(f"servers only, until Ctrl-C: export {secret} {SERVER_ADDRS_VARIABLE}={','.join(addresses)}")
         return True
 
-    async def _train(self, jobs: Sequence[tuple[Slot, Job]]) -> ExitReason:
+    async def _train(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> ExitReason:
         """Run all ranks; the first failure that no other rank caused counts."""
+        first_slot = slots[self._plan.trainers[0]]
+        master = first_slot.address, first_slot.port
 
-        async def run(slot: Slot, job: Job) -> ExitReason | None:
+        async def run(rank: Placement) -> ExitReason | None:
+            # NCCL links only GPUs that both sides see, so a rank sees those of its whole node; LOCAL_RANK picks one.
+            gpus = [gpu for beside in self._plan.ranks_on(rank.node) for gpu in slots[beside].gpus]
+            job = trainer_job(self._run, rank, gpus, master=master, is_restart=is_restart)
             try:
-                status = await self._run_job(slot, job)
+                status = await self._run_job(slots[rank], job)
             except NodeLostError as error:
                 return ExitReason(NODE_LOST, str(error))
             reason = f"{job.name} failed with {describe_exit(status)}"
             return ExitReason(status, reason, self._output(job.name)) if status != 0 else None
 
-        ranks = [self._loop.create_task(run(slot, job)) for slot, job in jobs]
+        ranks = [self._loop.create_task(run(one)) for one in self._plan.trainers]
         try:
             first, running = None, set(ranks)
             while running:

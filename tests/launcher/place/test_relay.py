@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -46,7 +46,7 @@ class Node:
     def __init__(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
         assert process.stdin is not None
         self.process = process
-        self.slot = RelaySlot("far", self.chunks(), process.stdin.write, process.stdin.close, timeout_s=timeout_s)
+        self.slot = RelaySlot("far", self.read, process.stdin.write, process.stdin.close, timeout_s=timeout_s)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -61,14 +61,20 @@ class Node:
         yield node
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        async for _ in node.chunks():
+        while await node.read():
             pass
         await process.wait()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def read(self) -> bytes:
         assert self.process.stdout is not None
-        while chunk := await self.process.stdout.read(1000):
-            yield chunk
+        return await self.process.stdout.read(1000)
+
+
+def reader_of(written: bytes) -> Callable[[], Awaitable[bytes]]:
+    stream = asyncio.StreamReader()
+    stream.feed_data(written)
+    stream.feed_eof()
+    return stream.read
 
 
 def job(code: str, **env: str) -> Job:
@@ -157,20 +163,15 @@ async def test_a_silent_node_is_lost():
 
 
 async def test_a_node_without_our_program_is_told(tmp_path):
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b"bash: python: command not found\n"
-
-    slot = RelaySlot("far", chunks(), lambda _: None, lambda: None, timeout_s=5)
+    slot = RelaySlot("far", reader_of(b"bash: python: command not found\n"), lambda _: None, lambda: None, timeout_s=5)
     with pytest.raises(NodeLostError, match="our program on far must end with a word"):
         await slot.meet()
 
 
 async def test_another_version_is_refused():
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b'{"hello": {"version": "0.0.1", "address": "h", "port": 1}}\n'
-
+    read = reader_of(b'{"hello": {"version": "0.0.1", "address": "h", "port": 1}}\n')
     with pytest.raises(ConfigError, match=r"must have version .* as the launcher: got 0.0.1"):
-        await RelaySlot("far", chunks(), lambda _: None, lambda: None, timeout_s=5).meet()
+        await RelaySlot("far", read, lambda _: None, lambda: None, timeout_s=5).meet()
 
 
 def test_importing_the_relay_is_light():
