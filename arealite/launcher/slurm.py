@@ -165,7 +165,6 @@ class _Follower:
         subprocess.run(["scancel", self._job], timeout=_CANCEL_S, check=False)
 
     def _tell(self, state: Mapping[str, str]) -> None:
-        """Say what has changed."""
         word = {
             "": "gone: Slurm does not know it any more",
             "PENDING": f"waiting: {state.get('Reason')}",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import trainer_threads
-from arealite.launcher.plan.plan import Placement, Run
+from arealite.launcher.plan.plan import Run
 from arealite.launcher.supervise.run import command
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import ensure_secret
@@ -54,16 +54,11 @@ def command_lines(run: Run) -> Iterator[str]:
         yield f"# node {node}"
         for one in plan.servers:
             if one.node == node:
-                yield f"{_server_command(run, one)} &"
+                variables = _variables(one.devices, run.config.launcher.inference_server_env_vars, {})
+                serve = f"arealite serve --join {run.config.experiment_name}/{run.config.trial_name}"
+                yield f"{variables}{serve} --host $HOST{node} {shlex.join(run.argv)} &"
         if node in plan.trainer_nodes:
             yield _trainer_command(run, node)
-
-
-def _server_command(run: Run, placement: Placement) -> str:
-    config = run.config
-    serve = f"arealite serve --join {config.experiment_name}/{config.trial_name}"
-    variables = _variables(placement.devices, config.launcher.inference_server_env_vars, {})
-    return f"{variables}{serve} --host $HOST{placement.node} {shlex.join(run.argv)}"
 
 
 def _trainer_command(run: Run, node: int) -> str:

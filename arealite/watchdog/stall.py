@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arealite.watchdog.evidence import Evidence, Process, collect, read_progress
+from arealite.watchdog.evidence import Evidence, collect, read_progress
 from arealite.watchdog.verdict import judge
 
 
@@ -85,15 +85,13 @@ def _details(evidence: Evidence) -> list[str]:
         answer = server.error if server.answer is None else json.dumps(server.answer, default=repr)
         text.append(f"{server.name} at {server.address}, GET /server_info: {answer}")
     for one in evidence.processes:
-        text += ["", f"{one}: state {one.state}, {100 * one.cpu_share:.0f} % of a core"]
-        text += [f"    {one.command}", *_published(one, evidence.now), *one.stacks.splitlines()]
+        text += ["", f"{one}: state {one.state}, {100 * one.cpu_share:.0f} % of a core", f"    {one.command}"]
+        if told := one.progress:
+            now = evidence.now
+            text.append(
+                f"    count {told.count}, moved {now - told.moved:.1f} s ago, told {now - told.published:.1f} s ago"
+            )
+            text += [f"    waits for {wait.what} ({wait.on}), for {now - wait.since:.1f} s" for wait in told.waits]
+            text += [f"    {name}: {json.dumps(made)}" for name, made in told.reports.items()]
+        text += one.stacks.splitlines()
     return text
-
-
-def _published(one: Process, now: float) -> list[str]:
-    if one.progress is None:
-        return []
-    told = one.progress
-    text = [f"    count {told.count}, moved {now - told.moved:.1f} s ago, told {now - told.published:.1f} s ago"]
-    text += [f"    waits for {wait.what} ({wait.on}), for {now - wait.since:.1f} s" for wait in told.waits]
-    return text + [f"    {name}: {json.dumps(made)}" for name, made in told.reports.items()]

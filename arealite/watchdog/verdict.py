@@ -81,7 +81,9 @@ def _python_lock(evidence: Evidence) -> Verdict | None:
         assert one.progress is not None
         silent_s = evidence.now - one.progress.published
         if silent_s > max(_SILENT_S, evidence.stalled_s / 2) and one.state != psutil.STATUS_DISK_SLEEP:
-            reason = f"keeps Python's lock in C code: {_users_lines(one)}"
+            lines = [users_line(stack) for stack in stacks_of(one.stacks).values()]  # one of these threads holds it
+            where = "; ".join(dict.fromkeys(str(line) for line in lines if line)) or "no line of the user's"
+            reason = f"keeps Python's lock in C code: {where}"
             return Verdict(str(one), reason, one.progress.published, "Call it in another process.")
     return None
 
@@ -207,12 +209,6 @@ def _doing(one: Process) -> str:
     busy = f" with {100 * one.cpu_share:.0f} % of a core" if one.cpu_share > _BUSY_SHARE else ""
     waits = f"waits for {one.wait.what}" if one.wait else "runs"
     return f"{waits}{busy}" + ("" if one.line is None else f" at {one.line}")
-
-
-def _users_lines(one: Process) -> str:
-    """Return where the threads are in user code: which of them holds the lock can't be seen."""
-    lines = [users_line(stack) for stack in stacks_of(one.stacks).values()]
-    return "; ".join(dict.fromkeys(str(line) for line in lines if line)) or "no line of the user's"
 
 
 def _waits(one: Process, now: float) -> str:

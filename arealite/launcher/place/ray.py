@@ -63,7 +63,7 @@ class Worker:
 
     async def start(self, env: dict[str, str], folder: str, toward: str, watchdog_s: float) -> str:
         """Start the relay as from the launcher's folder, and return the node's name."""
-        self._relay = await asyncio.create_subprocess_exec(
+        relay = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "arealite.launcher.place.relay", "--toward", toward, "--watchdog", str(watchdog_s)],
             env=os.environ | env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ray.get_gpu_ids()))},
             cwd=folder,
@@ -71,23 +71,22 @@ class Worker:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
+        assert relay.stdin is not None and relay.stdout is not None
+        self._input, self._output = relay.stdin, relay.stdout
         node_id = ray.get_runtime_context().get_node_id()
         return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
 
     async def read(self) -> bytes:
         """Return what the relay writes next, nothing at its end."""
-        assert self._relay.stdout is not None
-        return await self._relay.stdout.read(READ_BYTES)
+        return await self._output.read(READ_BYTES)
 
     async def write(self, data: bytes) -> None:
         """Write to the relay."""
-        assert self._relay.stdin is not None
-        self._relay.stdin.write(data)
+        self._input.write(data)
 
     async def close_input(self) -> None:
         """End the relay and its job."""
-        assert self._relay.stdin is not None
-        self._relay.stdin.close()
+        self._input.close()
 
 
 class RaySlot(RelaySlot):
@@ -179,13 +178,11 @@ class RayPlace(RelayPlace):
             await asyncio.sleep(_RETRY_S)
 
     def _needs(self, placement: Placement) -> dict[str, float]:
-        """Return what a job reserves."""
         cpus, mebibytes = cpus_and_mebibytes(self._config, placement)
         needs = {"CPU": cpus, "GPU": len(placement.devices), "memory": mebibytes << 20}
         return {name: float(amount) for name, amount in needs.items() if amount}
 
     def _describe(self, missing: Sequence[Placement]) -> str:
-        """Say what Ray has not placed yet, what it needs and what the cluster has."""
         names = ", ".join(one.name for one in missing)
         needed = _sum(self._needs(one) for one in missing)
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -79,10 +79,24 @@ class RelaySlot:
             raise NodeLostError(f"{job.name} on {self.node} was given up before it began")
         self._has_job = True
         self._write(dataclasses.asdict(job))
-        try:
-            return await self._follow(job, output)
-        finally:
-            self._deadline = None
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, self._over_at)) as self._deadline:
+                    frame = await self._next({"out", "alive", "exit", "text"})
+            except TimeoutError:
+                rule = "end when it is killed" if self._is_over else f"give a sign of life every {self._timeout_s:g} s"
+                raise NodeLostError(f"{job.name} on {self.node} must {rule}: got nothing") from None
+            finally:
+                self._deadline = None
+            if "alive" in frame and not self._is_over:
+                self._write({"do": "stay"})
+            elif "out" in frame:
+                output(base64.b64decode(frame["out"]))
+            elif "exit" in frame:
+                return int(frame["exit"])
+            elif "text" in frame:
+                output(frame["text"])
 
     def terminate(self) -> None:
         if self._has_job:
@@ -102,25 +116,6 @@ class RelaySlot:
 
     def _write(self, message: dict[str, Any]) -> None:
         self._send(json.dumps(message).encode() + b"\n")
-
-    async def _follow(self, job: Job, output: Callable[[bytes], None]) -> int:
-        """Follow a job to its end."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, self._over_at)) as self._deadline:
-                    frame = await self._next({"out", "alive", "exit", "text"})
-            except TimeoutError:
-                rule = "end when it is killed" if self._is_over else f"give a sign of life every {self._timeout_s:g} s"
-                raise NodeLostError(f"{job.name} on {self.node} must {rule}: got nothing") from None
-            if "alive" in frame and not self._is_over:
-                self._write({"do": "stay"})
-            elif "out" in frame:
-                output(base64.b64decode(frame["out"]))
-            elif "exit" in frame:
-                return int(frame["exit"])
-            elif "text" in frame:
-                output(frame["text"])
 
     async def _next(self, kinds: set[str]) -> dict[str, Any]:
         """Return the next frame of these kinds. Raises NodeLostError at the end of the stream."""
@@ -257,7 +252,6 @@ async def _obey(lines: asyncio.StreamReader, run: JobRun, watchdog_s: float) -> 
 
 
 async def _live() -> None:
-    """Send the heartbeat."""
     while True:
         _write({"alive": 0})
         await asyncio.sleep(_ALIVE_S)

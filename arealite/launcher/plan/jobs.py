@@ -119,10 +119,9 @@ def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int)
 
 
 def environment(user_variables: str, *, python: str = sys.executable, **ours: str) -> dict[str, str]:
-    """Return what jobs have besides the environment of their node: `ours`, then the user's `A=1,B=2`, so that
-    `python` finds this package.
+    """Return what jobs have besides their node's variables: `ours`, the user's `A=1,B=2`, and where `python` finds us.
 
-    Another interpreter than ours must not find what else is installed beside it, but its own programs first.
+    Another interpreter than ours must not find what else is installed beside us, but its own programs first.
     """
     env = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"), "PYTHONUNBUFFERED": "1"} | ours
     env |= dict(pair.split("=", 1) for pair in user_variables.split(",") if pair)

@@ -8,17 +8,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
-from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
-
-_SETUP_TIMEOUT_S = 600.0  # of fine-tuning, whose start is the loading of its model
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,6 @@ class Run:
     @property
     def folder(self) -> RunFolder:
         return RunFolder(self.config)
-
-    @classmethod
-    def load(cls, entry: str | Path, argv: Sequence[str]) -> Self:
-        """Read the config that the script will read. Raises ConfigError."""
-        script = entry_script(entry)
-        config = load_run_config(argv, script)
-        return cls(config, checked_plan(config), script, argv)
 
 
 def entry_script(entry: str | Path) -> Path:
@@ -169,7 +159,7 @@ def foreign_servers(config: BaseExperimentConfig) -> list[str]:
 
 def setup_timeout_s(config: BaseExperimentConfig) -> float:
     """Return how long nodes may take to be there, and servers to be ready."""
-    return config.rollout.setup_timeout if config.rollout is not None else _SETUP_TIMEOUT_S
+    return config.rollout.setup_timeout if config.rollout is not None else 600.0  # fine-tuning loads its model
 
 
 def cpus_and_mebibytes(config: LauncherConfig, placement: Placement) -> tuple[int, int]:

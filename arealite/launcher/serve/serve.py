@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import aiohttp
 import psutil
@@ -150,20 +150,17 @@ class Server:
             return
         await asyncio.sleep(_NOTICE_S)
         if (abort := KINDS[self._args.backend].abort_call) is not None:
-            await self._post(*abort)
+            endpoint, body = abort
+            url, headers = f"http://{self._address}{endpoint}", authorization(self._secret)
+            try:
+                async with aiohttp.request("POST", url, json=body, headers=headers, timeout=_TIMEOUT) as answer:
+                    answer.raise_for_status()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                what = f"{type(error).__name__}: {error}"  # its repr shows the secret
+                print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {what}", flush=True)
         self._run.terminate()
         while num_connected(self._address) and not self._ended.done():
             await asyncio.sleep(_LOOK_S)
-
-    async def _post(self, endpoint: str, body: Mapping[str, str]) -> None:
-        """Ask for something that the server may fail to do."""
-        url, headers = f"http://{self._address}{endpoint}", authorization(self._secret)
-        try:
-            async with aiohttp.request("POST", url, json=body, headers=headers, timeout=_TIMEOUT) as answer:
-                answer.raise_for_status()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            what = f"{type(error).__name__}: {error}"  # its repr shows the secret
-            print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {what}", flush=True)
 
 
 async def _run(args: argparse.Namespace) -> int:

@@ -25,10 +25,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 def wrap(
     argv: Sequence[str] | None, check: Callable[[list[str]], tuple[T, dict[str, object]]], serve: Callable[[T], None]
 ) -> int:
-    """Check flags, then become the server; `--check` starts nothing and prints what was found as one line of JSON.
-
-    A refusal is the last line on stderr and exit status 2, before a model is loaded.
-    """
+    """Check flags, then become the server; `--check` starts nothing and prints what was found as one line of JSON. A
+    refusal is the last line on stderr and exit status 2, before a model is loaded."""
     flags = list(sys.argv[1:] if argv is None else argv)
     is_check = "--check" in flags
     try:
@@ -63,10 +61,8 @@ def explain(message: str, options: Collection[str], *, program: str, block: str)
 
 
 class RequireSecret:
-    """ASGI middleware that refuses requests and websockets without the secret of the environment, whatever their path.
-
-    Only `GET /health` answers without it.
-    """
+    """ASGI middleware that refuses requests and websockets without the secret of the environment, whatever their path;
+    only `GET /health` answers without it."""
 
     def __init__(self, app: App) -> None:
         self._app = app

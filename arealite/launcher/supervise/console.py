@@ -14,15 +14,13 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from arealite.utils.files import explain
-
-Show = Literal["all", "warnings"]
 
 TAIL_LINES = 20
 _MAX_PENDING = 1 << 22  # characters that wait for a reader of the console
@@ -105,7 +103,11 @@ class Console:
                 self._pending, self._num_pending, self._num_dropped, self._progress = deque(), 0, 0, None
             try:
                 for line in lines:
-                    self._show(line)
+                    if self.is_terminal:
+                        self._terminal.print(line, soft_wrap=True)
+                    else:
+                        self._stream.write(f"{line.plain}\n".encode(errors="replace"))
+                        self._stream.flush()
                     self._num_written += 1
                 if progress is not None and self.is_terminal:
                     self._draw(*progress)
@@ -115,13 +117,6 @@ class Console:
                 with contextlib.suppress(OSError):
                     self._stream.close()
                 self._stream, self.is_terminal, self._bar = open(os.devnull, "wb"), False, None  # noqa: SIM115
-
-    def _show(self, line: Text) -> None:
-        if self.is_terminal:
-            self._terminal.print(line, soft_wrap=True)
-        else:
-            self._stream.write(f"{line.plain}\n".encode(errors="replace"))
-            self._stream.flush()
 
     def _draw(self, step: int, total_steps: int, phase: str) -> None:
         if self._bar is None:
@@ -152,15 +147,15 @@ class Output:
     """The output of one process: into its log file, onto the console, and its last lines for a report."""
 
     def __init__(
-        self, name: str, path: Path, console: Console, *, show: Show = "all", is_foreground: bool = False
+        self, name: str, path: Path, console: Console, *, only_warnings: bool = False, is_foreground: bool = False
     ) -> None:
         self.name = name
         self.path = path
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._console = console
         self._prefix = "" if is_foreground else name
-        self._show = show
-        self._is_shown = show == "all"  # the last line
+        self._only_warnings = only_warnings
+        self._is_shown = not only_warnings  # the last line
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._log = path.open("a", encoding="utf-8")
@@ -183,7 +178,7 @@ class Output:
         self._write_log("".join(line + "\n" for line in lines))
         for line in lines:
             self.tail.append(line)
-            if self._show == "warnings" and not line.startswith((" ", "\t")):  # these go with the line before
+            if self._only_warnings and not line.startswith((" ", "\t")):  # these go with the line before
                 self._is_shown = bool(_WORSE.search(line))
             if self._is_shown:
                 self._console.line(line, prefix=self._prefix)

@@ -8,11 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import OF_TRIAL
 from arealite.launcher.place.base import Place
 from arealite.launcher.plan.jobs import plan_lines
-from arealite.launcher.plan.plan import Run, trains
+from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, write_atomically, writing
 from arealite.utils.registry import Registry
@@ -57,7 +58,9 @@ def command(
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
     args = parser.parse_intermixed_args(argv)
     try:
-        return act(Run.load(args.entry, ["--config", args.config, *args.overrides]), args)
+        script, words = entry_script(args.entry), ["--config", args.config, *args.overrides]
+        config = load_run_config(words, script)
+        return act(Run(config, checked_plan(config), script, words), args)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED

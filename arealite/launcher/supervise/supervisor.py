@@ -117,8 +117,12 @@ class Supervisor:
                 reason = await self._first_end()
             finally:
                 await self._stop()
-            if reason.output is not None:
-                self._explain(reason.reason, reason.output)
+            if (output := reason.output) is not None:
+                last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
+                self._say(f"{reason.reason}; {last}")
+                for line in output.tail:
+                    self._console.line(f"    {line}")
+                self._say(f"its whole log: {output.path}")
         finally:
             self._log.close()
             self._console.close()
@@ -275,7 +279,6 @@ class Supervisor:
                 task.cancel()
 
     async def _draw(self) -> ExitReason:
-        """Draw the progress that rank 0 publishes."""
         while True:
             for progress in read_progress(self._logs / "progress", "trainer-0").values():
                 if status := progress.status:
@@ -328,12 +331,9 @@ class Supervisor:
     def _output(self, name: str) -> Output:
         """Return the output of a process; of servers only warnings are shown."""
         if name not in self._outputs:
+            path, is_server = self._logs / f"{name}.log", name.startswith("server")
             self._outputs[name] = Output(
-                name,
-                self._logs / f"{name}.log",
-                self._console,
-                show="warnings" if name.startswith("server") else "all",
-                is_foreground=name == "trainer-0",
+                name, path, self._console, only_warnings=is_server, is_foreground=name == "trainer-0"
             )
         return self._outputs[name]
 
@@ -372,10 +372,3 @@ class Supervisor:
         forget_progress(self._logs)
         for output in self._outputs.values():
             output.close()
-
-    def _explain(self, reason: str, output: Output) -> None:
-        last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
-        self._say(f"{reason}; {last}")
-        for line in output.tail:
-            self._console.line(f"    {line}")
-        self._say(f"its whole log: {output.path}")

@@ -68,7 +68,7 @@ def test_only_warnings_and_their_indented_lines(tmp_path):
     written = "10:00:00 INFO a: ERRORS: 0 ok\n  detail\n10:00:00 WARNING a: low\n  detail\n"
     written += "Traceback (most recent call last):\n"
     written += '  File "x"\nkey.Error: bad\nordinary\n'
-    console, log = output_of(tmp_path, [written.encode()], show="warnings")
+    console, log = output_of(tmp_path, [written.encode()], only_warnings=True)
     assert log == written
     assert console.splitlines() == [
         "p | 10:00:00 WARNING a: low",
