@@ -67,25 +67,24 @@ class AllocationMode:
         if "|" in text:
             change = "It is reserved for sharing devices, which does not exist yet. Use '+'."
             _fail(text, text.index("|"), "'|'", change)
-        sides = [_side(text, part.start(), part[0]) for part in re.finditer(r"(?:^|(?<=\+))[^+]*", text)]
-        if len(sides) > 2:
-            _fail(text, sides[2].start - 1, "a second '+'", "Write at most two sides.")
-        servers = [side for side in sides if side.backend is not None]
-        others = [side for side in sides if side.backend is None]
-        if len(servers) > 1:
-            _fail(text, servers[1].start, "servers on both sides", "Name a backend on one side only.")
-        if len(others) > 1:
-            names = ", ".join(BACKENDS)
-            _fail(text, 0, "no servers", f"Put a backend ({names}) and a dot before one side, e.g. sglang.d4+d4.")
-        if not others:
-            return cls(AllocationType.LLM_SERVER_ONLY, servers[0].backend, servers[0].sizes, _ABSENT)
-        other, is_eval = others[0].sizes, others[0].sizes is _ABSENT
-        if servers:
-            type_ = AllocationType.DECOUPLED_EVAL if is_eval else AllocationType.DECOUPLED_TRAIN
-            return cls(type_, servers[0].backend, servers[0].sizes, other)
-        if is_eval:
-            _fail(text, 0, "eval without servers", "Write servers first, e.g. sglang.d4+eval.")
-        return cls(AllocationType.TRAIN_ONLY, None, _ABSENT, other)
+        starts = [0, *(plus.end() for plus in re.finditer(r"\+", text))]
+        match [_side(text, start, text[start:].partition("+")[0]) for start in starts]:
+            case [(None, train)] if train is _ABSENT:
+                _fail(text, 0, "eval without servers", "Write servers first, e.g. sglang.d4+eval.")
+            case [(None, train)]:
+                return cls(AllocationType.TRAIN_ONLY, None, _ABSENT, train)
+            case [(backend, gen)]:
+                return cls(AllocationType.LLM_SERVER_ONLY, backend, gen, _ABSENT)
+            case [(str(backend), gen), (None, train)] | [(None, train), (str(backend), gen)]:
+                type_ = AllocationType.DECOUPLED_EVAL if train is _ABSENT else AllocationType.DECOUPLED_TRAIN
+                return cls(type_, backend, gen, train)
+            case [(None, _), (None, _)]:
+                names = ", ".join(BACKENDS)
+                _fail(text, 0, "no servers", f"Put a backend ({names}) and a dot before one side, e.g. sglang.d4+d4.")
+            case [_, _]:
+                _fail(text, starts[1], "servers on both sides", "Name a backend on one side only.")
+            case _:
+                _fail(text, starts[2] - 1, "a second '+'", "Write at most two sides.")
 
     def __str__(self) -> str:
         servers = f"{self.gen_backend}.{self.gen}"
@@ -137,19 +136,10 @@ class AllocationMode:
         return self.train.world_size
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One side of the `+`: servers if it has a backend, an evaluation client if its sizes are absent."""
-
-    start: int
-    backend: str | None
-    sizes: ParallelSizes
-
-
-def _side(text: str, start: int, part: str) -> _Side:
-    """Parse `eval`, `<backend>.<dims>` or `<dims>`."""
+def _side(text: str, start: int, part: str) -> tuple[str | None, ParallelSizes]:
+    """Parse `eval`, whose sizes are absent, `<backend>.<dims>` or `<dims>`."""
     if part == "eval":
-        return _Side(start, None, _ABSENT)
+        return None, _ABSENT
     side = re.fullmatch(_RIGHT, part)
     if side is None or side["dims"] == "":
         _refuse(text, start, part)
@@ -160,7 +150,7 @@ def _side(text: str, start: int, part: str) -> _Side:
             change = f"Remove one of them (m is another name of t): {side['dims']}"
             _fail(text, start + side.start("dims") + size.start(), f"the {name} size twice", change)
         sizes[name] = int(size[2])
-    return _Side(start, side["backend"], ParallelSizes(**sizes))
+    return side["backend"], ParallelSizes(**sizes)
 
 
 _BACKEND = "|".join(BACKENDS)

@@ -99,10 +99,7 @@ def start() -> None:
 
 
 def answer_stack_requests(name: str) -> None:
-    """Let STACKS_SIGNAL append the stacks of all threads to `stacks/<name>.<pid>-<start>.txt`.
-
-    The file has that name only once the signal is harmless.
-    """
+    """Let STACKS_SIGNAL append all stacks to `stacks/<name>.<pid>-<start>.txt`, whose name says that it is harmless."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         return

@@ -1,7 +1,4 @@
-"""The log lines of trainers and embedded servers: `09:31:02 WARNING arealite.server: text`, on stderr.
-
-The level is the second word of every line, so a reader of several logs can filter by it.
-"""
+"""The log lines of trainers and servers on stderr, the level second: `09:31:02 WARNING arealite.server: text`."""
 
 import logging
 import sys
@@ -31,7 +28,6 @@ class OneLineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; a traceback follows on lines of its own."""
-        record.level = record.levelname
-        if self._colour and record.levelno in _COLOURS:
-            record.level = f"\x1b[{_COLOURS[record.levelno]}m{record.levelname}\x1b[0m"
+        colour = _COLOURS.get(record.levelno) if self._colour else None
+        record.level = f"\x1b[{colour}m{record.levelname}\x1b[0m" if colour else record.levelname
         return super().format(record)

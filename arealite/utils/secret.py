@@ -32,16 +32,14 @@ def ensure_secret(run_folder: Path) -> str:
         write_atomically(path, f"{secret}\n", mode=0o600)
         return secret
     file = path.stat()
-    advice = (
-        f"Remove it, for a new one, or set {SECRET_VARIABLE} if its file system keeps no owner or mode (SMB, FUSE)."
-    )
+    fix = f"Remove it, for a new one, or set {SECRET_VARIABLE} if its file system keeps no owner or mode (SMB, FUSE)."
     if file.st_uid != os.geteuid():
-        raise ValueError(f"{path} must be yours: got one of user {file.st_uid}. {advice}")
+        raise ValueError(f"{path} must be yours: got one of user {file.st_uid}. {fix}")
     if file.st_mode & 0o077:
-        raise ValueError(f"{path} must be readable by its owner alone: got mode {file.st_mode & 0o777:04o}. {advice}")
+        raise ValueError(f"{path} must be readable by its owner alone: got mode {file.st_mode & 0o777:04o}. {fix}")
     with reading(path):
         secret = path.read_text(encoding="utf-8").strip()
-    check_length(path, secret, advice)
+    check_length(path, secret, fix)
     return secret
 
 

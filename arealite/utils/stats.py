@@ -73,25 +73,18 @@ class StatsTracker:
         """
         now = time.perf_counter()
         times_s = {**self._times_s, "time/step_s": now - (now if self._step_began is None else self._step_began)}
-        metrics, times_s = _merge_ranks(self._metrics, times_s)
+        ranks = [(self._metrics, times_s)]
+        if dist.is_initialized():
+            ranks *= dist.get_world_size()
+            with heartbeat.waiting("the metrics of all ranks", on="ranks"):
+                dist.all_gather_object(ranks, ranks[0])
+        merged: dict[str, _Reduced] = {}
+        for metrics, _ in ranks:
+            for key, metric in metrics.items():
+                merged[key] = merged[key].merge(metric, key=key) if key in merged else metric
         self._metrics, self._times_s, self._step_began = {}, {}, now
-        return {key: metric.result() for key, metric in metrics.items()} | times_s
+        return {key: metric.result() for key, metric in merged.items()} | ranks[0][1]
 
     def _begin(self) -> None:
         if self._step_began is None:
             self._step_began = time.perf_counter()
-
-
-def _merge_ranks(
-    metrics: dict[str, _Reduced], times_s: dict[str, float]
-) -> tuple[dict[str, _Reduced], dict[str, float]]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return metrics, times_s
-    ranks: list[tuple[dict[str, _Reduced], dict[str, float]]] = [({}, {})] * dist.get_world_size()
-    with heartbeat.waiting("the metrics of all ranks", on="ranks"):
-        dist.all_gather_object(ranks, (metrics, times_s))
-    merged: dict[str, _Reduced] = {}
-    for of_rank, _ in ranks:
-        for key, metric in of_rank.items():
-            merged[key] = merged[key].merge(metric, key=key) if key in merged else metric
-    return merged, ranks[0][1]

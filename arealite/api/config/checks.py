@@ -1,7 +1,4 @@
-"""Contradictions between config keys: one `require` per sentence, grouped by the blocks that they compare.
-
-The `validate()` of each experiment calls the groups that apply to it.
-"""
+"""Contradictions between config keys, grouped by the blocks that they compare; each experiment calls its groups."""
 
 import logging
 

@@ -89,10 +89,7 @@ def _in_words(hint: Any) -> str:
 
 @functools.cache
 def _docs(config_cls: type) -> dict[str, str]:
-    """Collect the strings under the fields of a class and its bases, of which the subclass wins.
-
-    A class without source has none.
-    """
+    """Collect the strings under the fields of a class and its bases; the subclass wins. No source, no strings."""
     docs: dict[str, str] = {}
     for cls in filter(dataclasses.is_dataclass, reversed(config_cls.__mro__)):
         try:

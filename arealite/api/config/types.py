@@ -16,10 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict
 
 @dataclass
 class ConfigBase:
-    """Base of all config classes: numbers are finite, and one may stand for a string (`trial_name=0`).
-
-    The loader judges unknown keys.
-    """
+    """Base of config classes: numbers are finite, and may stand for text (`trial_name=0`). The loader judges keys."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="ignore", coerce_numbers_to_str=True, allow_inf_nan=False
