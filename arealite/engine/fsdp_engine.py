@@ -33,7 +33,8 @@ from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
 from arealite.utils.logging import setup_logging
-from arealite.utils.micro_batch import (
+from arealite.utils.seeding import seed_everything
+from arealite.utils.tensors import (
     MicroBatch,
     count_micro_batches,
     pack_rows,
@@ -41,7 +42,6 @@ from arealite.utils.micro_batch import (
     split_balanced,
     unpack_rows,
 )
-from arealite.utils.seeding import seed_everything
 from arealite.utils.weight_transfer import BroadcastGroup, close_group
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import MAX_LOGPROB
-from arealite.utils.micro_batch import split_balanced
-from arealite.utils.tensors import concat_padded_tensors
+from arealite.utils.tensors import concat_padded_tensors, split_balanced
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _NUM_IDS = 2**31  # what tokenizers can decode

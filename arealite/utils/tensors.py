@@ -1,11 +1,15 @@
-"""Batches: TensorDicts of `[B, S]` tensors, padded on the right.
+"""Batches: TensorDicts of `[B, S]` tensors, padded on the right; stacked, and packed into micro-batches and back.
 
-Padding is False in `attention_mask`, -1 in `versions`, and the caller's `pad_value` elsewhere.
+Padding is False in `attention_mask`, -1 in `versions`, and the caller's `pad_value` elsewhere. Packing drops it, and
+concatenates: `[B, S, ...]` tensors become `[N, ...]`, `[B]` tensors keep one entry per row. It adds `cu_seqlens` (int32
+`[B + 1]`), `position_ids [N]` (restarting at each row) and `segment_ids [N]` (row of a token). Invariant: every row is
+in exactly one micro-batch; one longer than `max_tokens` gets a micro-batch of its own.
 """
 
-# B sequences, S padded tokens
+# B rows, S padded tokens, N packed tokens
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
@@ -40,3 +44,75 @@ def _concat(tensors: list[torch.Tensor], pad_value: float) -> torch.Tensor:
 def _pad(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
     sizes = [0, 0] * (tensor.dim() - 2) + [0, length - tensor.shape[1]]  # last dimension first
     return torch.nn.functional.pad(tensor, sizes, value=value)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed rows, and where they came from."""
+
+    row_indices: torch.Tensor
+    packed: TensorDict
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.packed["input_ids"].shape[0])
+
+
+def split_balanced(lengths: Sequence[int], num_groups: int, max_tokens: int | None = None) -> list[list[int]]:
+    """Assign indices, longest first, each to the group with the fewest tokens; indices ascend within a group.
+
+    More groups never make the largest one larger, so ranks may agree on a number that fits all. Lengths count as at
+    most `max_tokens`.
+    """
+    sizes = [length if max_tokens is None else min(length, max_tokens) for length in lengths]
+    loads = [0] * num_groups
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        smallest = min(range(num_groups), key=lambda g: (loads[g], g))
+        loads[smallest] += sizes[index]
+        groups[smallest].append(index)
+    return [sorted(group) for group in groups]
+
+
+def count_micro_batches(lengths: Sequence[int], min_groups: int = 1, max_tokens: int | None = None) -> int:
+    """Return the smallest number of groups of at most `max_tokens` tokens, at least `min_groups` if there are rows."""
+    num_groups = min(min_groups, len(lengths))
+    if max_tokens is None:
+        return num_groups
+    sizes = [min(length, max_tokens) for length in lengths]
+    num_groups = max(num_groups, -(-sum(sizes) // max_tokens))
+    while any(sum(sizes[i] for i in group) > max_tokens for group in split_balanced(sizes, num_groups)):
+        num_groups += 1
+    return num_groups
+
+
+def row_lengths(batch: TensorDict) -> list[int]:
+    """Return the number of real tokens of each row."""
+    return batch["attention_mask"].bool().sum(dim=1).tolist()
+
+
+def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
+    """Pack the given rows of a padded batch; a key that is not `[B, S, ...]` keeps one entry per row."""
+    indices = torch.tensor(list(row_indices), dtype=torch.long)
+    mask_BS = batch["attention_mask"][indices].bool()
+    lengths_B = mask_BS.sum(dim=1)
+    packed = {}
+    for key, tensor in batch.exclude("attention_mask").items():
+        is_per_token = tensor.ndim > 1 and tensor.shape[1] == mask_BS.shape[1]
+        packed[key] = tensor[indices][mask_BS] if is_per_token else tensor[indices]
+    packed["cu_seqlens"] = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
+    packed["position_ids"] = (mask_BS.cumsum(dim=1) - 1)[mask_BS]
+    packed["segment_ids"] = torch.repeat_interleave(torch.arange(len(indices), device=mask_BS.device), lengths_B)
+    return MicroBatch(indices, TensorDict(packed, batch_size=[]))
+
+
+def unpack_rows(values: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], batch: TensorDict) -> torch.Tensor:
+    """Put one `[N]` tensor per micro-batch back into `[B, S]`, with 0 where there was padding."""
+    mask_BS = batch["attention_mask"].bool()
+    dtype = values[0].dtype if values else torch.float32
+    padded_BS = torch.zeros(mask_BS.shape, dtype=dtype, device=mask_BS.device)
+    for value_N, micro_batch in zip(values, micro_batches, strict=True):
+        rows_BS = torch.zeros_like(padded_BS[micro_batch.row_indices])
+        rows_BS[mask_BS[micro_batch.row_indices]] = value_N.to(padded_BS)
+        padded_BS[micro_batch.row_indices] = rows_BS
+    return padded_BS

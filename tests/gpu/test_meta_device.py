@@ -15,7 +15,7 @@ from arealite.algorithms.sft import sft_loss_fn
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.ppo.actor import PPOActor
-from arealite.utils.micro_batch import pack_rows, row_lengths
+from arealite.utils.tensors import pack_rows, row_lengths
 
 
 class PassDone(Exception):

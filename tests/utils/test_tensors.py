@@ -1,8 +1,19 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from arealite.utils.tensors import concat_padded_tensors
+from arealite.utils.tensors import (
+    concat_padded_tensors,
+    count_micro_batches,
+    pack_rows,
+    row_lengths,
+    split_balanced,
+    unpack_rows,
+)
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=20)
 
 
 def rows(ids: list[list[int]], rewards: list[float]) -> TensorDict:
@@ -40,3 +51,83 @@ def test_different_keys_are_refused() -> None:
 def test_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one entry"):
         concat_padded_tensors([])
+
+
+def padded(lengths: list[int]) -> TensorDict:
+    """Rows of distinct numbers."""
+    longest = max(lengths, default=0)
+    attention_mask = torch.arange(longest)[None] < torch.tensor(lengths, dtype=torch.long)[:, None]
+    values = torch.arange(1, len(lengths) * longest + 1).reshape(len(lengths), longest) * attention_mask
+    return TensorDict(
+        {"input_ids": values, "attention_mask": attention_mask, "rewards": torch.arange(len(lengths)) / 2},
+        batch_size=[len(lengths)],
+    )
+
+
+def test_packing_three_rows_by_hand() -> None:
+    micro_batch = pack_rows(padded([2, 3, 1]), [0, 2])
+    packed = micro_batch.packed
+    assert packed["input_ids"].tolist() == [1, 2, 7]
+    assert packed["cu_seqlens"].tolist() == [0, 2, 3] and packed["cu_seqlens"].dtype == torch.int32
+    assert packed["position_ids"].tolist() == [0, 1, 0]
+    assert packed["segment_ids"].tolist() == [0, 0, 1]
+    assert packed["rewards"].tolist() == [0.0, 1.0]
+    assert packed["rewards"][packed["segment_ids"]].tolist() == [0.0, 0.0, 1.0]
+    assert "attention_mask" not in packed and micro_batch.num_tokens == 3
+
+
+def test_rows_padded_on_the_left_or_inside_are_packed_by_their_mask() -> None:
+    batch = TensorDict(
+        {
+            "input_ids": torch.tensor([[0, 1, 2], [3, 0, 4]]),
+            "attention_mask": torch.tensor([[0, 1, 1], [1, 0, 1]]),
+        },
+        batch_size=[2],
+    )
+    packed = pack_rows(batch, [0, 1]).packed
+    assert packed["input_ids"].tolist() == [1, 2, 3, 4]
+    assert packed["position_ids"].tolist() == [0, 1, 0, 1]
+
+
+@given(lengths=LENGTHS, num_groups=st.integers(1, 30), max_tokens=st.none() | st.integers(1, 60))
+def test_packing_any_split_and_unpacking_is_the_identity(
+    lengths: list[int], num_groups: int, max_tokens: int | None
+) -> None:
+    batch = padded(lengths)
+    assert row_lengths(batch) == lengths
+    groups = split_balanced(lengths, num_groups, max_tokens)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    micro_batches = [pack_rows(batch, group) for group in groups]
+    assert sum(micro_batch.num_tokens for micro_batch in micro_batches) == sum(lengths)
+    restored = unpack_rows([micro_batch.packed["input_ids"] for micro_batch in micro_batches], micro_batches, batch)
+    assert torch.equal(restored, batch["input_ids"])
+
+
+@given(lengths=LENGTHS, n_mbs=st.integers(1, 8), max_tokens=st.integers(1, 60), extra=st.integers(0, 6))
+def test_micro_batches_fit_also_when_another_rank_needs_more_of_them(
+    lengths: list[int], n_mbs: int, max_tokens: int, extra: int
+) -> None:
+    count = count_micro_batches(lengths, n_mbs, max_tokens)
+    assert count >= min(n_mbs, len(lengths))
+    for group in split_balanced(lengths, count + extra, max_tokens) if count + extra else []:
+        assert sum(lengths[i] for i in group) <= max_tokens or len(group) == 1
+
+
+def test_a_row_longer_than_the_limit_is_alone() -> None:
+    assert count_micro_batches([10, 3, 3], 1, 8) == 2
+    assert split_balanced([10, 3, 3], 2, 8) == [[0], [1, 2]]
+
+
+def test_without_a_limit_the_number_is_the_minimum_and_at_most_the_rows() -> None:
+    assert count_micro_batches([5, 5, 5], 2) == 2
+    assert count_micro_batches([5, 5, 5], 7) == 3
+    assert count_micro_batches([], 4) == 0
+
+
+def test_a_key_as_wide_as_the_rows_is_per_token_and_others_are_per_row() -> None:
+    batch = padded([2, 3])
+    batch["advantages"] = torch.zeros(2, 3)
+    batch["pixel_values"] = torch.arange(96).reshape(2, 6, 8)
+    packed = pack_rows(batch, [1, 0]).packed
+    assert packed["advantages"].shape == (5,)
+    assert torch.equal(packed["pixel_values"], batch["pixel_values"].flip(0))
