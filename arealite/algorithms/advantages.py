@@ -12,12 +12,8 @@ import torch
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _one_rank(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def whiten(
-    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, eps: float = 1e-6, reduce: Reduce = _one_rank
+    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, eps: float = 1e-6, reduce: Reduce = torch.clone
 ) -> torch.Tensor:
     """Return `(value - mean) / (deviation + eps)` `[N]` within each group, for `values [N]` of `groups [N]`.
 
@@ -28,7 +24,7 @@ def whiten(
 
 
 def spread(
-    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = _one_rank
+    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = torch.clone
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and deviation `[G]` of the `values [N]` of each group; a group without values gets NaN."""
     values_N = values.double()  # so that a group of one, or of equal values, deviates by exactly 0

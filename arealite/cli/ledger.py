@@ -39,11 +39,9 @@ def _totals(result: Audit) -> Table:
     table = _table("Prompts by state", Column("state", no_wrap=True), *columns)
     for state in sorted(result.states, key=_order):
         count, of_state = result.states[state], result.samples.get(state, {})
-        if state.startswith("retried_"):
-            table.add_row(_worded(state), f"{count:,}", "", "", "")
-        else:
-            numbers = [f"{of_state.get(name, 0):,}" for name in ("samples", "tokens")]
-            table.add_row(_worded(state), f"{count:,}", _percent(count / result.issued), *numbers)
+        numbers = [_percent(count / result.issued), *(f"{of_state.get(name, 0):,}" for name in ("samples", "tokens"))]
+        named = state.replace("_", ": ", 1)  # failed: reward_timeout
+        table.add_row(named, f"{count:,}", *([] if state.startswith("retried_") else numbers))
     return table
 
 
@@ -56,7 +54,7 @@ def _deciles(bias: Bias) -> Table:
         dropped = ", ".join(f"{outcome.partition('_')[2]} {100 * share:.1f}" for outcome, share in shares)
         table.add_row(f"{part.low:.4g} .. {part.high:.4g}", f"{part.settled:,}", _percent(part.trained_share), dropped)
     if bias.unmeasured:
-        table.add_row("unknown", f"{bias.unmeasured:,}", "", "")
+        table.add_row("unknown", f"{bias.unmeasured:,}")
     return table
 
 
@@ -87,12 +85,6 @@ def _verdict(result: Audit) -> list[str]:
 def _named(count: int, names: list[str]) -> str:
     rest = ", ..." if count > _MAX_NAMES else ""
     return f"{count:,}" + (f": {', '.join(names[:_MAX_NAMES])}{rest}" if names else "")
-
-
-def _worded(outcome: str) -> str:
-    """Return `failed: reward_timeout` for `failed_reward_timeout`."""
-    state, _, reason = outcome.partition("_")
-    return f"{state}: {reason}" if reason else state
 
 
 def _order(outcome: str) -> tuple[int, str]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -88,7 +88,7 @@ class FSDPEngine(TrainEngine):
     def _build(self, ft_spec: FinetuneSpec | None) -> None:
         has_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-        seed_everything(self.config.seed + self.data_parallel_rank)
+        seed_everything(self.config.seed + dist.get_rank())
         self._attention = hf_model.pick_attention(self.config.attn_impl, self.device, self.dtype)
         self.model = hf_model.build_meta_model(self.config.path, self._attention)
         if self.config.disable_dropout:
@@ -107,7 +107,7 @@ class FSDPEngine(TrainEngine):
 
     def _shard(self, layers: Sequence[torch.nn.Module]) -> None:
         """Shard every transformer layer by itself and what remains together."""
-        mesh = init_device_mesh(self.device.type, (self.data_parallel_world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         reduce_dtype = getattr(torch, self.config.grad_reduce_dtype)
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce_dtype)
         offload = OffloadPolicy()
@@ -144,14 +144,6 @@ class FSDPEngine(TrainEngine):
         assert self._group is not None, "initialize comes first"
         return self._group
 
-    @property
-    def data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
     def train(self, mode: bool = True) -> None:
         self.model.train(mode)
 
@@ -175,10 +167,10 @@ class FSDPEngine(TrainEngine):
         self.optimizer.zero_grad()
         loss_sum = 0.0
         for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
-            self._fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
             loss = self._weighted_loss(micro_batch, weight, loss_fn)
             # FSDP averages gradients over ranks.
-            (loss * (self.data_parallel_world_size / max(total_weight, 1e-12))).backward()
+            (loss * (dist.get_world_size() / max(total_weight, 1e-12))).backward()
             loss_sum += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
@@ -201,7 +193,7 @@ class FSDPEngine(TrainEngine):
     def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
         losses = [self._weighted_loss(mb, weight, loss_fn).item() for mb, weight in zip(micro_batches, weights)]
-        self._fsdp_root.reshard()
+        self.model.reshard()
         return self._mean_over_ranks(sum(losses), total_weight)
 
     @heartbeat.waiting("all ranks in a forward pass", on="ranks")
@@ -215,18 +207,13 @@ class FSDPEngine(TrainEngine):
             logits_NV, packed = self._logits(micro_batch)
             if micro_batch.num_tokens:
                 values.append(post_hook(logits_NV, packed).to(micro_batch.packed["input_ids"].device))
-        self._fsdp_root.reshard()
+        self.model.reshard()
         return unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
 
     def step_lr_scheduler(self) -> None:
         if self._has_trained:  # a script may call this although `ppo_update` and `train_lm` did
             self.lr_schedule.set_step(self.lr_schedule.num_steps + 1)
         self._has_trained = False
-
-    @property
-    def _fsdp_root(self) -> FSDPModule:
-        assert isinstance(self.model, FSDPModule)
-        return self.model
 
     def _split(self, input_: TensorDict) -> list[MicroBatch]:
         """Pack this rank's rows into micro-batches, as many as on every rank so that collectives match."""

@@ -67,8 +67,7 @@ class Recover:
     """
 
     def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec) -> None:
-        self._is_enabled = config.mode != "disabled"
-        self._keep_last = config.keep_last
+        self._config = config
         self._run = RunFolder(config)
         self._folder = self._run.recover
         self._frequency = Frequency(config, ft_spec.steps_per_epoch)
@@ -116,7 +115,7 @@ class Recover:
 
         With a rollout engine, call it after publish_weights: the ledger knows what was trained on by version.
         """
-        if not self._is_enabled:
+        if self._config.mode == "disabled":
             return
         version = self._engine.get_version()
         if self._rollout is not None and version != step + 1:
@@ -132,7 +131,7 @@ class Recover:
             facts |= {name: part.state_dict() for name, part in self._parts.items()}
             shards, path = self._engine.state_dict(), self._folder / f"step_{step}"
             copied = tree_map_only(torch.Tensor, lambda shard: shard.detach().to("cpu", copy=True), shards)
-            self._write = _Write(path, facts, copied, rng_state(), self._group, self._keep_last)
+            self._write = _Write(path, facts, copied, rng_state(), self._group, self._config.keep_last)
 
     def __enter__(self) -> Recover:
         return self
@@ -143,9 +142,9 @@ class Recover:
         """Wait for the write under way, release the folder, and raise a failed write unless the run itself failed."""
         failure = self._finish(WRITE_TIMEOUT_S if error is None else _FAILED_RANK_WRITE_TIMEOUT_S)
         self._lock.close()
-        if failure is not None and error is None:
-            raise failure
         if failure is not None:
+            if error is None:
+                raise failure
             logger.error("%s", failure)
 
     def _settle(self, *, wait: bool) -> None:

@@ -15,8 +15,7 @@ def compact(value: float) -> str:
     if size == 0:
         return "0"
     if size < 1e-2:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
+        return f"{value:.1e}".replace("e-0", "e-")
     if size < 9.9995:
         return f"{value:.3f}"
     if size < 999.95:

@@ -16,11 +16,11 @@ from training_cases import OPTIMIZER, token_batch, train_config, write_model
 from transformers import AutoModelForCausalLM
 
 from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens, packed_logprobs
-from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S, FSDPEngine
+from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
 
 Make = Callable[..., FSDPEngine]

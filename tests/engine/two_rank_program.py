@@ -5,14 +5,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from training_cases import actor_config, token_batch, train_config, trajectory_batch
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sft.lm_engine import sft_loss_fn
 
 BATCHES = [token_batch([9, 4, 12, 3, 7, 11], seed) for seed in range(3)]
 SHARES = {"unequal": [[0, 3], [1, 2, 4, 5]], "empty": [[], [0, 1, 2, 3, 4, 5]]}
@@ -62,7 +63,7 @@ def main(_: Connection, model_path: str, resumed_path: str, out: Path) -> None:
     for name, shares in SHARES.items():
         engine = FSDPEngine(train_config(model_path, max_tokens=15))
         engine.initialize(None, FinetuneSpec(1, 100, 10))
-        rank = engine.data_parallel_rank
+        rank = dist.get_rank()
         found[name] = sft_steps(engine, [batch[shares[rank]] for batch in BATCHES])
         engine.destroy()
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from training_cases import actor_config, trajectory_batch, write_model
 
-from arealite.algorithms.sft import sft_loss_fn
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.ppo.actor import PPOActor
+from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.utils.tensors import pack_rows, row_lengths
 
 

@@ -15,11 +15,11 @@ from transformers.utils import is_flash_attn_2_available
 from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, full_params, ppo_steps, sft_steps
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import FSDPEngineConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.utils.fingerprint import fingerprint
 
 pytestmark = pytest.mark.gpu

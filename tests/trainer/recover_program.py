@@ -16,11 +16,11 @@ sys.path.append(str(Path(__file__).parents[1] / "engine"))
 from training_cases import token_batch, train_config
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.algorithms.sft import sft_loss_fn
 from arealite.api.cli_args import RecoverConfig, SaverConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 

@@ -9,6 +9,7 @@ import pytest
 import testing_forks
 import tiny_models
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from testing_lite import LiteServer, weights_of
 from testing_server import serve
@@ -54,7 +55,7 @@ def publish_twice(_: Connection, model_path: str, address: str, out: Path) -> No
         actor.train_batch(batch, lambda logits, mb: logits.logsumexp(-1).mean() - logits[:, 7].mean(), lambda mb: 1.0)
         publish_weights(actor, rollout, version=version)
     expected = {name: one.full_tensor().detach().clone() for name, one in actor.model.named_parameters()}
-    if actor.data_parallel_rank == 0:
+    if dist.get_rank() == 0:
         torch.save(expected, out / "params.pt")
     rollout.destroy()
     actor.destroy()

@@ -4,12 +4,14 @@ A batch has `input_ids`, `attention_mask` and `loss_mask`, all `[B, T]`; the los
 `loss_mask` of the whole batch on all ranks.
 """
 
+# N packed tokens, V vocabulary
+
 import math
 
+import torch
 from tensordict import TensorDict
 
-from arealite.algorithms.logprobs import count_loss_tokens, trained_tokens
-from arealite.algorithms.sft import sft_loss_fn
+from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, trained_tokens
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce_numbers
@@ -51,6 +53,12 @@ class FSDPLMEngine(FSDPEngine, LMEngine):
     def __init__(self, config: TrainEngineConfig) -> None:
         FSDPEngine.__init__(self, config)
         LMEngine.__init__(self, engine=self)
+
+
+def sft_loss_fn(logits: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the packed tokens under `loss_mask [N]`, from `logits [N, V]`."""
+    logprobs_N = packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"])
+    return -logprobs_N[micro_batch["loss_mask"].bool()].mean()
 
 
 def _columns(batch: TensorDict) -> TensorDict:
