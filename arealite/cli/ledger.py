@@ -29,8 +29,7 @@ def show_ledger(run_folder: str, *, as_json: bool) -> int:
             if bias.parts:
                 console.print(_deciles(bias))
                 console.print(_comparison(bias) + "\n")
-        for line in _verdict(result):
-            console.print(line, soft_wrap=True)
+        console.print("\n".join(_verdict(result)), soft_wrap=True)
     return 0 if result.is_clean else 1
 
 
@@ -72,14 +71,14 @@ def _comparison(bias: Bias) -> str:
 
 def _verdict(result: Audit) -> list[str]:
     checkpoint = "no checkpoint" if result.checkpoint_step is None else f"checkpoint of step {result.checkpoint_step}"
-    lines = [
+    return [
         f"issued {result.issued:,} = trained {result.trained:,} + rejected {result.rejected:,} + failed "
         f"{result.failed:,} + pending {result.pending:,}{'' if result.adds_up else ': DOES NOT ADD UP'}",
         f"provisional {result.provisional:,} of the trained ({checkpoint})",
         f"lost {'unknown' if result.lost is None else _named(result.lost, result.lost_ids)}",
         f"repeated {_named(result.repeated, result.repeated_ids)}",
+        *result.notes,
     ]
-    return lines + result.notes
 
 
 def _named(count: int, names: list[str]) -> str:

@@ -141,7 +141,13 @@ def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenize
         longest = max(longest, *lengths)
         what = "demonstrations" if data.type == "sft" else "prompts"
         found.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
-    context, new = _context(config, model), config.sampling.max_new_tokens if config.sampling is not None else 0
+    # The longest sequence that model and servers take, as far as the config tells.
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    if config.rollout is not None and not foreign_servers(config):
+        kind = kind_of(config)
+        limits.append(kind.block(config).get(kind.context_flag))
+    context = min((int(limit) for limit in limits if limit is not None), default=float("inf"))
+    new = config.sampling.max_new_tokens if config.sampling is not None else 0
     if longest + new > context:
         is_hopeless = longest >= context
         found.add(
@@ -151,12 +157,3 @@ def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenize
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
     return longest
-
-
-def _context(config: Config, model: PreTrainedModel) -> float:
-    """Return the longest sequence that model and servers take, as far as the config tells."""
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-    if config.rollout is not None and not foreign_servers(config):
-        kind = kind_of(config)
-        limits.append(kind.block(config).get(kind.context_flag))
-    return min((int(limit) for limit in limits if limit is not None), default=float("inf"))

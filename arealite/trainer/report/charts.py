@@ -33,7 +33,7 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
         ),
         _chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
         _over_time(rows),
-        _chart("Time per step", _phases(rows), unit="seconds", barmode="stack"),
+        _chart("Time per step", _phases(rows), unit="seconds", barmode="stack", bargap=0),
         _chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="trained tokens per second"),
         _chart(
             "Distance to the sampling policy",
@@ -49,15 +49,9 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
     return [chart for chart in candidates if chart["traces"]]
 
 
-def _chart(
-    title: str, traces: list[Trace], *, unit: str = "", percent: bool = False, barmode: str | None = None
-) -> Chart:
-    layout: dict[str, Any] = {"yaxis": {"rangemode": "tozero"}}
-    if percent:
-        layout["yaxis"] |= {"tickformat": ".0%"}
-    if barmode is not None:
-        layout |= {"barmode": barmode, "bargap": 0}
-    return {"title": title, "unit": unit, "traces": traces, "layout": layout}
+def _chart(title: str, traces: list[Trace], *, unit: str = "", percent: bool = False, **layout: Any) -> Chart:
+    axis = {"rangemode": "tozero"} | ({"tickformat": ".0%"} if percent else {})
+    return {"title": title, "unit": unit, "traces": traces, "layout": {"yaxis": axis, **layout}}
 
 
 def _line(
@@ -111,20 +105,20 @@ def _over_time(rows: Sequence[Row]) -> Chart:
     """
     ends_s = itertools.accumulate(row.get("time/step_s") or 0.0 for row in rows)
     timed = [row | {"step": end_s} for row, end_s in zip(rows, ends_s) if "servers/live" in row]
-    is_elastic = len({row["servers/live"] for row in timed}) > 1
+    if len({row["servers/live"] for row in timed}) <= 1:
+        timed = []
     stepped = {"width": 2, "shape": "hv"}
     traces = [
         *_line(timed, "servers/live", "--green", "servers", line=stepped | {"color": "--green"}),
         *_line(timed, "staleness/max", "--orange", "staleness, max", line=stepped | {"color": "--orange"}),
         *_line(timed, "perf/generated_tokens_per_s", "--blue", "generated tokens per second (right)", yaxis="y2"),
     ]
-    chart = _chart(
-        "Servers, generation and staleness over time", traces if is_elastic else [], unit="servers, versions"
-    )
     last_s = max((row["step"] for row in timed), default=1.0)
-    right = {"overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False}
-    axes = {"xaxis": {"title": {"text": "seconds", "standoff": 4}, "range": [0.0, last_s]}, "yaxis2": right}
-    return chart | {"layout": chart["layout"] | axes}
+    axes: dict[str, Any] = {
+        "xaxis": {"title": {"text": "seconds", "standoff": 4}, "range": [0.0, last_s]},
+        "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False},
+    }
+    return _chart("Servers, generation and staleness over time", traces, unit="servers, versions", **axes)
 
 
 def _phases(rows: Sequence[Row]) -> list[Trace]:

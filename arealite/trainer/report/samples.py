@@ -57,11 +57,8 @@ def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
     """Return the first sample of each prompt by its index in the data set."""
     with reading(path):
         lines = [line for line in iter_jsonl(path) if line["sample"] == 0]
-        return {int(line["prompt_id"].rsplit("-", 1)[1]): _shown(line) for line in lines}
-
-
-def _shown(line: dict[str, Any]) -> dict[str, Any]:
-    return {"reward": float(line["reward"]), **{key: _clip(line[key]) for key in ("prompt", "completion")}}
+        numbered = [(int(line["prompt_id"].rsplit("-", 1)[1]), line) for line in lines]
+        return {index: {"reward": float(line["reward"]), **_texts(line)} for index, line in numbered}
 
 
 def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:
@@ -69,17 +66,23 @@ def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:
     versions = [line["versions"][i] for i in sampled]
     logprobs = [line["logprobs"][i] for i in sampled]
     copied = {key: line[key] for key in ("prompt_id", "sample", "attempt", "reward", "server")}
-    return copied | {
-        "step": step,
-        "num_tokens": len(sampled),
-        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
-        "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
-        "prompt": _clip(line["prompt"]),
-        "completion": _clip(line["completion"]),
-    }
+    return (
+        copied
+        | _texts(line)
+        | {
+            "step": step,
+            "num_tokens": len(sampled),
+            "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+            "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
+        }
+    )
 
 
-def _clip(text: str | None) -> str:
-    text = "(no text was stored)" if text is None else text.strip()
-    rest = len(text) - MAX_CHARACTERS
-    return text if rest <= 0 else f"{text[:MAX_CHARACTERS]}\n... {rest} more characters"
+def _texts(line: dict[str, Any]) -> dict[str, str]:
+    """Return prompt and completion, cut to `MAX_CHARACTERS`."""
+    texts = {}
+    for key in ("prompt", "completion"):
+        text = "(no text was stored)" if line[key] is None else line[key].strip()
+        rest = len(text) - MAX_CHARACTERS
+        texts[key] = text if rest <= 0 else f"{text[:MAX_CHARACTERS]}\n... {rest} more characters"
+    return texts
