@@ -66,31 +66,15 @@ class StalenessAccount:
                 return False
         return finished >= count
 
-    def start(self, head_version: int) -> None:
-        """Count a running episode."""
-        self.running[head_version] += 1
-
-    def finish(self, head_version: int) -> None:
-        """Turn a running episode into a ready one."""
-        self.withdraw(head_version)
-        self.ready[head_version] += 1
-
-    def withdraw(self, head_version: int) -> None:
-        """Forget a running episode that was rejected, failed or will be retried."""
-        _decrement(self.running, head_version)
-
-    def discard(self, head_version: int) -> None:
-        """Forget a ready episode that will not be consumed."""
-        _decrement(self.ready, head_version)
-
-    def consume(self, head_version: int) -> None:
-        """Turn a ready episode into a consumed one."""
-        self.discard(head_version)
-        self.consumed += 1
-
-
-def _decrement(counts: Counter[int], head_version: int) -> None:
-    assert counts[head_version] > 0, f"no episode with head version {head_version} in {dict(counts)}"
-    counts[head_version] -= 1
-    if not counts[head_version]:
-        del counts[head_version]
+    def move(self, head_version: int, before: str, after: str) -> None:
+        """Count an episode that goes from one state of the ledger to another."""
+        counts = {"running": self.running, "accepted": self.ready}
+        if before in counts:
+            heads = counts[before]
+            assert heads[head_version] > 0, f"no {before} episode of head version {head_version} in {dict(heads)}"
+            heads[head_version] -= 1
+            if not heads[head_version]:
+                del heads[head_version]
+        if after in counts:
+            counts[after][head_version] += 1
+        self.consumed += after == "trained"

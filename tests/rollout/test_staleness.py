@@ -50,7 +50,7 @@ class Simulation:
     def start(self, number: int, attempt: int) -> None:
         head, server = self.version, self.rng.randrange(self.num_servers)
         oldest = self.server_versions[server]
-        self.account.start(head)
+        self.account.move(head, "issued", "running")
         is_straggler = self.rng.random() < self.straggler_share
         delay = self.rng.uniform(5, 60) if is_straggler else self.rng.uniform(0, 2)
         self.later(delay, lambda: self.end(number, attempt, head, oldest))
@@ -58,12 +58,12 @@ class Simulation:
     def end(self, number: int, attempt: int, head: int, oldest: int) -> None:
         outcome = self.rng.random()
         if outcome < 0.1 and attempt == 0:
-            self.account.withdraw(head)
+            self.account.move(head, "running", "failed")
             self.start(number, attempt=1)
         elif outcome < 0.25:
-            self.account.withdraw(head)
+            self.account.move(head, "running", "failed")
         else:
-            self.account.finish(head)
+            self.account.move(head, "running", "accepted")
             self.ready.append((head, number, oldest))
         self.admit()
 
@@ -76,7 +76,7 @@ class Simulation:
             self.ready.sort()
             batch, self.ready = self.ready[: self.account.batch_size], self.ready[self.account.batch_size :]
             for head, _, oldest in batch:
-                self.account.consume(head)
+                self.account.move(head, "accepted", "trained")
                 self.staleness.append(self.version - oldest)
             self.admit()
             self.pass_time(self.rng.choice([0.0, 1.0, 20.0]))
@@ -157,21 +157,21 @@ def test_more_than_a_batch_may_be_due_at_once() -> None:
     """eta 2, batch 2: at version 1 with 4 of head 0 running, this batch must hold two of them."""
     account = StalenessAccount(batch_size=2, max_head_offpolicyness=2, max_concurrent=100)
     for _ in range(6):
-        account.start(0)
+        account.move(0, "issued", "running")
     for _ in range(2):
-        account.finish(0)
+        account.move(0, "running", "accepted")
     assert account.can_take(2)  # the other 4 fit into versions 1 and 2
     for _ in range(2):
-        account.consume(0)
+        account.move(0, "accepted", "trained")
     account.set_version(1)
     for _ in range(2):
-        account.start(1)
-        account.finish(1)
+        account.move(1, "issued", "running")
+        account.move(1, "running", "accepted")
     assert account.ready == {1: 2} and account.running == {0: 4}
     assert not account.can_take(2)  # else 4 of head 0 would remain for version 2 alone
-    account.finish(0)
+    account.move(0, "running", "accepted")
     assert not account.can_take(2)
-    account.finish(0)
+    account.move(0, "running", "accepted")
     assert account.can_take(2)
 
 
@@ -179,12 +179,12 @@ def test_capacity_by_hand() -> None:
     account = StalenessAccount(batch_size=4, max_head_offpolicyness=2, max_concurrent=5)
     assert account.room() == 12 and account.capacity() == 5
     for _ in range(5):
-        account.start(0)
+        account.move(0, "issued", "running")
     assert account.room() == 7 and account.capacity() == 0
-    account.finish(0)
-    account.withdraw(0)  # rejected: leaves the account
+    account.move(0, "running", "accepted")
+    account.move(0, "running", "failed")  # rejected: leaves the account
     assert account.room() == 8 and account.capacity() == 2
-    account.consume(0)
+    account.move(0, "accepted", "trained")
     assert account.room() == 8  # consumed still counts as accepted
 
 
@@ -196,23 +196,23 @@ def test_capacity_after_recovery(is_known_at_start: bool) -> None:
     account.set_version(10)
     assert account.capacity() == 12
     for _ in range(4):
-        account.start(10)
-        account.finish(10)
-        account.consume(10)
+        account.move(10, "issued", "running")
+        account.move(10, "running", "accepted")
+        account.move(10, "accepted", "trained")
     assert account.capacity() == 8
 
 
 def test_bound_zero_is_synchronous() -> None:
     account = StalenessAccount(batch_size=2, max_head_offpolicyness=0, max_concurrent=100)
     for _ in range(account.capacity()):
-        account.start(0)
+        account.move(0, "issued", "running")
     assert account.running == {0: 2} and account.capacity() == 0
-    account.finish(0)
+    account.move(0, "running", "accepted")
     assert not account.can_take(2)
-    account.finish(0)
+    account.move(0, "running", "accepted")
     assert account.can_take(2)
-    account.consume(0)
-    account.consume(0)
+    account.move(0, "accepted", "trained")
+    account.move(0, "accepted", "trained")
     assert account.capacity() == 0
     account.set_version(1)
     assert account.capacity() == 2

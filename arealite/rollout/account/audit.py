@@ -6,7 +6,6 @@ is *lost* if it lies before the cursor, is in no such file, and the ledger does 
 During a run, the batch handed out last can count as lost until its rollouts are written.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arealite.api.errors import LedgerError
-from arealite.api.io_struct import PromptId
 from arealite.api.run_folder import RunFolder
-from arealite.rollout.account.ledger_file import OUTCOME, count_states, last_ticket, open_for_reading, transaction
+from arealite.rollout.account.ledger_file import OUTCOME, count_states, last_ticket, open_for_reading
 from arealite.utils.data_order import passed_prompts
 from arealite.utils.files import reading, require_object
 
@@ -30,6 +28,7 @@ _OPEN = ("issued", "running", "accepted")
 # How a line of a rollout file starts; the rest is large and not read.
 _LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "sample": (\d+)')
 Measure = Literal["latency_s", "tokens"]
+_Id = tuple[int, int]  # epoch and index of a prompt
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ class Bias:
     measure: Measure
     unmeasured: int  # prompts without a value, which are in no part
     parts: list[Part]  # ascending; fewer than ten if there are fewer prompts
-    difference: float | None
-    """Trained share of the highest part minus that of the lowest; None with fewer than two parts."""
+    difference: float | None  # trained share of the highest part minus that of the lowest; None with fewer than two
     standard_error: float | None
 
 
@@ -76,8 +74,7 @@ class Audit:
     pending: int
     lost: int | None  # None without a cursor to compare with
     repeated: int
-    states: dict[str, int]
-    """Prompts by state, or by `rejected_<reason>`, `failed_<kind>`; `retried_<kind>` counts attempts."""
+    states: dict[str, int]  # prompts by state, or `rejected_<reason>`, `failed_<kind>`; `retried_<kind>`: attempts
     samples: dict[str, dict[str, int]]  # `samples`, `tokens` and `interrupts` by the state of their prompt
     checkpoint_step: int | None
     cursor: dict[str, Any] | None
@@ -100,64 +97,55 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
     """Compare cursor, rollouts and ledger of a run."""
     run = RunFolder(run_folder)
     with reading(run.ledger):
-        return _audit(run)
+        with open_for_reading(run.ledger) as database:
+            issued = last_ticket(database)
+            (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
+            later = "SELECT count(*) FROM prompts WHERE trained_version > coalesce(?, -1)"
+            (provisional,) = database.execute(later, (checkpoint_step,)).fetchone()
+            cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
+            explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'").fetchall()
+            counts, samples, ended = count_states(database), _sample_totals(database), _ended(database)
+        cursor = require_object(json.loads(cursors[0][0])) if cursors else None
+        shown, repeated = _read_trained(run.rollouts)
+        lost, notes = _lost(cursor, shown.union(explained))
+        if lost and provisional:
+            notes = ["Lost prompts that are trained provisionally come back when the run is resumed."]
+        return Audit(
+            issued=issued,
+            trained=counts["trained"],
+            provisional=provisional,
+            rejected=sum(count for name, count in counts.items() if name.startswith("rejected_")),
+            failed=sum(count for name, count in counts.items() if name.startswith("failed_")),
+            pending=sum(counts[state] for state in _OPEN),
+            lost=None if lost is None else len(lost),
+            repeated=len(repeated),
+            states=dict(sorted(counts.items())),
+            samples=samples,
+            checkpoint_step=checkpoint_step,
+            cursor=cursor,
+            lost_ids=[f"{epoch}-{index}" for epoch, index in sorted(lost or ())],
+            repeated_ids=[f"{epoch}-{index}" for epoch, index in sorted(repeated)],
+            notes=notes,
+            bias=[bias_of(ended, by="latency_s"), bias_of(ended, by="tokens")],
+        )
 
 
-def _audit(run: RunFolder) -> Audit:
-    with _reading(run.ledger) as database:
-        issued = last_ticket(database)
-        (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
-        later = "SELECT count(*) FROM prompts WHERE trained_version > coalesce(?, -1)"
-        (provisional,) = database.execute(later, (checkpoint_step,)).fetchone()
-        cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
-        explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'").fetchall()
-        counts, samples, ended = count_states(database), _sample_totals(database), _ended(database)
-    cursor = require_object(json.loads(cursors[0][0])) if cursors else None
-    shown, repeated = read_trained(run.rollouts)
-    lost, notes = _lost(cursor, shown.union(PromptId(*row) for row in explained))
-    if lost and provisional:
-        notes = ["Lost prompts that are trained provisionally come back when the run is resumed."]
-    return Audit(
-        issued=issued,
-        trained=counts["trained"],
-        provisional=provisional,
-        rejected=sum(count for name, count in counts.items() if name.startswith("rejected_")),
-        failed=sum(count for name, count in counts.items() if name.startswith("failed_")),
-        pending=sum(counts[state] for state in _OPEN),
-        lost=None if lost is None else len(lost),
-        repeated=len(repeated),
-        states=dict(sorted(counts.items())),
-        samples=samples,
-        checkpoint_step=checkpoint_step,
-        cursor=cursor,
-        lost_ids=[str(one) for one in sorted(lost or ())],
-        repeated_ids=[str(one) for one in sorted(repeated)],
-        notes=notes,
-        bias=[bias_of(ended, by="latency_s"), bias_of(ended, by="tokens")],
-    )
-
-
-def passed_ids(cursor: Mapping[str, Any]) -> Iterator[PromptId]:
-    """Yield the prompts before a dataloader's cursor, in the order of the run."""
-    return (PromptId(epoch, index) for epoch, index in passed_prompts(cursor))
-
-
-def read_trained(folder: Path) -> tuple[set[PromptId], set[PromptId]]:
+def _read_trained(folder: Path) -> tuple[set[_Id], set[_Id]]:
     """Return the prompts that a run's rollouts show as trained, and those of them that they show twice."""
     step_of: dict[bytes, str] = {}
     repeated = set()
     for path in sorted(folder.glob("step_*.jsonl")):
-        step, in_file = path.stem, set()
+        in_file = set()
         for name, sample in _read_lines(path):
-            if step_of.setdefault(name, step) != step or (name, sample) in in_file:
+            if step_of.setdefault(name, path.stem) != path.stem or (name, sample) in in_file:
                 repeated.add(name)
             in_file.add((name, sample))
-    return {_parsed(name) for name in step_of}, {_parsed(name) for name in repeated}
+    return set(map(_parsed, step_of)), set(map(_parsed, repeated))
 
 
-def _parsed(name: bytes) -> PromptId:
-    epoch, _, index = name.rpartition(b"-")
-    return PromptId(int(epoch), int(index))
+def _parsed(name: bytes) -> _Id:
+    epoch, index = name.rsplit(b"-", 1)
+    return int(epoch), int(index)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
@@ -175,30 +163,21 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
             yield found[1], found[2]
 
 
-def _lost(cursor: Mapping[str, Any] | None, found: set[PromptId]) -> tuple[set[PromptId] | None, list[str]]:
+def _lost(cursor: Mapping[str, Any] | None, found: set[_Id]) -> tuple[set[_Id] | None, list[str]]:
     """Return the prompts before the cursor that are not among the found ones; None, and why, if that is unknown."""
     if cursor is None:
         return None, ["lost is unknown: the ledger holds no cursor of a dataloader (one without state_dict has none)."]
     try:
-        return set(passed_ids(cursor)) - found, []
+        return set(passed_prompts(cursor)) - found, []
     except KeyError as error:
         return None, [f"lost is unknown: the dataloader's cursor has no {error}, so the prompts before it are unknown."]
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a ledger for queries that see one moment."""
-    with contextlib.closing(open_for_reading(path)) as database:
-        try:
-            with transaction(database, "DEFERRED"):
-                yield database
-        except sqlite3.DatabaseError as error:
-            raise LedgerError(f"{path} must be whole: got {error}. Use another copy.") from error
-
-
 def _sample_totals(database: sqlite3.Connection) -> dict[str, dict[str, int]]:
     columns = "count(*), sum(tokens), sum(num_interrupts)"
-    rows = database.execute(f"SELECT {OUTCOME}, {columns} FROM sample_states GROUP BY 1 ORDER BY 1")
+    rows = database.execute(
+        f"SELECT {OUTCOME}, {columns} FROM samples JOIN prompts USING (ticket) GROUP BY 1 ORDER BY 1"
+    )
     return {outcome: dict(zip(("samples", "tokens", "interrupts"), counts)) for outcome, *counts in rows}
 
 
@@ -225,8 +204,10 @@ def bias_of(ended: Sequence[EndedPrompt], *, by: Measure, num_parts: int = 10) -
     parts = [_part(measured[start:end]) for start, end in itertools.pairwise(cuts)]
     difference = error = None
     if len(parts) > 1:
-        difference = parts[-1].trained_share - parts[0].trained_share
-        error = _pooled_error(parts[0], parts[-1])
+        low, high = parts[0], parts[-1]
+        difference, count = high.trained_share - low.trained_share, low.settled + high.settled
+        share = (low.trained_share * low.settled + high.trained_share * high.settled) / count
+        error = math.sqrt(share * (1 - share) * (1 / low.settled + 1 / high.settled))
     return Bias(by, len(ended) - len(measured), parts, difference, error)
 
 
@@ -236,9 +217,3 @@ def _part(measured: Sequence[tuple[float, EndedPrompt]]) -> Part:
     trained = outcomes.pop("trained", 0)
     dropped = {outcome: number / count for outcome, number in outcomes.most_common()}
     return Part(measured[0][0], measured[-1][0], count, trained / count, dropped)
-
-
-def _pooled_error(one: Part, other: Part) -> float:
-    count = one.settled + other.settled
-    share = (one.trained_share * one.settled + other.trained_share * other.settled) / count
-    return math.sqrt(share * (1 - share) * (1 / one.settled + 1 / other.settled))

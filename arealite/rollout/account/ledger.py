@@ -73,25 +73,19 @@ class Ledger:
     def start(self, prompt: Prompt, head_version: int) -> None:
         _require(prompt, "issued")
         prompt.head_version = head_version
-        if prompt.is_counted:
-            self._account.start(head_version)
-        self._change(prompt, "running")
+        self._change([prompt], "running")
 
     def retry(self, prompt: Prompt, kind: str) -> None:
         """End an attempt that failed; another will follow."""
         _require(prompt, "running")
-        if prompt.is_counted:
-            self._account.withdraw(prompt.head_version)
         self._counts[f"retried_{kind}"] += 1
-        self._change(prompt, "issued", retries=((self._position + 1, prompt.ticket, kind),))
+        self._change([prompt], "issued", retries=((self._position + 1, prompt.ticket, kind),))
 
     def accept(self, prompt: Prompt, samples: Sequence[SampleRecord], latency_s: float) -> None:
         """End an episode whose trajectory may be trained on."""
         _require(prompt, "running")
-        if prompt.is_counted:
-            self._account.finish(prompt.head_version)
         prompt.latency_s = latency_s
-        self._change(prompt, "accepted", samples=_rows(prompt, samples))
+        self._change([prompt], "accepted", samples=_rows(prompt, samples))
 
     def drop(
         self,
@@ -106,12 +100,9 @@ class Ledger:
         An accepted one may still be rejected; its samples and latency are known.
         """
         _require(prompt, "running", *(["accepted"] if state == "rejected" else []))
-        if prompt.is_counted:
-            forget = self._account.withdraw if prompt.state == "running" else self._account.discard
-            forget(prompt.head_version)
         prompt.reason = reason
         prompt.latency_s = prompt.latency_s if latency_s is None else latency_s
-        self._change(prompt, state, samples=_rows(prompt, samples))
+        self._change([prompt], state, samples=_rows(prompt, samples))
 
     def train(self, prompts: Sequence[Prompt], version: int) -> None:
         """Hand accepted episodes to the update that turns `version` into the next one."""
@@ -120,11 +111,8 @@ class Ledger:
         tickets = [prompt.ticket for prompt in prompts]
         assert len(set(tickets)) == len(tickets), f"a batch must hold an episode once: got tickets {tickets}"
         for prompt in prompts:
-            if prompt.is_counted:
-                self._account.consume(prompt.head_version)
             prompt.trained_version = version
-            self._count(prompt, "trained")
-        self._write(prompts)
+        self._change(prompts, "trained")
 
     # Called in the trainer's thread
 
@@ -168,22 +156,22 @@ class Ledger:
 
     # Inside
 
-    def _change(self, prompt: Prompt, state: str, **rows: Iterable[Row]) -> None:
-        self._count(prompt, state)
-        self._write((prompt,), **rows)
-
-    def _count(self, prompt: Prompt, state: str) -> None:
-        self._counts[prompt.state] -= 1
-        self._counts[f"{state}_{prompt.reason}" if prompt.reason else state] += 1
-        prompt.state = state
+    def _change(self, prompts: Sequence[Prompt], state: str, **rows: Iterable[Row]) -> None:
+        """Move prompts to a state together."""
+        for prompt in prompts:
+            if prompt.is_counted:
+                self._account.move(prompt.head_version, prompt.state, state)
+            self._counts[prompt.state] -= 1
+            self._counts[f"{state}_{prompt.reason}" if prompt.reason else state] += 1
+            prompt.state = state
+        self._write(prompts, **rows)
 
     def _write(self, prompts: Sequence[Prompt], **rows: Iterable[Row]) -> None:
         """Give a transition its position and its place in the file."""
         self._position += 1
         if self._file is not None:
-            now = time.time()
-            changed = [_row(prompt, self._position, now) for prompt in prompts]
-            self._file.append(self._position, {"prompts": changed, **rows})
+            changed = self._position, time.time()
+            self._file.append(self._position, {"prompts": [_row(prompt, *changed) for prompt in prompts], **rows})
 
 
 def _require(prompt: Prompt, *states: str) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -39,8 +40,6 @@ CREATE TABLE IF NOT EXISTS retries(position INTEGER PRIMARY KEY, ticket INTEGER,
 CREATE TABLE IF NOT EXISTS cursors(position INTEGER PRIMARY KEY, state TEXT);
 CREATE TABLE IF NOT EXISTS checkpoints(step INTEGER PRIMARY KEY, position INTEGER);
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value INTEGER);
-CREATE VIEW IF NOT EXISTS sample_states AS
-    SELECT samples.*, prompts.state, prompts.reason FROM samples JOIN prompts USING (ticket);
 """
 OUTCOME = "state || coalesce('_' || reason, '')"  # SQL for `<state>[_<reason>]`
 _REDONE = "(changed_at > :position OR state IN ('issued', 'running', 'accepted'))"
@@ -55,8 +54,7 @@ _ROLLBACK = (
 )
 
 _GROUP_S = 0.01  # how long a commit waits for more events
-_GROUP_EVENTS = 1000
-"""Largest commit, which does not wait; a larger one would stop the event loop while its JSON is made."""
+_GROUP_EVENTS = 1000  # largest commit: a larger one would stop the event loop while its JSON is made
 _MAX_BACKLOG = 100_000  # events in memory; with more, the caller waits for the disk
 _FLUSH_S = 30.0
 _LOCK_S = 20.0  # how long the file may be locked by others
@@ -67,13 +65,20 @@ class LedgerFile:
 
     def __init__(self, path: str) -> None:
         self.path = path = os.path.abspath(path)
-        self._database = _open_for_writing(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._database = _connected(path, "mode=rwc")
+        try:
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.executescript(_SCHEMA)
+            self._database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        except sqlite3.Error as error:
+            raise _explained(path, error) from error
         self._opened = os.stat(path)
-        found = self._database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
-        self.last_position: int = found[0] if found else 0  # highest one that was ever written
+        found = "SELECT coalesce(max(value), 0) FROM meta WHERE key = 'position'"
+        self.last_position: int = self._database.execute(found).fetchone()[0]  # highest one that was ever written
         self._queue: SimpleQueue[tuple[int, Event] | threading.Event | None] = SimpleQueue()
         """Events, flushes that wait for what is before them, and None at the end."""
-        self._is_urgent = threading.Event()
         self._error: LedgerError | None = None
         self._thread = threading.Thread(target=self._write_until_closed, name="arealite-ledger", daemon=True)
         self._thread.start()
@@ -81,16 +86,13 @@ class LedgerFile:
     def append(self, position: int, event: Event) -> None:
         """Queue an event that belongs to a position, and return at once."""
         self._queue.put((position, event))
-        if self._queue.qsize() >= _GROUP_EVENTS:
-            self._is_urgent.set()
-            if self._queue.qsize() >= _MAX_BACKLOG:
-                self.flush()
+        if self._queue.qsize() >= _MAX_BACKLOG:
+            self.flush()
 
     def flush(self) -> None:
         """Wait until everything that was appended is on the disk."""
         is_written = threading.Event()
         self._queue.put(is_written)
-        self._is_urgent.set()
         is_in_time = is_written.wait(_FLUSH_S)
         self.check()
         if not is_in_time:
@@ -110,7 +112,6 @@ class LedgerFile:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._is_urgent.set()
         self._thread.join(_FLUSH_S)
         if self._thread.is_alive():
             raise LedgerError(f"{self.path} must be closed within {_FLUSH_S:g} s: it was not. Look at the disk.")
@@ -122,7 +123,7 @@ class LedgerFile:
 
         Return the last ticket, the counts of `count_states`, and the prompts that wait to run by their tickets.
         """
-        with transaction(self._database):
+        with self._database:
             for statement in _ROLLBACK:
                 self._database.execute(statement, {"position": position})
         columns = "epoch, idx, ticket, is_counted, issued_at, issued_unix_s"
@@ -139,9 +140,8 @@ class LedgerFile:
         items: list[tuple[int, Event] | threading.Event | None] = []
         while None not in items:
             items = [self._queue.get()]
-            if self._queue.qsize() < _GROUP_EVENTS:
-                self._is_urgent.wait(_GROUP_S)
-            self._is_urgent.clear()
+            if isinstance(items[0], tuple) and self._queue.qsize() < _GROUP_EVENTS:
+                time.sleep(_GROUP_S)
             items += [self._queue.get() for _ in range(min(self._queue.qsize(), _GROUP_EVENTS))]
             flushes = [item for item in items if isinstance(item, threading.Event)]
             try:
@@ -164,7 +164,7 @@ class LedgerFile:
                     rows.setdefault(table, {})[row[: 2 if table == "samples" else 1]] = row
         self.last_position = max(self.last_position, *(position for position, _ in events))
         rows["meta"] = {("position",): ("position", self.last_position)}
-        with transaction(self._database):
+        with self._database:
             for table, by_key in rows.items():
                 written = list(by_key.values())
                 columns = ", ".join(f"json_extract(value, '$[{column}]')" for column in range(len(written[0])))
@@ -173,25 +173,19 @@ class LedgerFile:
                 self._database.execute(statement, (json.dumps(written),))
 
 
-def open_for_reading(path: str | os.PathLike[str]) -> sqlite3.Connection:
-    """Open the ledger of a run, alive or not, without ever changing it."""
+@contextlib.contextmanager
+def open_for_reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
+    """Open the ledger of a run, alive or not, for queries that see one moment, without ever changing it."""
     if not os.path.exists(path):
         raise LedgerError(f"{path} must exist: it does not. Name the folder of a run.")
     # Without a log beside it nobody writes, and a folder that can't be written must be readable too.
     options = "mode=ro" if os.path.exists(f"{path}-wal") else "mode=ro&immutable=1"
-    return _connected(path, f"{Path(path).absolute().as_uri()}?{options}")
-
-
-@contextlib.contextmanager
-def transaction(database: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Commit the block or roll it back; `DEFERRED` readers see one moment."""
-    database.execute(f"BEGIN {kind}")
-    try:
-        yield
-    except BaseException:
-        database.execute("ROLLBACK")
-        raise
-    database.execute("COMMIT")
+    with contextlib.closing(_connected(path, options)) as database:
+        try:
+            database.execute("BEGIN")
+            yield database
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(f"{path} must be whole: got {error}. Use another copy.") from error
 
 
 def last_ticket(database: sqlite3.Connection) -> int:
@@ -204,19 +198,6 @@ def count_states(database: sqlite3.Connection) -> Counter[str]:
     states = f"SELECT {OUTCOME}, count(*) FROM prompts GROUP BY 1"
     retries = "SELECT 'retried_' || kind, count(*) FROM retries GROUP BY 1"
     return Counter(dict(database.execute(f"{states} UNION ALL {retries}").fetchall()))
-
-
-def _open_for_writing(path: str) -> sqlite3.Connection:
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    database = _connected(path, f"{Path(path).absolute().as_uri()}?mode=rwc")
-    try:
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-    except sqlite3.Error as error:
-        raise _explained(path, error) from error
-    return database
 
 
 def _explained(path: str, error: Exception) -> LedgerError:
@@ -242,9 +223,11 @@ def _locking(path: str) -> str:
     return " and ".join(f"process {pid}" for pid in pids - {os.getpid()}) or "a process, maybe on another node"
 
 
-def _connected(path: str | os.PathLike[str], uri: str) -> sqlite3.Connection:
+def _connected(path: str | os.PathLike[str], options: str) -> sqlite3.Connection:
+    """Connect to a ledger; `with` the connection, what changes rows is one transaction."""
+    uri = f"{Path(path).absolute().as_uri()}?{options}"
     try:
-        database = sqlite3.connect(uri, uri=True, timeout=_LOCK_S, isolation_level=None, check_same_thread=False)
+        database = sqlite3.connect(uri, _LOCK_S, isolation_level="IMMEDIATE", check_same_thread=False, uri=True)
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except sqlite3.DatabaseError as error:

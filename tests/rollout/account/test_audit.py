@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
-from arealite.rollout.account.audit import EndedPrompt, audit, bias_of, passed_ids
+from arealite.rollout.account.audit import EndedPrompt, audit, bias_of
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
+from arealite.utils.data_order import passed_prompts
 from arealite.utils.files import FileError
 
 CURSOR = {
@@ -37,7 +38,7 @@ def make_run(folder: Path, cursor: dict | None = CURSOR) -> Path:
     """Step 0 trains 0-0 and 0-1, step 1 trains 0-2; 0-3 fails, 1-0 is rejected, 1-1 is pending."""
     account = StalenessAccount(batch_size=2, max_head_offpolicyness=9, max_concurrent=9)
     ledger = Ledger(str(folder / "ledger.sqlite"), account)
-    prompts = [Prompt(prompt_id) for prompt_id in passed_ids(CURSOR)]
+    prompts = [Prompt(PromptId(*one)) for one in passed_prompts(CURSOR)]
     ledger.issue(prompts, cursor=cursor)
     for prompt in prompts[:5]:
         ledger.start(prompt, head_version=0)
@@ -63,10 +64,9 @@ def show(path: Path, *names: str, samples: int = 2) -> None:
         file.writelines(line + "\n" for line in lines)
 
 
-def test_passed_ids_by_hand() -> None:
-    assert [str(one) for one in passed_ids(CURSOR)] == ["0-0", "0-1", "0-2", "0-3", "1-0", "1-1"]
-    with_rest = {**CURSOR, "drop_last": False}
-    assert [str(one) for one in passed_ids(with_rest)] == ["0-0", "0-1", "0-2", "0-3", "0-4", "1-0", "1-1"]
+def test_passed_prompts_by_hand() -> None:
+    assert list(passed_prompts(CURSOR)) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    assert list(passed_prompts(CURSOR | {"drop_last": False}))[3:] == [(0, 3), (0, 4), (1, 0), (1, 1)]
 
 
 def test_a_clean_run(tmp_path: Path) -> None:

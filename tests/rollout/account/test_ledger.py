@@ -264,13 +264,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def compare_the_file(self) -> None:
         self.ledger.flush()
-        database = open_for_reading(self.path)
         columns = "epoch, idx, is_counted, state, reason, attempt, head_version, trained_version, latency_s"
-        rows = {ticket: row for ticket, *row in database.execute(f"SELECT ticket, {columns} FROM prompts")}
-        samples = database.execute(
-            "SELECT ticket, sample, tokens, latency_s, num_interrupts, server, state FROM sample_states"
-        ).fetchall()
-        database.close()
+        sample_columns = "ticket, sample, tokens, samples.latency_s, num_interrupts, server, state"
+        with open_for_reading(self.path) as database:
+            rows = {ticket: row for ticket, *row in database.execute(f"SELECT ticket, {columns} FROM prompts")}
+            query = f"SELECT {sample_columns} FROM samples JOIN prompts USING (ticket)"
+            samples = database.execute(query).fetchall()
         fates = self.now.fates
         assert rows == {
             ticket: [
@@ -391,16 +390,17 @@ def test_kill_at_any_moment_keeps_what_was_flushed(tmp_path: Path) -> None:
 
 def check_killed(path: Path, told: dict) -> None:
     """Look at the file as the kill left it, then as a recovery leaves it."""
-    database = open_for_reading(path)
-    assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    (last,) = database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
-    (issued,) = database.execute("SELECT max(ticket) FROM prompts").fetchone()
-    assert last >= told["position"] and issued >= told["issued"]
-    cursor = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchone()[0]
-    assert json.loads(cursor) == {"position": issued}, "prompts and cursor were written together"
-    sizes = database.execute("SELECT count(*) FROM prompts WHERE state = 'trained' GROUP BY trained_version").fetchall()
-    assert set(sizes) == {(8,)}, "batches are whole"
-    database.close()
+    with open_for_reading(path) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        (last,) = database.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+        (issued,) = database.execute("SELECT max(ticket) FROM prompts").fetchone()
+        assert last >= told["position"] and issued >= told["issued"]
+        cursor = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchone()[0]
+        assert json.loads(cursor) == {"position": issued}, "prompts and cursor were written together"
+        sizes = database.execute(
+            "SELECT count(*) FROM prompts WHERE state = 'trained' GROUP BY trained_version"
+        ).fetchall()
+        assert set(sizes) == {(8,)}, "batches are whole"
     ledger = Ledger(str(path), new_account())
     pending = ledger.rollback(told["position"])
     counts = Counter(told["counts"])
