@@ -256,8 +256,7 @@ class Completions:
         """Return number and sampling seed of the next completion."""
         episode = current_episode.get()
         if episode is not None:
-            sample = episode.next_sample()
-            return sample, episode.sampling_seed(sample)
+            return episode.next_sample()
         self._num_loose_requests += 1
         return 0, sampling_seed(self._config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 

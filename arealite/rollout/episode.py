@@ -22,7 +22,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError, TrajectoryError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.account.ledger import Ledger
-from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, kind_of
+from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, first, kind_of
 from arealite.rollout.loop_watch import running
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.trajectory import Columns, check_trajectory
@@ -69,13 +69,10 @@ class Episode:
                 with contextlib.suppress(RuntimeError):  # the attempt has ended
                     deadline.reschedule(loop.time() + self.left_s)
 
-    def next_sample(self) -> int:
-        self.num_samples += 1
-        return self.num_samples - 1
-
-    def sampling_seed(self, sample: int) -> int:
-        """Return the sampling seed of a completion."""
-        return sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
+    def next_sample(self) -> tuple[int, int]:
+        """Return number and sampling seed of the next completion."""
+        self.num_samples, sample = self.num_samples + 1, self.num_samples
+        return sample, sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
 
 
 current_episode: ContextVar[Episode | None] = ContextVar("current_episode", default=None)
@@ -115,8 +112,8 @@ class EpisodeRunner:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
-            if (interrupt := _interrupt_in(error)) is not None:
-                raise interrupt from None
+            if interrupts := BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, SystemExit)):
+                raise first(interrupts) from None
             return error
 
     def _judged(self, episode: Episode, returned: object) -> TensorDict | str:
@@ -137,21 +134,21 @@ class EpisodeRunner:
             raise
         return trajectory
 
-    def retry(self, episode: Episode, error: BaseException) -> bool:
-        """Make the prompt of a failed attempt ready for another one; False if none may help."""
-        prompt, kind = episode.prompt, kind_of(error)
-        may_retry = prompt.attempt < self.config.episode_retries and not isinstance(error, ContextOverflowError)
-        what = f"episode {prompt.prompt_id} of {type(prompt.workflow).__name__}"
-        what += f" failed in attempt {prompt.attempt} ({kind})"
-        logger.warning("%s, %s: %s", what, "trying again" if may_retry else "dropped", describe(error))
-        if may_retry:
-            self.ledger.retry(prompt, kind)
-            prompt.attempt += 1
-        return may_retry
+    def end(self, episode: Episode, outcome: Outcome) -> bool:
+        """Record how an attempt ended, and return whether its prompt must run again.
 
-    def record_end(self, episode: Episode, outcome: Outcome) -> None:
-        """Record how an episode ended; the budgets learn of an accepted one when nobody can reject it any more."""
+        The budgets learn of an accepted one when nobody can reject it any more.
+        """
         prompt = episode.prompt
+        if isinstance(outcome, BaseException):
+            may_retry = prompt.attempt < self.config.episode_retries and not isinstance(outcome, ContextOverflowError)
+            what = f"episode {prompt.prompt_id} of {type(prompt.workflow).__name__}"
+            what += f" failed in attempt {prompt.attempt} ({kind_of(outcome)})"
+            logger.warning("%s, %s: %s", what, "trying again" if may_retry else "dropped", describe(outcome))
+            if may_retry:
+                self.ledger.retry(prompt, kind_of(outcome))
+                prompt.attempt += 1
+                return True
         record = episode.samples, asyncio.get_running_loop().time() - (prompt.first_started_s or 0.0)
         self.budgets.end(outcome if isinstance(outcome, BaseException) else None)
         if isinstance(outcome, BaseException):
@@ -162,18 +159,12 @@ class EpisodeRunner:
         else:
             self.ledger.accept(prompt, *record)
             episode.trajectory = outcome
+        return False
 
     def check(self) -> None:
         """Raise if a budget is spent, or the ledger could not be written."""
         self.budgets.check()
         self.ledger.check()
-
-
-def _interrupt_in(error: BaseException) -> BaseException | None:
-    """Return what asks the process to end, by itself or in a group."""
-    if isinstance(error, BaseExceptionGroup):
-        return next((one for one in map(_interrupt_in, error.exceptions) if one is not None), None)
-    return error if isinstance(error, KeyboardInterrupt | SystemExit) else None
 
 
 async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> object:

@@ -63,13 +63,13 @@ class RolloutExecutor:
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
         self._engine = engine
         self._runner = EpisodeRunner(config, engine, self._ledger, self._budgets)
-        self._unthrottled = UnthrottledBatches(max_concurrent=self._max_concurrent)
 
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks("the accounting of an episode", logger, on_failure=self._wake)
-        self._ready: list[Episode] = []  # accepted episodes that no batch has taken
+        self._ready: dict[Episode, None] = {}  # accepted episodes that no batch has taken
         self._changed = asyncio.Event()
+        self._unthrottled = UnthrottledBatches(self._account, self._changed)
         self._is_paused = False
         self._is_closed = False
         self._is_starting = False  # more will start in the next turn of the loop
@@ -78,9 +78,8 @@ class RolloutExecutor:
         # Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode.
         self._reopened: list[Prompt] | None = None
         self.wants_catch_up = Flag()  # set when servers joined that lack the current weights
-        self.catch_up: Callable[[], None] = lambda: (
-            None
-        )  # brings them the weights, while the trainer waits for episodes
+        # Brings them the weights, while the trainer waits for episodes.
+        self.catch_up: Callable[[], None] = lambda: None
         self.loop = EventLoopThread(
             "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
         )
@@ -285,12 +284,10 @@ class RolloutExecutor:
             return  # dropped meanwhile
         if isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):
             outcome = OVERDUE
-        if isinstance(outcome, BaseException) and self._runner.retry(episode, outcome):
+        if self._runner.end(episode, outcome):
             self._queue.appendleft(episode.prompt)
-        else:
-            self._runner.record_end(episode, outcome)
         if isinstance(outcome, TensorDict):
-            self._ready.append(episode)
+            self._ready[episode] = None
             if episode.prompt.should_accept is not None:  # else a filter of `wait` may still reject it
                 self._runner.budgets.accept()
         self._advance()
@@ -305,7 +302,7 @@ class RolloutExecutor:
         if self.config.overdue == "drop":
             for episode in [one for one in self._running if self._account.is_overdue(one.head_version)]:
                 task = self._running.pop(episode)
-                self._runner.record_end(episode, OVERDUE)
+                self._runner.end(episode, OVERDUE)
                 task.cancel()
         self._advance()
 
@@ -316,7 +313,6 @@ class RolloutExecutor:
             max_concurrent = min(max_concurrent, self.config.max_concurrent_rollouts)
         if max_concurrent != self._account.max_concurrent:
             self._account.max_concurrent = max_concurrent
-            self._unthrottled.set_max_concurrent(max_concurrent)
             self._advance()
 
     # In the event loop: take a batch
@@ -335,7 +331,8 @@ class RolloutExecutor:
         taken = heapq.nsmallest(count, self._ready, key=lambda one: (one.head_version, one.prompt_id))
         self._ledger.train([one.prompt for one in taken], self._account.version)
         self._runner.budgets.accept()
-        self._remove(taken)
+        for episode in taken:
+            del self._ready[episode]
         return taken
 
     def _judge(self, should_accept: ShouldAccept) -> None:
@@ -350,13 +347,9 @@ class RolloutExecutor:
         for episode in episodes:
             self._ledger.drop(episode.prompt, "rejected", reason)
             self._runner.budgets.reject(reason)
+            del self._ready[episode]
         if episodes:
-            self._remove(episodes)
             self._advance()
-
-    def _remove(self, episodes: list[Episode]) -> None:
-        gone = set(episodes)
-        self._ready = [one for one in self._ready if one not in gone]
 
     # In the event loop: waits
 
@@ -368,8 +361,8 @@ class RolloutExecutor:
             self._check()
             if (found := look()) is not None:
                 return found
-            if deadline is None:
-                self._refuse_deadlock(count)
+            if deadline is None and not self._running and not self._is_paused:
+                raise self._deadlock(count)
             stalled_s = self.config.episode_timeout + _GRACE_S
             try:
                 async with asyncio.timeout_at(loop.time() + stalled_s if deadline is None else deadline):
@@ -391,11 +384,9 @@ class RolloutExecutor:
     async def _wait_for_change(self) -> None:
         await self._changed.wait()
 
-    def _refuse_deadlock(self, count: int) -> None:
-        """Raise when nothing runs and nothing will, unless the caller resumes."""
-        if self._running or self._is_paused:
-            return
-        raise RuntimeError(
+    def _deadlock(self, count: int) -> RuntimeError:
+        """Say that nothing runs and nothing will."""
+        return RuntimeError(
             f"{count} episodes must be able to finish: got {len(self._ready)} finished, none running and "
             f"{len(self._queue)} waiting to start, of which version {self._account.version} admits "
             f"{max(0, self._account.room())} (consumed so far: {self._account.consumed}). Publish weights "

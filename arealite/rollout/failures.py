@@ -25,18 +25,14 @@ class Budgets:
         )
         # The cause of each failure, None for an episode that ended otherwise.
         self._recent: deque[str | None] = deque([None] * config.failure_window, maxlen=config.failure_window)
-        self._causes: Counter[str] = Counter()  # how often each cause occurs in `_recent`
         self._examples: dict[str, BaseException] = {}  # the last failure of each cause
         self._rejected: Counter[str] = Counter()
 
     def end(self, error: BaseException | None) -> None:
         """Count an episode that ended; `error` is why it failed for good."""
-        cause = None if error is None else _cause_of(error)
-        if (forgotten := self._recent[0]) is not None:
-            self._causes[forgotten] -= 1
-        self._recent.append(cause)
-        if cause is not None and error is not None:
-            self._causes[cause] += 1
+        self._recent.append(None)
+        if error is not None:
+            self._recent[-1] = cause = _cause_of(error)
             self._examples[cause] = error
 
     def reject(self, reason: str) -> None:
@@ -49,10 +45,11 @@ class Budgets:
         self._rejected.clear()
 
     def check(self) -> None:
-        causes = +self._causes
+        causes = Counter(cause for cause in self._recent if cause is not None)
         if causes.total() > self.max_failed:
             shown, num_hidden = causes.most_common(_SHOWN_CAUSES), max(0, len(causes) - _SHOWN_CAUSES)
-            lines = [f"{count} x {cause}, the last:\n{self._traceback_of(cause)}" for cause, count in shown]
+            tracebacks = ["".join(traceback.format_exception(self._examples[cause])).rstrip() for cause, _ in shown]
+            lines = [f"{count} x {cause}, the last:\n{text}" for (cause, count), text in zip(shown, tracebacks)]
             lines += [f"and {num_hidden} other causes"] * (num_hidden > 0)
             raise EpisodeError(
                 f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
@@ -66,31 +63,28 @@ class Budgets:
                 "rollout.max_rejected_in_a_row."
             )
 
-    def _traceback_of(self, cause: str) -> str:
-        return "".join(traceback.format_exception(self._examples[cause])).rstrip()
-
 
 def kind_of(error: BaseException) -> str:
-    error = _first(error)
+    error = first(error)
     kind = error.kind if isinstance(error, AReaLiteError) else "workflow"
     return f"reward_{kind}" if isinstance(error, RewardError) else kind
 
 
 def _cause_of(error: BaseException) -> str:
     """Return what failures of one cause share: kind, class, and the line that raised."""
-    error = _first(error)
+    error = first(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{kind_of(error)} ({type(error).__name__}{place})"
 
 
-def _first(error: BaseException) -> BaseException:
+def first(error: BaseException) -> BaseException:
     """Return what stands for a group of errors: its first one."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+    return first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def describe(error: BaseException) -> str:
-    error = _first(error)
+    error = first(error)
     try:
         text = str(error).strip().partition("\n")[0].rstrip(".")
     except Exception as another:  # the class is the user's

@@ -10,20 +10,16 @@ import logging
 from arealite.api.errors import EpisodeError
 from arealite.rollout.episode import Episode, EpisodeRunner
 from arealite.rollout.prompts import Prompt
+from arealite.rollout.staleness import StalenessAccount
 
 logger = logging.getLogger("arealite.rollout")
 
 
 class UnthrottledBatches:
-    def __init__(self, *, max_concurrent: int) -> None:
-        self._max_concurrent = max_concurrent
+    def __init__(self, account: StalenessAccount, changed: asyncio.Event) -> None:
+        self._account = account  # only for its concurrency limit
+        self._changed = changed
         self._num_running = 0
-        self._may_start = asyncio.Event()
-
-    def set_max_concurrent(self, max_concurrent: int) -> None:
-        """Set the concurrency limit; running episodes are not interrupted (in the loop)."""
-        self._max_concurrent = max_concurrent
-        self._wake()
 
     async def train(self, runner: EpisodeRunner, prompts: list[Prompt], *, version: int) -> list[Episode]:
         """Run episodes whose accepted results are trained on at this version."""
@@ -56,8 +52,8 @@ class UnthrottledBatches:
         tasks: list[asyncio.Task[Episode | None]] = []
         try:
             for prompt in prompts:
-                while self._num_running >= self._max_concurrent:
-                    await self._may_start.wait()
+                while self._num_running >= self._account.max_concurrent:
+                    await self._changed.wait()
                 runner.check()
                 self._num_running += 1
                 tasks.append(asyncio.create_task(_run_to_the_end(runner, prompt, head_version)))
@@ -69,11 +65,8 @@ class UnthrottledBatches:
 
     def _forget(self, _: asyncio.Task[Episode | None]) -> None:
         self._num_running -= 1
-        self._wake()
-
-    def _wake(self) -> None:
-        self._may_start.set()  # wakes those who wait now, not later ones
-        self._may_start.clear()
+        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.clear()
 
 
 async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: int) -> Episode | None:
@@ -81,9 +74,8 @@ async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: i
     while True:
         episode = runner.start(prompt, head_version)
         outcome = await runner.run(episode)
-        if not isinstance(outcome, BaseException) or not runner.retry(episode, outcome):
+        if not runner.end(episode, outcome):
             break
-    runner.record_end(episode, outcome)
     if isinstance(outcome, BaseException | str):
         runner.budgets.check()
         return None

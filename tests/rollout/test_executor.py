@@ -313,7 +313,7 @@ def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngin
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
             episode = current_episode.get()
             assert episode is not None
-            seeds.extend(episode.sampling_seed(episode.next_sample()) for _ in range(2))
+            seeds.extend(episode.next_sample()[1] for _ in range(2))
             if episode.attempt == 0:
                 raise OSError("flaky")
             return await super().arun_episode(engine, data)
