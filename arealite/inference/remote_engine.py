@@ -202,7 +202,7 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._rollouts().wait(count, timeout, should_accept)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
-        return self._collected(lambda: self._rollouts().run_all(data, workflow), split_batch)
+        return self._exchange.share(lambda: self._rollouts().run_all(data, workflow), split_batch, self.catch_up)
 
     def prepare_batch(
         self,
@@ -210,7 +210,9 @@ class RemoteInferenceEngine(InferenceEngine):
         workflow: RolloutWorkflow,
         should_accept: Callable[[TensorDict], bool] | None = None,
     ) -> TensorDict:
-        return self._collected(lambda: self._rollouts().prepare_batch(dataloader, workflow, should_accept), split_batch)
+        return self._exchange.share(
+            lambda: self._rollouts().prepare_batch(dataloader, workflow, should_accept), split_batch, self.catch_up
+        )
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return means over all samples.
@@ -227,15 +229,7 @@ class RemoteInferenceEngine(InferenceEngine):
             num_failed = len(data) - batch["group_index"].unique().numel()
             return means | {"num_samples": float(len(batch)), "num_failed": float(num_failed)}
 
-        return self._collected(evaluate, lambda means, num_ranks: [means] * num_ranks)
-
-    def _collected(self, collect: Callable[[], T], split: Callable[[T, int], list[T]]) -> T:
-        """Return this rank's part of what rank 0 collects (collective)."""
-        if self._exchange.is_receiver:
-            return self._exchange.receive(self.catch_up)
-        with self._exchange.collecting():
-            parts = split(collect(), self._exchange.num_ranks)
-        return self._exchange.send(parts)
+        return self._exchange.share(evaluate, lambda means, num_ranks: [means] * num_ranks, self.catch_up)
 
     def _rollouts(self) -> RolloutExecutor | Replay:
         return self._replay or self._require_executor()

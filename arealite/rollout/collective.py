@@ -4,8 +4,7 @@ Invariant: every rank leaves with its part or with rank 0's error; a rank on whi
 once, as no other can hear of it before its process ends.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -44,33 +43,31 @@ class RankZeroExchange:
     def num_ranks(self) -> int:
         return dist.get_world_size() if dist.is_initialized() else 1
 
-    @property
-    def is_receiver(self) -> bool:
-        return dist.is_initialized() and dist.get_rank() != 0
+    def share(
+        self, collect: Callable[[], T], split: Callable[[T, int], list[T]], callback: Callable[[], None] | None
+    ) -> T:
+        """Return this rank's part of what rank 0 collects, or raise its error on every rank.
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Let the other ranks wait for what the block collects; its error is raised on every rank (rank 0)."""
+        Other ranks run the callback as often as rank 0 does in `collect`.
+        """
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return self._receive(callback)
         was_open, self._is_open = self._is_open, self.num_ranks > 1  # a callback may collect
         if self._is_open:
             self._own_group()
         try:
-            yield
+            parts = split(collect(), self.num_ranks)
         except BaseException as error:
             if self._is_open and not self._has_left:
                 self._send([_Message(error=f"{type(error).__name__}: {error}")] * self.num_ranks)
             raise
         finally:
             self._is_open = was_open
-
-    def send(self, parts: list[T]) -> T:
-        """Give every rank its part and return that of rank 0."""
         if self.num_ranks > 1:
             self._send([_Message(part) for part in parts])
         return parts[0]
 
-    def receive(self, callback: Callable[[], None] | None) -> Any:
-        """Return this rank's part, and run the callback as often as rank 0 does meanwhile."""
+    def _receive(self, callback: Callable[[], None] | None) -> Any:
         while True:
             received: list[Any] = [None]
             with heartbeat.waiting("what rank 0 collects", on="ranks"):

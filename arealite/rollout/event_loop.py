@@ -106,8 +106,7 @@ class EventLoopThread:
         self._thread.join(timeout_s)
         heartbeat.withdraw(f"loop {self._thread.name}")
         if self._thread.is_alive():
-            blocking = self.watch.blocking
-            line = "a workflow" if blocking is None else blocking.line
+            line = self.watch.blocking or "a workflow"
             logger.warning("the rollout loop did not end within %g s: %s blocks it", timeout_s, line)
 
     def _main(self) -> None:

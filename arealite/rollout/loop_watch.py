@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any
 
@@ -31,21 +30,12 @@ _KEPT_LAGS = 4096
 SHOWN = 8  # oldest episodes
 
 
-@dataclass(frozen=True)
-class BlockingCall:
-    """A line that blocks the loop, and since when (monotonic)."""
-
-    line: SourceLine
-    since: float
-
-
 class LoopWatch:
     """The lag of one thread's loop. Built in that thread, before the loop runs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, blocking_call_s: float, max_blocked_s: float) -> None:
-        self.blocking: BlockingCall | None = None
-        self.given_up: Future[None] = Future()
-        """Fails with EpisodeTimeoutError when the loop was blocked for `max_blocked_s`."""
+        self.blocking: SourceLine | None = None  # the line that blocks the loop
+        self.given_up: Future[None] = Future()  # fails with EpisodeTimeoutError after `max_blocked_s` of it
         self._blocking_call_s = blocking_call_s
         self._max_blocked_s = max_blocked_s
         self._loop = loop
@@ -65,11 +55,9 @@ class LoopWatch:
         return {"perf/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))], "perf/loop_lag_max_s": lags[-1]}
 
     def describe(self) -> dict[str, Any]:
-        blocking = self.blocking
-        return {
-            "overdue_s": round(self._overdue_s(), 3),
-            "blocked_by": None if blocking is None else {"line": str(blocking.line), "since": blocking.since},
-        }
+        blocking, overdue_s = self.blocking, self._overdue_s()
+        blocked_by = blocking and {"line": str(blocking), "since": time.monotonic() - overdue_s}
+        return {"overdue_s": round(overdue_s, 3), "blocked_by": blocked_by}
 
     def close(self) -> None:
         self._ended.set()
@@ -90,11 +78,11 @@ class LoopWatch:
             if overdue_s < self._blocking_call_s:
                 self.blocking = None
             else:
-                self._look(time.monotonic() - overdue_s)
+                self._look(overdue_s)
             if overdue_s > self._max_blocked_s and not self.given_up.done():
                 self.given_up.set_exception(self._too_long())
 
-    def _look(self, since: float) -> None:
+    def _look(self, overdue_s: float) -> None:
         """Record the line that blocks; a thread in select() is not blocking the loop, it is waiting for CPU time."""
         lines, passed = lines_of_frame(sys._current_frames().get(self._loop_thread)), self._passing
         if not lines or lines[0].function.endswith("Selector.select"):
@@ -103,28 +91,21 @@ class LoopWatch:
         if line is None and self._passing != passed:  # asyncio itself, between two calls that block
             return
         line = line or lines[0]
-        self.blocking = BlockingCall(line, since)
+        self.blocking = line
         if line not in self._reported:
             self._reported.add(line)
             advice = "no other episode runs meanwhile. Await it, or call it through asyncio.to_thread."
-            logger.warning("%s blocks the rollout loop for %.1f s already: %s", line, time.monotonic() - since, advice)
+            logger.warning("%s blocks the rollout loop for %.1f s already: %s", line, overdue_s, advice)
 
     def _too_long(self) -> EpisodeTimeoutError:
-        where = "code that has no Python frame" if self.blocking is None else str(self.blocking.line)
         return EpisodeTimeoutError(
-            f"the rollout loop must turn within {self._max_blocked_s:g} s: {where} blocks it. Await there, or call it "
-            "through asyncio.to_thread."
+            f"the rollout loop must turn within {self._max_blocked_s:g} s: "
+            f"{self.blocking or 'code that has no Python frame'} blocks it. Await there, or call it through "
+            "asyncio.to_thread."
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Run:
-    name: str
-    since: float
-    task: asyncio.Task[Any]
-
-
-_runs: dict[_Run, None] = {}  # oldest first
+_runs: dict[asyncio.Task[Any], tuple[str, float]] = {}  # name and start of the episodes, oldest first
 
 
 @contextlib.contextmanager
@@ -132,46 +113,41 @@ def running(name: str) -> Iterator[None]:
     """List the current task's episode while the block runs; its start and its end count as progress."""
     task = asyncio.current_task()
     assert task is not None, "an episode runs in a task"
-    run = _Run(name, time.monotonic(), task)
-    _runs[run] = None
+    _runs[task] = name, time.monotonic()
     heartbeat.tick()
     try:
         yield
     finally:
-        del _runs[run]
+        del _runs[task]
         heartbeat.tick()
 
 
 def oldest_episodes() -> list[dict[str, Any]]:
     """Describe the episodes that have run longest: name, line, what they wait for, and since when they run."""
-    return [_described(run) for run in itertools.islice(list(_runs), SHOWN)]
+    oldest = itertools.islice(_runs.copy().items(), SHOWN)
+    return [{"name": name, "since": since, **_place_of(task)} for task, (name, since) in oldest]
 
 
-def _described(run: _Run) -> dict[str, Any]:
-    lines = list(reversed(awaited_lines(run.task)))
+def _place_of(task: asyncio.Task[Any]) -> dict[str, str]:
+    lines = list(reversed(_awaited_lines(task)))
     for line in lines:
         on = "code" if line.is_users else {"inference": "servers", "reward": "reward"}.get(line.room)
         if on is not None:
-            shown = next((line for line in lines if line.is_users), line)
-            return {"name": run.name, "since": run.since, "on": on, "line": str(shown)}
-    return {"name": run.name, "since": run.since, "on": "code", "line": str(lines[0]) if lines else "its end"}
+            return {"on": on, "line": str(users_line(lines) or line)}
+    return {"on": "code", "line": str(lines[0]) if lines else "its end"}
 
 
-def awaited_lines(task: asyncio.Task[Any]) -> list[SourceLine]:
+def _awaited_lines(task: asyncio.Task[Any]) -> list[SourceLine]:
     """Return the lines at which a task and the tasks that it awaits are suspended, outermost first."""
     lines: list[SourceLine] = []
     following: Any = task
     while isinstance(following, asyncio.Task):
-        lines += _lines_of(following.get_coro())
+        coroutine: Any = following.get_coro()
+        while isinstance(coroutine, CoroutineType):  # an `async for` hides what it awaits
+            frame = coroutine.cr_frame
+            lines.append(line_of(coroutine.cr_code, frame and frame.f_lineno))
+            coroutine = coroutine.cr_await
         following = getattr(following, "_fut_waiter", None)
         unfinished = [child for child in getattr(following, "_children", ()) if not child.done()]
         following = unfinished[0] if unfinished else following  # the first of a gather
     return lines
-
-
-def _lines_of(coroutine: Any) -> Iterator[SourceLine]:
-    """Walk down the `await`s of coroutines; an `async for` hides what it awaits."""
-    while isinstance(coroutine, CoroutineType):
-        frame = coroutine.cr_frame
-        yield line_of(coroutine.cr_code, frame and frame.f_lineno)
-        coroutine = coroutine.cr_await

@@ -45,14 +45,17 @@ def run_rank(test: Connection) -> None:
             dist.all_reduce(total)
 
     def share(name: str, *, calls_back: bool = False, fails: bool = False) -> str:
-        if exchange.is_receiver:
-            return exchange.receive(callback)
-        with exchange.collecting():
+        def collect() -> str:
             if calls_back:
                 exchange.run_on_every_rank(callback)
             if fails:
                 raise ZeroDivisionError("no rollouts today")
-        return exchange.send([f"{name} part {part} of {exchange.num_ranks}" for part in range(exchange.num_ranks)])
+            return name
+
+        def split(name: str, num_ranks: int) -> list[str]:
+            return [f"{name} part {part} of {num_ranks}" for part in range(num_ranks)]
+
+        return exchange.share(collect, split, callback)
 
     if rank == 0:
         exchange.run_on_every_rank(callback)
@@ -107,6 +110,6 @@ def test_a_batch_that_can_not_be_split_fails_on_every_rank() -> None:
 def test_alone_it_is_a_plain_call() -> None:
     exchange, called = RankZeroExchange(), []
     exchange.run_on_every_rank(lambda: called.append(1))
-    assert called == [1] and not exchange.is_receiver and exchange.send([exchange.num_ranks]) == 1
-    with pytest.raises(ZeroDivisionError), exchange.collecting():
-        _ = 1 // 0
+    assert called == [1] and exchange.share(lambda: 7, lambda one, num_ranks: [one] * num_ranks, None) == 7
+    with pytest.raises(ZeroDivisionError):
+        exchange.share(lambda: 1 // 0, lambda one, num_ranks: [one], None)

@@ -69,7 +69,7 @@ def test_a_blocking_call_is_reported_once_per_line_while_it_blocks(loop, caplog)
         blocked = loop.submit(block_in_a_coroutine(ended, 120))
         wait_for(lambda: loop.watch.blocking is not None)
         assert not blocked.done(), "it is found while it blocks"
-        assert str(loop.watch.blocking.line).startswith(line_of(block, "until.wait"))
+        assert str(loop.watch.blocking).startswith(line_of(block, "until.wait"))
         ended.set()
         blocked.result(120)
         loop.run(block_in_a_coroutine(threading.Event(), 0.5))
