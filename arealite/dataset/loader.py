@@ -48,9 +48,8 @@ class PromptLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
+        self._epoch_end = length_of_epoch(len(dataset), batch_size=batch_size, drop_last=drop_last)
+        self._move_to(0, 0)
 
     def __len__(self) -> int:
         return -(-self._epoch_end // self.batch_size)
@@ -75,8 +74,7 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: prompts before it were yielded."""
-        checksum = {"dataset_checksum": self._checksum}
-        return {"epoch": self._epoch, "position": self._position, **self._identity, **checksum}
+        return {"epoch": self._epoch, "position": self._position, **self._identity, "dataset_checksum": self._checksum}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Move to a saved cursor; everything that decides the order must be as it was saved, and the rows should be."""
@@ -119,16 +117,9 @@ class PromptLoader:
                 digest.update(orjson.dumps(_as_text(row)))
         return int.from_bytes(digest.digest())
 
-    @property
-    def _epoch_end(self) -> int:
-        return length_of_epoch(len(self.dataset), batch_size=self.batch_size, drop_last=self.drop_last)
-
     def _move_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
-        self._order = self._order_of(epoch)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        return order_of_epoch(len(self.dataset), epoch=epoch, seed=self.seed, shuffle=self.shuffle)
+        self._order = order_of_epoch(len(self.dataset), epoch=epoch, seed=self.seed, shuffle=self.shuffle)
 
 
 def _type_name(value: object) -> str:
@@ -166,14 +157,10 @@ def sft_batches(
 
 def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0) -> TensorDict:
     """Pad rows of `{"input_ids", "loss_mask"}` on the right: the `collate_fn` of a torch DataLoader."""
-    longest = max((len(row["input_ids"]) for row in rows), default=1)
-    input_ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
-    loss_mask = torch.zeros(len(rows), longest, dtype=torch.int64)
-    attention_mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        length = len(row["input_ids"])
-        input_ids[index, :length] = torch.tensor(row["input_ids"])
-        loss_mask[index, :length] = torch.tensor(row["loss_mask"])
-        attention_mask[index, :length] = True
-    batch = {"input_ids": input_ids, "loss_mask": loss_mask, "attention_mask": attention_mask}
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
+    attention_mask = torch.arange(max(lengths.tolist(), default=1)) < lengths[:, None]
+    batch = {"attention_mask": attention_mask}
+    for key, absent in (("input_ids", pad_token_id), ("loss_mask", 0)):
+        batch[key] = torch.full(attention_mask.shape, absent, dtype=torch.int64)
+        batch[key][attention_mask] = torch.tensor([value for row in rows for value in row[key]], dtype=torch.int64)
     return TensorDict(batch, batch_size=[len(rows)])

@@ -35,7 +35,7 @@ _COMPARISON = re.compile(
 )
 _COMPARED = 60  # characters before a number in which a comparison with it may stand
 _CURRENCY = "[$€£¥₹₩]"
-_CLEANING = [
+_CLEANING = [  # rewrites LaTeX, Markdown, currency and typographic signs as plain ASCII arithmetic
     (re.compile("[−–﹣－]"), "-"),
     (re.compile("[⁄∕]"), "/"),
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2"),
@@ -81,12 +81,22 @@ def final_answer(text: str) -> str | None:
     _, marker, rest = text.rpartition(MARKER)
     if marker:
         return rest.strip().partition("\n")[0]
-    return _last_boxed(text)
+    _, boxed, body = text.rpartition("\\boxed")
+    body = body.lstrip()
+    if boxed and body.startswith("{"):
+        depth = 0
+        for position, character in enumerate(body):
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                return body[1:position]
+    return None
 
 
 def parse_value(text: str) -> Value | None:
     """Read the number that a final answer states; None if it states none."""
-    text = _clean(text)
+    text = _VULGAR_FRACTION.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text)
+    for pattern, replacement in _CLEANING:
+        text = pattern.sub(replacement, text)
     left, equals, right = text.rpartition("=")
     if not _DIGIT.search(right):
         left, equals, right = "", "", text
@@ -99,14 +109,6 @@ def parse_value(text: str) -> Value | None:
         return None
     number = _number_of(match)
     return None if number is None else Value(number, match["percent"] is not None)
-
-
-def _clean(text: str) -> str:
-    """Rewrite LaTeX, Markdown, currency and typographic signs as plain ASCII arithmetic."""
-    text = _VULGAR_FRACTION.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text)
-    for pattern, replacement in _CLEANING:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def _number_of(match: re.Match[str]) -> Fraction | None:
@@ -130,16 +132,3 @@ def _decimal(digits: str) -> Fraction | None:
     if len(whole) + len(decimals) > MAX_DIGITS:
         return None
     return Fraction(int(whole + decimals), 10 ** len(decimals))
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed")
-    body = text[start + len("\\boxed") :].lstrip()
-    if start < 0 or not body.startswith("{"):
-        return None
-    depth = 0
-    for position, character in enumerate(body):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return body[1:position]
-    return None

@@ -69,9 +69,8 @@ class RewardRunner:
         self.name = getattr(reward_fn, "__qualname__", type(reward_fn).__qualname__)
         self.timeout = timeout
         self.max_growth_gib = max_growth_gib
-        self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
-            getattr(reward_fn, "__call__", None)  # noqa: B004
-        )
+        called = getattr(reward_fn, "__call__", None)  # noqa: B004
+        self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(called)
         if not self.is_async:
             self._start_message = _start_message(reward_fn, self.name)
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
