@@ -3,6 +3,7 @@
 Invariant: every row that leaves a `PromptSource` has a `prompt_id`, and no two rows of one source share one.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,8 +88,7 @@ class PromptSource:
         return fetch
 
     def _cycle(self) -> Iterator[list[Row]]:
-        epoch = 0
-        while True:
+        for epoch in itertools.count():
             index = 0
             for rows in self.dataloader:
                 yield [named(row, PromptId(epoch, index + offset)) for offset, row in enumerate(rows)]
@@ -98,7 +98,6 @@ class PromptSource:
                     "the dataloader must yield rows: got none in a whole pass. Check that it is not an exhausted "
                     "iterator and that batch_size fits the data set."
                 )
-            epoch += 1
 
 
 def named(row: Row, prompt_id: PromptId) -> Row:

@@ -30,13 +30,12 @@ class UnthrottledBatches:
     async def evaluate(self, runner: EpisodeRunner, prompts: list[Prompt]) -> list[Episode]:
         """Run evaluation episodes; those that other weights than the newest sampled run again."""
         episodes = await self._run(runner, prompts, head_version=0)
-        versions = [_versions(one) for one in episodes]
-        newest = max((max(some) for some in versions if some), default=0)
-        outdated = [one.prompt for one, some in zip(episodes, versions) if some - {newest}]
+        newest = max((version for one in episodes for version in _versions(one)), default=0)
+        outdated = {one: one.prompt for one in episodes if _versions(one) - {newest}}
         if not outdated:
             return episodes
         logger.warning("%d evaluation episodes saw older weights than %d: they run again", len(outdated), newest)
-        prompts = [Prompt(one.prompt_id, one.row, one.workflow, attempt=one.attempt) for one in outdated]
+        prompts = [Prompt(one.prompt_id, one.row, one.workflow, attempt=one.attempt) for one in outdated.values()]
         again = await self._run(runner, prompts, head_version=newest)
         newer = {version for one in again for version in _versions(one)} - {newest}
         if newer or len(again) < len(outdated):
@@ -44,7 +43,7 @@ class UnthrottledBatches:
                 f"an evaluation must use one version of the weights: got {newest} and {sorted(newer) or 'older ones'}. "
                 "Publish weights to every server, and not during an evaluation."
             )
-        return [one for one, some in zip(episodes, versions) if not some - {newest}] + again
+        return [one for one in episodes if one not in outdated] + again
 
     async def _run(self, runner: EpisodeRunner, prompts: list[Prompt], *, head_version: int) -> list[Episode]:
         """Return the episodes that were accepted; the first error ends all others."""
