@@ -49,6 +49,8 @@ class PromptLoader:
         self.seed = seed
         self.drop_last = drop_last
         self._epoch_end = length_of_epoch(len(dataset), batch_size=batch_size, drop_last=drop_last)
+        self._epoch = self._position = 0
+        self._order: list[int] = []
         self._move_to(0, 0)
 
     def __len__(self) -> int:

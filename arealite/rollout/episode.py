@@ -121,11 +121,9 @@ class EpisodeRunner:
         prompt = episode.prompt
         # Servers have the weights of an update before the engine counts it, and may be left by a run that made more of
         # them; an engine for evaluations need not know.
-        newest_version = max(self.engine.get_version() + 1, episode.newest_version)
+        newest_version = math.inf if self.is_evaluation else max(self.engine.get_version() + 1, episode.newest_version)
         try:
-            trajectory = check_trajectory(
-                returned, episode.head_version, math.inf if self.is_evaluation else newest_version
-            )
+            trajectory = check_trajectory(returned, episode.head_version, newest_version)
             if prompt.should_accept is not None and not prompt.should_accept(trajectory):
                 return BY_FILTER
             self.columns.check(trajectory, prompt.workflow)

@@ -57,12 +57,10 @@ class RolloutExecutor:
             version=engine.get_version(),
             overdue=config.overdue,
         )
-        self._budgets = Budgets(config)
         run = RunFolder(config) if config.fileroot else None
         self._store = RolloutStore(None if run is None else run.rollouts)
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
-        self._engine = engine
-        self._runner = EpisodeRunner(config, engine, self._ledger, self._budgets)
+        self._runner = EpisodeRunner(config, engine, self._ledger, Budgets(config))
 
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
@@ -136,8 +134,8 @@ class RolloutExecutor:
         prompts = [self._new_prompt(row, workflow) for row in rows]
         if is_evaluation:
             # It counts for the budgets, but nothing of it is kept.
-            ledger = Ledger(None, self._account)
-            runner = EpisodeRunner(self.config, self._engine, ledger, self._budgets, is_evaluation=True)
+            ledger, usual = Ledger(None, self._account), self._runner
+            runner = EpisodeRunner(self.config, usual.engine, ledger, usual.budgets, is_evaluation=True)
             run = self._unthrottled.evaluate(runner, prompts)
         else:
             run = self._unthrottled.train(self._runner, prompts, version=self._account.version)

@@ -11,7 +11,7 @@ from arealite.api.errors import AReaLiteError, EpisodeError, RewardError
 
 BY_WORKFLOW, BY_FILTER, OVERDUE = "workflow", "filter", "overdue"  # why an episode is rejected
 _SHOWN_CAUSES = 3
-_MAX_REJECTED_BATCHES_IN_A_ROW = 20
+_MAX_REJECTED_BATCHES = 20  # in a row
 
 
 class Budgets:
@@ -20,9 +20,7 @@ class Budgets:
     def __init__(self, config: InferenceEngineConfig) -> None:
         self.failure_window = config.failure_window
         self.max_failed = int(config.max_failed_share * config.failure_window + 1e-9)
-        self.max_rejected_in_a_row = (
-            config.max_rejected_in_a_row or _MAX_REJECTED_BATCHES_IN_A_ROW * config.consumer_batch_size
-        )
+        self.max_rejected_in_a_row = config.max_rejected_in_a_row or _MAX_REJECTED_BATCHES * config.consumer_batch_size
         # The cause of each failure, None for an episode that ended otherwise.
         self._recent: deque[str | None] = deque([None] * config.failure_window, maxlen=config.failure_window)
         self._examples: dict[str, BaseException] = {}  # the last failure of each cause

@@ -80,7 +80,10 @@ class LoopWatch:
             else:
                 self._look(overdue_s)
             if overdue_s > self._max_blocked_s and not self.given_up.done():
-                self.given_up.set_exception(self._too_long())
+                line = self.blocking or "code that has no Python frame"
+                message = f"the rollout loop must turn within {self._max_blocked_s:g} s: {line} blocks it. "
+                message += "Await there, or call it through asyncio.to_thread."
+                self.given_up.set_exception(EpisodeTimeoutError(message))
 
     def _look(self, overdue_s: float) -> None:
         """Record the line that blocks; a thread in select() is not blocking the loop, it is waiting for CPU time."""
@@ -96,13 +99,6 @@ class LoopWatch:
             self._reported.add(line)
             advice = "no other episode runs meanwhile. Await it, or call it through asyncio.to_thread."
             logger.warning("%s blocks the rollout loop for %.1f s already: %s", line, overdue_s, advice)
-
-    def _too_long(self) -> EpisodeTimeoutError:
-        return EpisodeTimeoutError(
-            f"the rollout loop must turn within {self._max_blocked_s:g} s: "
-            f"{self.blocking or 'code that has no Python frame'} blocks it. Await there, or call it through "
-            "asyncio.to_thread."
-        )
 
 
 _runs: dict[asyncio.Task[Any], tuple[str, float]] = {}  # name and start of the episodes, oldest first

@@ -60,7 +60,8 @@ def check_trajectory(trajectory: object, head_version: int, newest_version: floa
             f"arun_episode must return a TensorDict or None: got {type(trajectory).__name__}. "
             "Return one row per sample, as RolloutWorkflow describes."
         )
-    if missing := [key for key in (*_PER_TOKEN, "rewards") if key not in trajectory]:
+    present = set(trajectory.keys())
+    if missing := [key for key in (*_PER_TOKEN, "rewards") if key not in present]:
         raise TrajectoryError(
             f"a trajectory must have the keys {', '.join(_PER_TOKEN)} and rewards: got no {', '.join(missing)}. "
             "Add what is missing in arun_episode."

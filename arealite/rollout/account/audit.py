@@ -104,7 +104,12 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
             (provisional,) = database.execute(later, (checkpoint_step,)).fetchone()
             cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
             explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'").fetchall()
-            counts, samples, ended = count_states(database), _sample_totals(database), _ended(database)
+            sums = (
+                f"SELECT {OUTCOME}, count(*), sum(tokens), sum(num_interrupts) FROM samples JOIN prompts USING (ticket)"
+            )
+            rows = database.execute(f"{sums} GROUP BY 1 ORDER BY 1")
+            samples = {name: dict(zip(("samples", "tokens", "interrupts"), counts)) for name, *counts in rows}
+            counts, ended = count_states(database), _ended(database)
         cursor = require_object(json.loads(cursors[0][0])) if cursors else None
         shown, repeated = _read_trained(run.rollouts)
         lost, notes = _lost(cursor, shown.union(explained))
@@ -171,14 +176,6 @@ def _lost(cursor: Mapping[str, Any] | None, found: set[_Id]) -> tuple[set[_Id] |
         return set(passed_prompts(cursor)) - found, []
     except KeyError as error:
         return None, [f"lost is unknown: the dataloader's cursor has no {error}, so the prompts before it are unknown."]
-
-
-def _sample_totals(database: sqlite3.Connection) -> dict[str, dict[str, int]]:
-    columns = "count(*), sum(tokens), sum(num_interrupts)"
-    rows = database.execute(
-        f"SELECT {OUTCOME}, {columns} FROM samples JOIN prompts USING (ticket) GROUP BY 1 ORDER BY 1"
-    )
-    return {outcome: dict(zip(("samples", "tokens", "interrupts"), counts)) for outcome, *counts in rows}
 
 
 def _ended(database: sqlite3.Connection) -> list[EndedPrompt]:
