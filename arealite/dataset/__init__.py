@@ -40,12 +40,10 @@ def get_custom_dataset(
         for row in read_rows(path, split or "train", seed)[:max_rows]
     ]
     if type == "rl":
-        if max_length is None:
-            return rows
-        return _within(rows, [len(tokens) for tokens in _prompt_tokens(rows, tokenizer)], max_length)
+        return rows if max_length is None else _within(rows, _prompt_tokens(rows, tokenizer), max_length)
     demonstrations = _tokenize(rows, tokenizer)
     if max_length is not None:
-        demonstrations = _within(demonstrations, [len(row["input_ids"]) for row in demonstrations], max_length)
+        demonstrations = _within(demonstrations, [row["input_ids"] for row in demonstrations], max_length)
     share = len(demonstrations) // world_size
     return demonstrations[rank : share * world_size : world_size]
 
@@ -82,12 +80,11 @@ def _tokenize(rows: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]
     return demonstrations
 
 
-def _within(rows: list[dict[str, Any]], lengths: list[int], max_length: int) -> list[dict[str, Any]]:
-    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
-    if len(kept) < len(rows):
-        logger.warning(
-            "dropped %d of %d rows longer than max_length %d tokens", len(rows) - len(kept), len(rows), max_length
-        )
+def _within(rows: list[dict[str, Any]], tokens: list[list[int]], max_length: int) -> list[dict[str, Any]]:
+    kept = [row for row, of_row in zip(rows, tokens, strict=True) if len(of_row) <= max_length]
+    if num_dropped := len(rows) - len(kept):
+        logger.warning("dropped %d of %d rows longer than max_length %d tokens", num_dropped, len(rows), max_length)
     if not kept:
-        raise ValueError(f"max_length must leave some rows: got {max_length}, shortest row {min(lengths)}. Raise it.")
+        shortest = min(map(len, tokens))
+        raise ValueError(f"max_length must leave some rows: got {max_length}, shortest row {shortest}. Raise it.")
     return kept

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -82,13 +82,20 @@ class RewardRunner:
     async def __call__(self, **call: Any) -> float:
         if self._is_closed:
             raise RuntimeError(f"reward runner of {self.name} must be open: got a call after close(). Make a new one.")
+        kind: Any
         if self.is_async:
             kind, value = await self._await(call)
         else:
             kind, value = await asyncio.wrap_future(self._threads.submit(self._run_in_worker, call))
-        if kind != "ok":
-            self._fail(kind, value)
-        return float(value)
+        if kind == "ok":
+            return float(value)
+        if kind == "timeout":
+            value = f"must return within {self.timeout:g} s: got no result. Make it faster or raise reward_timeout."
+        elif kind == "exception":
+            value = f"must not raise: got {value.strip().splitlines()[-1]}\n{value}"
+        elif kind == "crash":
+            value = f"must run in a healthy process: got {value}."
+        raise RewardError(f"reward function {self.name} {value}", kind=kind)
 
     def close(self) -> None:
         with self._lock:
@@ -168,15 +175,6 @@ class RewardRunner:
         worker = WorkerProcess(self._start_message, self.max_growth_gib)
         self._workers.add(worker)
         return worker
-
-    def _fail(self, kind: Any, detail: Any) -> NoReturn:
-        if kind == "timeout":
-            detail = f"must return within {self.timeout:g} s: got no result. Make it faster or raise reward_timeout."
-        elif kind == "exception":
-            detail = f"must not raise: got {detail.strip().splitlines()[-1]}\n{detail}"
-        elif kind == "crash":
-            detail = f"must run in a healthy process: got {detail}."
-        raise RewardError(f"reward function {self.name} {detail}", kind=kind)
 
 
 def _start_message(reward_fn: RewardFunction, name: str) -> bytes:

@@ -104,10 +104,8 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
             (provisional,) = database.execute(later, (checkpoint_step,)).fetchone()
             cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()
             explained = database.execute("SELECT epoch, idx FROM prompts WHERE state <> 'trained'").fetchall()
-            sums = (
-                f"SELECT {OUTCOME}, count(*), sum(tokens), sum(num_interrupts) FROM samples JOIN prompts USING (ticket)"
-            )
-            rows = database.execute(f"{sums} GROUP BY 1 ORDER BY 1")
+            sums = f"SELECT {OUTCOME}, count(*), sum(tokens), sum(num_interrupts) FROM samples"
+            rows = database.execute(f"{sums} JOIN prompts USING (ticket) GROUP BY 1 ORDER BY 1")
             samples = {name: dict(zip(("samples", "tokens", "interrupts"), counts)) for name, *counts in rows}
             counts, ended = count_states(database), _ended(database)
         cursor = require_object(json.loads(cursors[0][0])) if cursors else None

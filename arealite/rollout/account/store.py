@@ -94,10 +94,15 @@ class RolloutStore:
                     file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
 
     def _lines(self, one: Episode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a trajectory as JSON values; `read_batches` inverts it."""
         tokenizer = self._tokenizer_of(one.prompt.workflow)
-        tensors = dict(one.trajectory.items())
+        tensors = dict(sorted(one.trajectory.items()))
+        dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
         for sample in range(one.trajectory.batch_size[0]):
-            columns = columns_of({key: tensor[sample] for key, tensor in tensors.items()})
+            is_real = tensors["attention_mask"][sample].bool()
+            row = {key: tensor[sample] for key, tensor in tensors.items()}
+            row |= {key: value[is_real] for key, value in row.items() if value.shape[:1] == is_real.shape}  # no padding
+            columns = {key: value.tolist() for key, value in row.items()}
             tokens, loss_mask = columns["input_ids"], columns["loss_mask"]
             start = loss_mask.index(1) if 1 in loss_mask else len(tokens)
             yield {
@@ -106,7 +111,10 @@ class RolloutStore:
                 "attempt": one.attempt,
                 "prompt": tokenizer and tokenizer.decode(tokens[:start]),
                 "completion": tokenizer and tokenizer.decode(tokens[start:]),
-                **columns,
+                **{key: columns[key] for key in _PER_TOKEN},
+                "reward": columns["rewards"],
+                "more": {key: value for key, value in columns.items() if key not in _DTYPES},
+                "dtypes": {key: dtype for key, dtype in dtypes.items() if dtype != _DTYPES.get(key)},
                 "server": ",".join(sorted(one.servers)),
                 "trained_step": step,
                 "batch": batch,
@@ -157,18 +165,6 @@ class Replay:
         return self._left[path].popleft()
 
 
-def columns_of(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a row of a trajectory as JSON values; `read_batches` inverts it."""
-    is_real = row["attention_mask"].bool()
-    dtypes = {key: str(row[key].dtype).removeprefix("torch.") for key in sorted(row)}
-    return {
-        **{key: row[key][is_real].tolist() for key in _PER_TOKEN},
-        "reward": row["rewards"].item(),
-        "more": {key: _real(row[key], is_real).tolist() for key in sorted(dtypes.keys() - _DTYPES.keys())},
-        "dtypes": {key: dtype for key, dtype in dtypes.items() if dtype != _DTYPES.get(key)},
-    }
-
-
 def read_batches(path: Path) -> list[TensorDict]:
     """Return the batches of a file in the order in which they were handed out."""
     batches: list[list[list[TensorDict]]] = []
@@ -189,8 +185,3 @@ def _row(line: Mapping[str, Any]) -> TensorDict:
     dtypes = _DTYPES | line["dtypes"]
     row = {key: torch.tensor([value], dtype=getattr(torch, dtypes[key])) for key, value in values.items()}
     return TensorDict(row, batch_size=[1])
-
-
-def _real(values: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-    """Drop the padding of a key that has an entry per token."""
-    return values[is_real] if values.shape[:1] == is_real.shape else values
