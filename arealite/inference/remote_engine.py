@@ -134,7 +134,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._membership is not None:
             self._executor.set_capacity(len(self.servers.healthy) / self.config.num_servers)
         if self.servers.joining:
-            self._executor.wants_catch_up.set()
+            self._executor.loop.ask()
 
     def _let_catch_up(self) -> None:
         """Bring joining servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""

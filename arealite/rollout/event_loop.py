@@ -27,20 +27,6 @@ _WIND_UP_ROUNDS = 3  # a task that is cancelled may have started another
 _MAX_USER_THREADS = 32  # of calls that workflows make by `asyncio.to_thread`
 
 
-class Flag:
-    """Ends a wait for the loop early; set from any thread, cleared by the one that waits."""
-
-    def __init__(self) -> None:
-        self.future: Future[None] = Future()
-
-    def set(self) -> None:
-        with contextlib.suppress(InvalidStateError):  # it is set already
-            self.future.set_result(None)
-
-    def clear(self) -> None:
-        self.future = Future()
-
-
 class EventLoopThread:
     """Runs coroutines for other threads until closed."""
 
@@ -50,6 +36,7 @@ class EventLoopThread:
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._ended: Future[None] = Future()
         self._cause: BaseException | None = None
+        self._asked: Future[None] = Future()
         # Run in the loop when it ends, after every task was cancelled.
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -70,12 +57,15 @@ class EventLoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
-    def run(
-        self, coroutine: Coroutine[Any, Any, T], flag: Flag | None = None, on_flag: Callable[[], None] | None = None
-    ) -> T:
-        """Run a coroutine and return its result; as often as the flag is set meanwhile, call `on_flag` in this thread.
+    def ask(self) -> None:
+        """Have the thread that waits in `run`, now or next, call its `on_asked`; from any thread."""
+        with contextlib.suppress(InvalidStateError):  # it is asked already
+            self._asked.set_result(None)
 
-        The coroutine is cancelled if the caller is interrupted or `on_flag` fails.
+    def run(self, coroutine: Coroutine[Any, Any, T], on_asked: Callable[[], None] | None = None) -> T:
+        """Run a coroutine and return its result; as often as someone asks meanwhile, call `on_asked` in this thread.
+
+        The coroutine is cancelled if the caller is interrupted or `on_asked` fails.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -87,10 +77,10 @@ class EventLoopThread:
         ends: set[Future[Any]] = {pending, self._ended, self.watch.given_up}
         try:
             with heartbeat.waiting(f"the rollout loop to finish {cast('Any', coroutine).__qualname__}", on="rollout"):
-                while not wait(ends | ({flag.future} if flag else set()), return_when=FIRST_COMPLETED).done & ends:
-                    assert flag is not None and on_flag is not None, "only the flag ends a wait early"
-                    flag.clear()
-                    on_flag()
+                while not wait(ends | ({self._asked} if on_asked else set()), return_when=FIRST_COMPLETED).done & ends:
+                    assert on_asked is not None, "nothing else ends a wait early"
+                    self._asked = Future()
+                    on_asked()
         except BaseException:
             pending.cancel()
             raise

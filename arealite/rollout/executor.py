@@ -24,7 +24,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Episode, EpisodeRunner
-from arealite.rollout.event_loop import EventLoopThread, Flag
+from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import BY_FILTER, OVERDUE, Budgets
 from arealite.rollout.prompts import Prompt, PromptSource, Row, ShouldAccept, named
 from arealite.rollout.staleness import StalenessAccount
@@ -75,8 +75,7 @@ class RolloutExecutor:
         self._source: PromptSource | None = None
         # Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode.
         self._reopened: list[Prompt] | None = None
-        self.wants_catch_up = Flag()  # set when servers joined that lack the current weights
-        # Brings them the weights, while the trainer waits for episodes.
+        # Brings servers that joined the current weights, while the trainer waits; `loop.ask` asks for it.
         self.catch_up: Callable[[], None] = lambda: None
         self.loop = EventLoopThread(
             "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
@@ -149,8 +148,8 @@ class RolloutExecutor:
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for what the loop does, and let servers catch up whenever they ask for it meanwhile."""
-        self.wants_catch_up.set()  # some may have joined when nobody waited
-        return self.loop.run(coroutine, self.wants_catch_up, self.catch_up)
+        self.loop.ask()  # some may have joined when nobody waited
+        return self.loop.run(coroutine, self.catch_up)
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)
@@ -360,7 +359,12 @@ class RolloutExecutor:
             if (found := look()) is not None:
                 return found
             if deadline is None and not self._running and not self._is_paused:
-                raise self._deadlock(count)
+                raise RuntimeError(
+                    f"{count} episodes must be able to finish: got {len(self._ready)} finished, none running and "
+                    f"{len(self._queue)} waiting to start, of which version {self._account.version} admits "
+                    f"{max(0, self._account.room())} (consumed so far: {self._account.consumed}). Publish weights "
+                    "and call set_version, submit more episodes, or raise rollout.max_head_offpolicyness."
+                )
             stalled_s = self.config.episode_timeout + _GRACE_S
             try:
                 async with asyncio.timeout_at(loop.time() + stalled_s if deadline is None else deadline):
@@ -381,15 +385,6 @@ class RolloutExecutor:
 
     async def _wait_for_change(self) -> None:
         await self._changed.wait()
-
-    def _deadlock(self, count: int) -> RuntimeError:
-        """Say that nothing runs and nothing will."""
-        return RuntimeError(
-            f"{count} episodes must be able to finish: got {len(self._ready)} finished, none running and "
-            f"{len(self._queue)} waiting to start, of which version {self._account.version} admits "
-            f"{max(0, self._account.room())} (consumed so far: {self._account.consumed}). Publish weights "
-            "and call set_version, submit more episodes, or raise rollout.max_head_offpolicyness."
-        )
 
     def _check(self) -> None:
         self._tasks.check()

@@ -25,7 +25,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.rollout import loop_watch
-from arealite.rollout.event_loop import EventLoopThread, Flag
+from arealite.rollout.event_loop import EventLoopThread
 from arealite.utils.source_lines import SourceLine
 from arealite.utils.threads import in_thread
 
@@ -276,30 +276,30 @@ async def slow_coroutine_reward(prompt, completions, prompt_ids, completion_ids)
     return 0.0
 
 
-def test_a_flag_ends_a_wait_early(loop) -> None:
-    """Set by any thread, while the coroutine continues."""
-    flag, cleared, calls = Flag(), asyncio.Event(), []
+def test_who_waits_is_asked_to_call_something(loop) -> None:
+    """By any thread, while the coroutine continues."""
+    cleared, calls = asyncio.Event(), []
 
-    async def set_twice() -> str:
+    async def ask_twice() -> str:
         for _ in range(2):
-            flag.set()
-            flag.set()
+            loop.ask()
+            loop.ask()
             await cleared.wait()
             cleared.clear()
         return "the end"
 
-    def on_flag() -> None:
+    def on_asked() -> None:
         calls.append(threading.current_thread())
         loop.run(asyncio.sleep(0))  # the loop serves others meanwhile
         loop.call_soon(cleared.set)
 
-    assert loop.run(set_twice(), flag, on_flag) == "the end"
+    assert loop.run(ask_twice(), on_asked) == "the end"
     assert calls == 2 * [threading.current_thread()]
-    flag.set()
+    loop.ask()
     assert loop.run(asyncio.sleep(0, "who does not ask for it does not see it"))
 
 
-def test_a_coroutine_is_cancelled_if_what_the_flag_asks_for_fails(loop) -> None:
+def test_a_coroutine_is_cancelled_if_what_was_asked_for_fails(loop) -> None:
     cancelled = threading.Event()
 
     async def wait_until_cancelled() -> None:
@@ -312,10 +312,9 @@ def test_a_coroutine_is_cancelled_if_what_the_flag_asks_for_fails(loop) -> None:
         loop.run(asyncio.sleep(0))
         raise IndexError
 
-    flag = Flag()
-    flag.set()
+    loop.ask()
     with pytest.raises(IndexError):
-        loop.run(wait_until_cancelled(), flag, fail)
+        loop.run(wait_until_cancelled(), fail)
     assert cancelled.wait(120)
 
 
