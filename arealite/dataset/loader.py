@@ -144,8 +144,7 @@ def sft_batches(
 ) -> Iterator[TensorDict]:
     """Yield this rank's share of each global batch of demonstrations: a batch is the same on any number of ranks.
 
-    The last share of an epoch may have no rows, without `drop_last`.
-    `rank` and `world_size` are torchrun's unless given.
+    Without `drop_last`, the last share of an epoch may have no rows. `rank` and `world_size` default to torchrun's.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size

@@ -74,7 +74,7 @@ class RewardRunner:
         if not self.is_async:
             self._start_message = _start_message(reward_fn, self.name)
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._workers: set[WorkerProcess] = set()  # all of them
         self._idle: deque[WorkerProcess] = deque()  # a spare one first, which imports the function while others work
         self._is_closed = False
@@ -159,8 +159,7 @@ class RewardRunner:
                 worker = self._idle.pop()
                 if worker.process.poll() is None:
                     return worker
-                self._workers.discard(worker)
-                worker.close()
+                self._discard(worker)
             return self._new_worker()
 
     def _discard(self, worker: WorkerProcess) -> None:
@@ -270,7 +269,6 @@ class WorkerProcess:
         self._socket.sendall(message)
 
     def _receive(self, deadline: float) -> Reply:
-        """Return the reply to the last call."""
         is_late = False
         while b"\n" not in self._received:
             if is_late:

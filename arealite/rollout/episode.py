@@ -166,7 +166,6 @@ class EpisodeRunner:
 
 
 async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> object:
-    """Return what the workflow returns."""
     prompt = episode.prompt
     assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
     current_episode.set(episode)

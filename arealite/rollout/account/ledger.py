@@ -57,10 +57,7 @@ class Ledger:
     # Transitions
 
     def issue(self, prompts: Sequence[Prompt], *, cursor: Mapping[str, Any] | None, is_counted: bool = True) -> None:
-        """Give each prompt a ticket, and record the dataloader's state after them.
-
-        `is_counted` False: staleness does not throttle them.
-        """
+        """Give each prompt a ticket and record the dataloader's state; staleness throttles them if `is_counted`."""
         assert not self._has_earlier_history, "call rollback(position) before writing to an existing ledger (0 clears)"
         now, position = time.time(), self._position + 1
         for ticket, prompt in enumerate(prompts, start=self._last_ticket + 1):
@@ -95,10 +92,7 @@ class Ledger:
         samples: Sequence[SampleRecord] = (),
         latency_s: float | None = None,
     ) -> None:
-        """End an episode that someone decided against, or one that broke for good.
-
-        An accepted one may still be rejected; its samples and latency are known.
-        """
+        """End an episode that someone decided against or that broke for good; an accepted one may still be rejected."""
         _require(prompt, "running", *(["accepted"] if state == "rejected" else []))
         prompt.reason = reason
         prompt.latency_s = prompt.latency_s if latency_s is None else latency_s
@@ -157,7 +151,6 @@ class Ledger:
     # Inside
 
     def _change(self, prompts: Sequence[Prompt], state: str, **rows: Iterable[Row]) -> None:
-        """Move prompts to a state together."""
         for prompt in prompts:
             if prompt.is_counted:
                 self._account.move(prompt.head_version, prompt.state, state)

@@ -77,8 +77,8 @@ class LedgerFile:
         self._opened = os.stat(path)
         found = "SELECT coalesce(max(value), 0) FROM meta WHERE key = 'position'"
         self.last_position: int = self._database.execute(found).fetchone()[0]  # highest one that was ever written
+        # Events, flushes that wait for what is before them, and None at the end.
         self._queue: SimpleQueue[tuple[int, Event] | threading.Event | None] = SimpleQueue()
-        """Events, flushes that wait for what is before them, and None at the end."""
         self._error: LedgerError | None = None
         self._thread = threading.Thread(target=self._write_until_closed, name="arealite-ledger", daemon=True)
         self._thread.start()
