@@ -19,6 +19,12 @@ OF_LAUNCHER = (*OF_TRIAL, "logs", "run.json", "registry.json", "stall_*.txt")
 """What is not the trainer's."""
 
 
+def numbered(folder: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
+    """Return what is called `<prefix><N><suffix>` in a folder by N, ascending; nothing without a folder."""
+    found = {path.name.removeprefix(prefix).removesuffix(suffix): path for path in folder.glob(f"{prefix}*{suffix}")}
+    return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
+
+
 class RunFolder:
     """The paths of a run's files, from an experiment's config, a block that knows its run, or the folder itself."""
 
@@ -47,5 +53,4 @@ class RunFolder:
     @property
     def newest_checkpoint(self) -> int:
         """The step of the newest checkpoint to resume from, whole or not; -1 without one."""
-        names = [path.name.removeprefix("step_") for path in self.recover.glob("step_*")]
-        return max((int(name) for name in names if name.isdecimal()), default=-1)
+        return max(numbered(self.recover, "step_"), default=-1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from arealite.api.errors import CheckpointError
+from arealite.api.run_folder import numbered
 from arealite.utils.files import publish_folder
 
 T = TypeVar("T")
@@ -25,9 +26,7 @@ MANIFEST = "manifest.json"
 RETRIES_S = (1.0, 5.0, 15.0)  # pauses after errors of reading
 
 
-class Entry(TypedDict):
-    """A file in the manifest."""
-
+class Entry(TypedDict):  # a file in the manifest
     bytes: int
     sha256: str
 
@@ -69,8 +68,7 @@ def find_damage(folder: Path) -> str | None:
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the published checkpoints with their steps, newest first; none without a folder."""
-    paths = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
-    return sorted(((int(path.name.removeprefix("step_")), path) for path in paths), reverse=True)
+    return list(reversed(numbered(folder, "step_").items()))
 
 
 def prune(folder: Path, *, keep_last: int, scores: Mapping[int, float]) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from arealite.api.run_folder import RunFolder
+from arealite.api.run_folder import RunFolder, numbered
 from arealite.utils.files import read_jsonl, reading, write_atomically
 
 
@@ -13,24 +13,20 @@ def config_of_step(run: RunFolder, step: int) -> Path:
 
     `config_until_<S>.yaml` holds that of the steps before S, when a run resumed from a checkpoint with another one.
     """
-    later = [(end, path) for end, path in _earlier_configs(run) if end > step]
-    return min(later)[1] if later else run.config
+    earlier = numbered(run.path, "config_until_", ".yaml")
+    return next((path for end, path in earlier.items() if end > step), run.config)
 
 
 def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
     """Write the config of the steps from `start_step` on, and keep a different one of the steps before."""
     earlier = config_of_step(run, start_step - 1)
     before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
-    for end, path in _earlier_configs(run):
+    for end, path in numbered(run.path, "config_until_", ".yaml").items():
         if end >= start_step:
             path.unlink()
     if before != text:
         write_atomically(run.path / f"config_until_{start_step}.yaml", before, mode=0o600)
     write_atomically(run.config, text, mode=0o600)
-
-
-def _earlier_configs(run: RunFolder) -> list[tuple[int, Path]]:
-    return [(int(path.stem.rpartition("_")[2]), path) for path in run.path.glob("config_until_*.yaml")]
 
 
 def undo_from(run: RunFolder, step: int) -> None:

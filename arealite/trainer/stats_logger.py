@@ -106,7 +106,6 @@ class _Writer:
         heartbeat.show(step=start_step, total_steps=ft_spec.total_train_steps, phase="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one row everywhere."""
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         new_nulls = metrics.keys() - finite.keys() - self._null_keys
         if new_nulls:  # once per metric, so that a diverged run does not flood its log
@@ -123,7 +122,6 @@ class _Writer:
             sink.write(step, finite)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Write summary and report, and end all outputs."""
         self._rows.close()
         for sink in self._sinks:
             sink.close()

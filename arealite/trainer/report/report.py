@@ -15,10 +15,10 @@ from plotly.offline import get_plotlyjs
 
 from arealite.api.cli_args import masked
 from arealite.api.errors import ConfigError
-from arealite.api.run_folder import RunFolder
+from arealite.api.run_folder import RunFolder, numbered
 from arealite.trainer.records import summarize
 from arealite.trainer.report.charts import charts
-from arealite.trainer.report.samples import before_after, stored_steps, trajectories
+from arealite.trainer.report.samples import before_after, trajectories
 from arealite.utils.files import read_jsonl, reading, require_object, write_atomically
 
 _PAGE = Path(__file__).with_name("page")
@@ -60,7 +60,7 @@ def _render(run: RunFolder) -> str:
         "charts": shown,
         "beforeAfter": before_after(run.rollouts),
         "trajectories": trajectories(run.rollouts),
-        "numStoredSteps": len(stored_steps(run.rollouts, "step_")),
+        "numStoredSteps": len(numbered(run.rollouts, "step_", ".jsonl")),
     }
     parts = {
         "title": html.escape(title),

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from arealite.api.run_folder import numbered
 from arealite.utils.files import iter_jsonl, reading
 
 # By whether the first and the last completion are correct, which is a reward above 0.
@@ -14,15 +15,9 @@ MAX_PAIRS_OF_A_KIND = 15
 MAX_CHARACTERS = 6000
 
 
-def stored_steps(folder: Path, prefix: str) -> dict[int, Path]:
-    """Return the files `<prefix><N>.jsonl` by N, ascending."""
-    found = {path.stem.removeprefix(prefix): path for path in folder.glob(f"{prefix}*.jsonl")}
-    return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
-
-
 def trajectories(folder: Path) -> list[dict[str, Any]]:
     """Return samples of at most `MAX_STEPS` steps, evenly spread, the first and the last among them."""
-    steps = stored_steps(folder, "step_")
+    steps = numbered(folder, "step_", ".jsonl")
     shown, found = list(steps), []
     if len(shown) > MAX_STEPS:
         shown = [shown[round(i * (len(shown) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
@@ -35,7 +30,7 @@ def trajectories(folder: Path) -> list[dict[str, Any]]:
 
 def before_after(folder: Path) -> dict[str, Any] | None:
     """Return the completions of the first and the last evaluation for the same prompts, in the data set's order."""
-    steps = stored_steps(folder, "eval_step_")
+    steps = numbered(folder, "eval_step_", ".jsonl")
     if len(steps) < 2:
         return None
     first, last = min(steps), max(steps)
