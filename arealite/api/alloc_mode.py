@@ -15,8 +15,8 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
+from arealite.api.config.rollout import BACKENDS
 from arealite.api.errors import ConfigError
-from arealite.api.server_limits import BACKENDS
 
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor"}
 

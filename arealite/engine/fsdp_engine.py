@@ -34,14 +34,7 @@ from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
 from arealite.utils.logging import setup_logging
 from arealite.utils.seeding import seed_everything
-from arealite.utils.tensors import (
-    MicroBatch,
-    count_micro_batches,
-    pack_rows,
-    row_lengths,
-    split_balanced,
-    unpack_rows,
-)
+from arealite.utils.tensors import MicroBatch, count_micro_batches, pack_rows, split_balanced, unpack_rows
 from arealite.utils.weight_transfer import BroadcastGroup, close_group
 
 if TYPE_CHECKING:
@@ -217,7 +210,8 @@ class FSDPEngine(TrainEngine):
 
     def _split(self, input_: TensorDict) -> list[MicroBatch]:
         """Pack this rank's rows into micro-batches, as many as on every rank so that collectives match."""
-        lengths, spec = row_lengths(input_), self.config.mb_spec
+        lengths = input_["attention_mask"].bool().sum(dim=1).tolist()
+        spec = self.config.mb_spec
         count = count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
         (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
         return [pack_rows(input_, rows) for rows in split_balanced(lengths, int(count_on_all), spec.max_tokens_per_mb)]

@@ -130,7 +130,7 @@ def _sign_in(store: Store, rank: int) -> str:
 def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
     """Give this attempt a name and answer all ranks (rank 0); return it, and whether there was an earlier one."""
     number = store.add("arealite/attempts", 1)
-    name, is_restart = f"arealite/attempt-{number}", number > 1
+    name = f"arealite/attempt-{number}"
     restarts = [os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
     missing = list(range(1, world_size))
     deadline = time.monotonic() + MEETING_TIMEOUT_S
@@ -144,7 +144,7 @@ def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
         if missing and time.monotonic() > deadline:
             raise TimeoutError(f"all ranks must come within {MEETING_TIMEOUT_S:g} s: got no word from {missing}")
         time.sleep(_LOOK_AGAIN_S if missing else 0)
-    return name, is_restart or any(count != "0" for count in restarts)
+    return name, number > 1 or any(count != "0" for count in restarts)
 
 
 def all_reduce(

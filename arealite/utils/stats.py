@@ -52,8 +52,7 @@ class StatsTracker:
         self._begin()
         for key, value in metrics.items():
             new = _Reduced(reduce or reduction_of(key), float(value))
-            old = self._metrics.get(key)
-            self._metrics[key] = new if old is None else old.merge(new, key=key)
+            self._metrics[key] = self._metrics[key].merge(new, key=key) if key in self._metrics else new
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:

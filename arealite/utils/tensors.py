@@ -86,11 +86,6 @@ def count_micro_batches(lengths: Sequence[int], min_groups: int = 1, max_tokens:
     return num_groups
 
 
-def row_lengths(batch: TensorDict) -> list[int]:
-    """Return the number of real tokens of each row."""
-    return batch["attention_mask"].bool().sum(dim=1).tolist()
-
-
 def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
     """Pack the given rows of a padded batch; a key that is not `[B, S, ...]` keeps one entry per row."""
     indices = torch.tensor(list(row_indices), dtype=torch.long)

@@ -15,7 +15,7 @@ from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.ppo.actor import PPOActor
 from arealite.engine.sft.lm_engine import sft_loss_fn
-from arealite.utils.tensors import pack_rows, row_lengths
+from arealite.utils.tensors import pack_rows
 
 
 class PassDone(Exception):
@@ -33,7 +33,7 @@ class MetaEngine:
         self.model.train()
 
     def train_batch(self, batch: TensorDict, loss_fn: Callable[..., torch.Tensor], _: object) -> None:
-        lengths = row_lengths(batch)
+        lengths = batch["attention_mask"].bool().sum(dim=1).tolist()
         packed = pack_rows(batch, range(len(lengths))).packed.to("meta")
         ids, positions = packed["input_ids"][None], packed["position_ids"][None]
         output = self.model(input_ids=ids, position_ids=positions, use_cache=False, segment_lengths=lengths)

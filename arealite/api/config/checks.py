@@ -1,16 +1,50 @@
 """Contradictions between config keys, grouped by the blocks that they compare; each experiment calls its groups."""
 
 import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
-from arealite.api.config.rollout import ALL_TOKENS, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
+from arealite.api.config.rollout import (
+    ALL_TOKENS,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    LiteConfig,
+    PauseMode,
+)
 from arealite.api.errors import ConfigError
-from arealite.api.server_limits import LIMITS, backends_where
 
 logger = logging.getLogger("arealite.config")
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a kind of server supports, where kinds differ."""
+
+    pause_modes: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
+    max_temperature: float = math.inf
+    has_narrowed_logprobs: bool = True
+    """Whether top_p and top_k narrow the distribution of the logprobs too, and not only the one that is sampled."""
+    is_embedded: bool = False
+    """Whether the `lite` block describes it."""
+    delays_stop_strings: bool = True
+    """Whether stop strings are searched for only after `min_new_tokens`."""
+
+
+LIMITS: dict[str, ServerLimits] = {
+    "sglang": ServerLimits(has_narrowed_logprobs=False, delays_stop_strings=False),
+    "vllm": ServerLimits(pause_modes=("abort", "retract", "in_place", "wait"), max_temperature=2.0),
+    "lite": ServerLimits(is_embedded=True),
+}
+
+
+def backends_where(is_supported: Callable[[ServerLimits], bool]) -> str:
+    """Name the kinds of servers to use instead."""
+    return " or ".join(name for name, limits in LIMITS.items() if is_supported(limits))
 
 
 def require(holds: bool, sentence: str) -> None:

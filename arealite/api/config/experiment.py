@@ -8,10 +8,9 @@ from arealite.api.config import checks
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
-from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
+from arealite.api.config.rollout import BackendName, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.config.schema import MISSING
 from arealite.api.config.types import Bool, ConfigBase, Name, NonNegativeInt, PositiveInt
-from arealite.api.server_limits import BackendName
 
 
 def _named(block: str, **sources: str) -> dict[str, str]:

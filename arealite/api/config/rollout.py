@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from arealite.api.config.types import (
     Addresses,
@@ -18,8 +18,10 @@ from arealite.api.config.types import (
     PositiveFraction,
     PositiveInt,
 )
-from arealite.api.server_limits import BackendName, PauseMode
 
+BackendName = Literal["sglang", "vllm", "lite"]
+PauseMode = Literal["abort", "retract", "in_place", "wait"]
+BACKENDS: tuple[str, ...] = get_args(BackendName)
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
 

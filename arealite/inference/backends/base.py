@@ -12,9 +12,9 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeGuard, get_args
 
+from arealite.api.config.rollout import PauseMode
 from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
 from arealite.api.io_struct import MAX_LOGPROB, ModelRequest, ParamSpec
-from arealite.api.server_limits import PauseMode
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 

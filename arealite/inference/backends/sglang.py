@@ -4,10 +4,9 @@ import contextlib
 import re
 from dataclasses import replace
 
-from arealite.api.config.rollout import ALL_TOKENS
+from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, ParamSpec
-from arealite.api.server_limits import PauseMode
 from arealite.inference.backends.base import (
     Backend,
     BroadcastPlan,
