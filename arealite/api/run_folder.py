@@ -2,16 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Protocol
 
-
-class _Run(Protocol):
-    experiment_name: str
-    trial_name: str
-
-    @property
-    def fileroot(self) -> str: ...
-
+from arealite.api.config.experiment import BaseExperimentConfig
+from arealite.api.config.types import FolderBlock
 
 OF_TRIAL = (".launcher.lock", ".trainer.lock", ".secret", "job.sbatch", "slurm-*.log")
 """What stays in the folder of a run that takes the place of an earlier one: held, known to joiners, or Slurm's."""
@@ -28,7 +21,7 @@ def numbered(folder: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
 class RunFolder:
     """The paths of a run's files, from an experiment's config, a block that knows its run, or the folder itself."""
 
-    def __init__(self, run: _Run | str | os.PathLike[str]) -> None:
+    def __init__(self, run: BaseExperimentConfig | FolderBlock | str | os.PathLike[str]) -> None:
         if isinstance(run, (str, os.PathLike)):
             self.path = Path(run)
         else:

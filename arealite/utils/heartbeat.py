@@ -127,7 +127,14 @@ def _publish_forever(file: IO[bytes], name: str) -> None:
             "status": dict(_status),
             "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
         }
-        _write(file, state)
+        text = json.dumps(state, default=repr).encode()
+        if len(text) >= FILE_BYTES:
+            text = json.dumps(state | {"reports": {"error": f"{len(text)} bytes are too long"}}).encode()
+        try:
+            os.pwrite(file.fileno(), text.ljust(FILE_BYTES - 1) + b"\n", 0)
+        except OSError as error:
+            logger.warning("progress can't be published in %s: %s", file.name, error)
+            time.sleep(60)
         time.sleep(PERIOD_S)
 
 
@@ -143,14 +150,3 @@ def _made(make: Callable[[], Any]) -> Any:
         return make()
     except Exception as error:  # it looks at objects that other threads change; the next look is in half a second
         return {"error": repr(error)}
-
-
-def _write(file: IO[bytes], state: dict[str, Any]) -> None:
-    text = json.dumps(state, default=repr).encode()
-    if len(text) >= FILE_BYTES:
-        text = json.dumps(state | {"reports": {"error": f"{len(text)} bytes are too long"}}).encode()
-    try:
-        os.pwrite(file.fileno(), text.ljust(FILE_BYTES - 1) + b"\n", 0)
-    except OSError as error:
-        logger.warning("progress can't be published in %s: %s", file.name, error)
-        time.sleep(60)

@@ -49,7 +49,7 @@ class StatsTracker:
         self._step_began: float | None = None
 
     def add(self, metrics: Mapping[str, float], *, reduce: Reduction | None = None) -> None:
-        self._begin()
+        self._step_began = self._step_began or time.perf_counter()
         for key, value in metrics.items():
             new = _Reduced(reduce or reduction_of(key), float(value))
             self._metrics[key] = self._metrics[key].merge(new, key=key) if key in self._metrics else new
@@ -57,8 +57,8 @@ class StatsTracker:
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
         """Add the time spent inside to `time/<name>_s` of this step, also if it fails."""
-        self._begin()
         began = time.perf_counter()
+        self._step_began = self._step_began or began
         try:
             yield
         finally:
@@ -71,7 +71,7 @@ class StatsTracker:
         `time/step_s` reaches from the end of the step before, or from the first use, to now.
         """
         now = time.perf_counter()
-        times_s = {**self._times_s, "time/step_s": now - (now if self._step_began is None else self._step_began)}
+        times_s = {**self._times_s, "time/step_s": now - (self._step_began or now)}
         ranks = [(self._metrics, times_s)]
         if dist.is_initialized():
             ranks *= dist.get_world_size()
@@ -83,7 +83,3 @@ class StatsTracker:
                 merged[key] = merged[key].merge(metric, key=key) if key in merged else metric
         self._metrics, self._times_s, self._step_began = {}, {}, now
         return {key: metric.result() for key, metric in merged.items()} | ranks[0][1]
-
-    def _begin(self) -> None:
-        if self._step_began is None:
-            self._step_began = time.perf_counter()

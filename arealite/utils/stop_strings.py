@@ -25,15 +25,12 @@ class StopStrings:
 
     def num_settled(self, output_ids: Sequence[int]) -> int:
         """Return how many tokens remain when those at the end that may begin a stop string are dropped."""
+        beginnings = [stop[:length] for stop in self._stops for length in range(1, len(stop))]
+        open_ends = ("\N{REPLACEMENT CHARACTER}", *beginnings)  # the first: in the middle of a character
         num_tokens = len(output_ids)
-        while num_tokens and self._is_open(self._text(output_ids[:num_tokens])):
+        while num_tokens and self._text(output_ids[:num_tokens]).endswith(open_ends):
             num_tokens -= 1
         return num_tokens
-
-    def _is_open(self, text: str) -> bool:
-        """Tell whether the text ends with the beginning of a stop string, or in the middle of a character."""
-        beginnings = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
-        return text.endswith("\N{REPLACEMENT CHARACTER}") or any(text.endswith(beginning) for beginning in beginnings)
 
     def _text(self, output_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(output_ids[-self._window :], skip_special_tokens=False)
