@@ -34,14 +34,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
-from arealite.utils.distributed import (
-    agreed,
-    all_reduce_numbers,
-    global_rank,
-    is_restarted,
-    on_rank_0,
-    raise_on_every_rank,
-)
+from arealite.utils import distributed
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.files import aside, empty_folder, explain, file_lock, fresh_folder, read_jsonl
 from arealite.utils.frequency import Frequency
@@ -74,7 +67,7 @@ class Recover:
         self._write: _Write | None = None
         self._lock = ExitStack()
         self._found: Path | None = None
-        if global_rank() == 0:
+        if distributed.global_rank() == 0:
             self._lock.enter_context(file_lock(self._run.trainer_lock, timeout_s=LOCK_TIMEOUT_S))
             self._found = _choose(self._folder, config.mode)
             if self._found is None:
@@ -102,7 +95,7 @@ class Recover:
         if found[0] is None:
             return 0
         step = self._read(found[0])
-        if global_rank() == 0:
+        if distributed.global_rank() == 0:
             for path in _undone(self._folder, step):  # newer than this one, and damaged
                 path.rename(aside(path, "damaged"))
             for path in _undone(self._run.checkpoints, step):
@@ -151,9 +144,9 @@ class Recover:
         """Finish a write that has ended on every rank, or wait for it (collective)."""
         if self._write is None:
             return
-        (has_ended,) = all_reduce_numbers([wait or not self._write.thread.is_alive()], dist.ReduceOp.MIN)
+        (has_ended,) = distributed.all_reduce_numbers([wait or not self._write.thread.is_alive()], dist.ReduceOp.MIN)
         if has_ended:
-            raise_on_every_rank(self._finish(WRITE_TIMEOUT_S))
+            distributed.raise_on_every_rank(self._finish(WRITE_TIMEOUT_S))
 
     def _finish(self, timeout_s: float) -> CheckpointError | None:
         """Wait for the write under way; report it to the rollout engine, or return the error."""
@@ -172,7 +165,7 @@ class Recover:
 
     def _note(self, facts: Mapping[str, Any]) -> None:
         """Report a published checkpoint to the rollout engine."""
-        if self._rollout is not None and global_rank() == 0:
+        if self._rollout is not None and distributed.global_rank() == 0:
             self._rollout.note_checkpoint(facts["step"], facts["rollout"]["ledger_position"])
 
     def _read(self, path: Path) -> int:
@@ -224,12 +217,12 @@ class _Write:
 
     def _run(self) -> None:
         try:
-            on_rank_0(lambda: fresh_folder(self._unfinished), self.group)
-            files = agreed(self._write_files, self.group)
+            distributed.on_rank_0(lambda: fresh_folder(self._unfinished), self.group)
+            files = distributed.agreed(self._write_files, self.group)
             entries = [files] * dist.get_world_size(self.group)
             dist.all_gather_object(entries, files, group=self.group)
             whole = {name: entry for part in entries for name, entry in part.items()}
-            on_rank_0(lambda: self._publish(whole), self.group)
+            distributed.on_rank_0(lambda: self._publish(whole), self.group)
         except Exception as error:
             self.error = CheckpointError(explain(error, self.path))
             self.error.__cause__ = error
@@ -257,7 +250,9 @@ class _Write:
 
 def _choose(folder: Path, mode: str) -> Path | None:
     """Return the newest whole checkpoint if this run is to resume."""
-    if mode == "disabled" or (mode == "fault" and os.environ.get(RESTART_VARIABLE) != "1" and not is_restarted()):
+    if mode == "disabled":
+        return None
+    if mode == "fault" and os.environ.get(RESTART_VARIABLE) != "1" and not distributed.is_restarted():
         return None
     found = checkpoint.checkpoints(folder)
     for _, path in found:
