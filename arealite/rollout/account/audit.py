@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from arealite.api.errors import LedgerError
 from arealite.api.run_folder import RunFolder
-from arealite.rollout.account.ledger_file import OUTCOME, count_states, last_ticket, open_for_reading
+from arealite.rollout.account.ledger_file import OUTCOME, count_states, open_for_reading
 from arealite.utils.data_order import passed_prompts
 from arealite.utils.files import reading, require_object
 
@@ -98,8 +98,8 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
     run = RunFolder(run_folder)
     with reading(run.ledger):
         with open_for_reading(run.ledger) as database:
-            issued = last_ticket(database)
-            (checkpoint_step,) = database.execute("SELECT max(step) FROM checkpoints").fetchone()
+            last = "SELECT (SELECT coalesce(max(ticket), 0) FROM prompts), (SELECT max(step) FROM checkpoints)"
+            issued, checkpoint_step = database.execute(last).fetchone()
             later = "SELECT count(*) FROM prompts WHERE trained_version > coalesce(?, -1)"
             (provisional,) = database.execute(later, (checkpoint_step,)).fetchone()
             cursors = database.execute("SELECT state FROM cursors ORDER BY position DESC LIMIT 1").fetchall()

@@ -132,7 +132,8 @@ class LedgerFile:
             Prompt(PromptId(epoch, index), ticket=ticket, is_counted=bool(counted), issued_at=at, issued_unix_s=unix_s)
             for epoch, index, ticket, counted, at, unix_s in rows
         ]
-        return last_ticket(self._database), count_states(self._database), issued
+        (last_ticket,) = self._database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()
+        return last_ticket, count_states(self._database), issued
 
     # The writer thread
 
@@ -146,7 +147,8 @@ class LedgerFile:
             flushes = [item for item in items if isinstance(item, threading.Event)]
             try:
                 if self._error is None:
-                    self._commit([item for item in items if isinstance(item, tuple)])
+                    if events := [item for item in items if isinstance(item, tuple)]:
+                        self._commit(events)
                     if flushes:
                         self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except Exception as error:
@@ -155,8 +157,6 @@ class LedgerFile:
                 flush.set()
 
     def _commit(self, events: list[tuple[int, Event]]) -> None:
-        if not events:
-            return
         rows: dict[str, dict[Row, Row]] = {}
         for _, event in events:
             for table, changed in event.items():
@@ -186,11 +186,6 @@ def open_for_reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connectio
             yield database
         except sqlite3.DatabaseError as error:
             raise LedgerError(f"{path} must be whole: got {error}. Use another copy.") from error
-
-
-def last_ticket(database: sqlite3.Connection) -> int:
-    """Return how many tickets were given out."""
-    return int(database.execute("SELECT coalesce(max(ticket), 0) FROM prompts").fetchone()[0])
 
 
 def count_states(database: sqlite3.Connection) -> Counter[str]:
