@@ -43,15 +43,16 @@ class Budgets:
         self._rejected.clear()
 
     def check(self) -> None:
-        causes = Counter(cause for cause in self._recent if cause is not None)
-        if causes.total() > self.max_failed:
+        num_failed = self.failure_window - self._recent.count(None)
+        if num_failed > self.max_failed:
+            causes = Counter(cause for cause in self._recent if cause is not None)
             shown, num_hidden = causes.most_common(_SHOWN_CAUSES), max(0, len(causes) - _SHOWN_CAUSES)
             tracebacks = ["".join(traceback.format_exception(self._examples[cause])).rstrip() for cause, _ in shown]
             lines = [f"{count} x {cause}, the last:\n{text}" for (cause, count), text in zip(shown, tracebacks)]
             lines += [f"and {num_hidden} other causes"] * (num_hidden > 0)
             raise EpisodeError(
                 f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
-                f"{causes.total()}. Fix the cause or raise rollout.max_failed_share.\n" + "\n".join(lines)
+                f"{num_failed}. Fix the cause or raise rollout.max_failed_share.\n" + "\n".join(lines)
             ) from self._examples[shown[0][0]]
         if self._rejected.total() > self.max_rejected_in_a_row:
             reasons = ", ".join(f"{count} by {reason}" for reason, count in self._rejected.most_common())
