@@ -226,7 +226,7 @@ class WorkerProcess:
 
     def wait_ready(self) -> Reply:
         kind, value = self._receive(self._ready_by)
-        self.is_ready, self._first_gib = kind == "ready", self._memory_gib()
+        self.is_ready, self._first_gib = kind == "ready", self.growth_gib  # so far from 0
         if kind == "timeout":
             return "crash", f"no worker that was ready within {STARTUP_TIMEOUT_S:g} s: its module imports slowly"
         return kind, value
@@ -248,8 +248,10 @@ class WorkerProcess:
 
     @property
     def growth_gib(self) -> float:
-        """Memory that it took since it was ready."""
-        return self._memory_gib() - self._first_gib
+        """Resident memory that it took since it was ready; 0 when it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).memory_info().rss / _GIB - self._first_gib
+        return 0.0
 
     def kill(self) -> None:
         """End the process at once, with what the reward function may have started."""
@@ -304,9 +306,3 @@ class WorkerProcess:
             return describe_exit(exit_status(self.process.wait(_END_S)))
         except subprocess.TimeoutExpired:
             return "a socket that was closed"
-
-    def _memory_gib(self) -> float:
-        """Return the resident memory; 0 when the process has ended."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).memory_info().rss / _GIB
-        return 0.0
