@@ -26,7 +26,6 @@ from arealite.utils.network import address_toward
 
 logger = logging.getLogger("arealite.hosts")
 
-_EXIT_STATUS = 1
 _LOOK_AGAIN_S = 0.2
 _GOODBYE = b"."
 _WORD_S = 10.0  # in which a connection must show the word
@@ -142,4 +141,4 @@ def _end(text: str) -> NoReturn:
     logger.critical("%s. Look after that node and the network, then start the run again.", text)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_EXIT_STATUS)
+    os._exit(1)

@@ -21,11 +21,6 @@ def check_address(address: str) -> str:
     return address
 
 
-def address_of(host: str, port: int) -> str:
-    """Return `host:port`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Reserve a port (0: any free one) until the returned socket is closed. Raises OSError."""
     holder = socket.socket()

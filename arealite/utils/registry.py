@@ -24,7 +24,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from arealite.utils.files import FileError, reading, write_atomically
 from arealite.utils.http_server import HttpServer
-from arealite.utils.network import LOOPBACK, address_of, check_address
+from arealite.utils.network import LOOPBACK, check_address
 from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal
 
 POLL_S = 10.0  # longest time that the registry keeps a long-poll open
@@ -107,7 +107,8 @@ class Registry:
     async def start(self, host: str = LOOPBACK, file: Path | None = None) -> None:
         """Listen, and write where to the run's registry.json. Raises ValueError or OSError."""
         check_exposed(host, self._secret)
-        self.address = address_of(host, await self._http.start(host))
+        port = await self._http.start(host)
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if file is not None:
             self._file = file
             self._text = json.dumps({"address": self.address, "node": platform.node(), "pid": os.getpid()})
@@ -230,7 +231,7 @@ class RegistryClient:
     async def watch(self, moment: str | None = None, timeout_s: float = POLL_S) -> View:
         """Return the servers as soon as they have changed since `moment`, or after `timeout_s` seconds."""
         query = {"wait_s": str(timeout_s)} | ({} if moment is None else {"after": moment})
-        return await self._ask(_VIEW, "GET", "/servers", query, deadline_s=timeout_s + DEADLINE_S)
+        return await self._ask(_VIEW, "GET", "/servers", query)
 
     async def claim(self, name: str, claim: Claim) -> bool:
         """Register a server or renew its lease, and tell whether it was not registered."""
@@ -244,17 +245,10 @@ class RegistryClient:
         """Connections are not kept."""
 
     async def _ask(
-        self,
-        form: TypeAdapter[T],
-        method: str,
-        path: str,
-        query: Mapping[str, str],
-        body: object = None,
-        *,
-        deadline_s: float = DEADLINE_S,
+        self, form: TypeAdapter[T], method: str, path: str, query: Mapping[str, str], body: object = None
     ) -> T:
         """Send a request; what answers it in another form is no registry."""
-        address = address_in(self.address)[0]
+        address, deadline_s = address_in(self.address)[0], DEADLINE_S + float(query.get("wait_s", 0))
         timeout, url = aiohttp.ClientTimeout(total=deadline_s), f"http://{address}{path}"
         try:
             async with (
