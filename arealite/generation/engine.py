@@ -129,23 +129,11 @@ class GenerationEngine:
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> Future[None]:
         """Sample nothing until `resume`. Running requests end with the tokens so far (abort), return to the queue
         (retract), or keep their slots and cache (in_place)."""
-
-        def pause() -> None:
-            self._is_paused = True
-            if mode == "abort":
-                self._abort(lambda _: True)
-            elif mode == "retract":
-                self._requeue()
-
-        return self.call(pause)
+        return self.call(lambda: self._hold(mode))
 
     def resume(self) -> Future[None]:
         """Sample again."""
-
-        def resume() -> None:
-            self._is_paused = False
-
-        return self.call(resume)
+        return self.call(lambda: self._hold(None))
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: str | None = None) -> Future[None]:
         """Replace all weights between two steps. Requests in flight continue on them, with a new cache unless
@@ -310,6 +298,13 @@ class GenerationEngine:
         for slot, outcome in ended.items():
             self._resolve(sequences[slot - first], outcome)
 
+    def _hold(self, mode: str | None) -> None:
+        self._is_paused = mode is not None
+        if mode == "abort":
+            self._abort(lambda _: True)
+        elif mode == "retract":
+            self._requeue()
+
     def _requeue(self) -> None:
         self._scheduler.requeue()
         self._rows = None
@@ -338,7 +333,6 @@ class GenerationEngine:
             sequence.future.set_result(result)
 
     def _log_progress(self, step_s: float) -> None:
-        """Log throughput every few seconds of work."""
         self._unlogged_s += step_s
         if self._unlogged_s < LOG_INTERVAL_S:
             return

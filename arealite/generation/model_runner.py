@@ -14,19 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
-from transformers.modeling_utils import AttentionInterface
 
-from arealite.generation.slot_attention import (
-    ATTENTION_NAME,
-    PackedPrefill,
-    SlotCache,
-    SlotDecode,
-    SlotStep,
-    slot_attention,
-)
+from arealite.generation.slot_attention import ATTENTION_NAME, PackedPrefill, SlotCache, SlotDecode, SlotStep
 from arealite.utils.hf import load_causal_lm, require_fixed_rope
 
-AttentionInterface.register(ATTENTION_NAME, slot_attention)
 logger = logging.getLogger(__name__)
 
 
@@ -34,11 +25,8 @@ class ModelRunner:
     """Weights and KV cache of one model. One thread uses it."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context: int, deterministic: bool = False) -> None:
-        """Replace the model's attention; updates overwrite its weights.
-
-        `deterministic` runs one sequence per forward pass: slower, but a sequence's bits do not depend on the others
-        (the shape of a matrix product changes its rounding).
-        """
+        """Replace the model's attention; updates overwrite its weights. `deterministic` runs one sequence per forward
+        pass: slower, but its bits do not depend on others (the shape of a matrix product changes its rounding)."""
         config = model.config.get_text_config()
         if not hasattr(config, "num_attention_heads"):
             raise ValueError(f"the model must attend: got {type(model).__name__}. Serve it with SGLang or vLLM.")
@@ -53,8 +41,8 @@ class ModelRunner:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         every_parameter = dict(model.named_parameters(remove_duplicate=False))
         self._tied = {name: names[id(p)] for name, p in every_parameter.items() if name not in self._parameters}
+        # Of every weight that an update may contain, by its name in the checkpoint.
         self.weight_shapes = {name: tuple(parameter.shape) for name, parameter in every_parameter.items()}
-        """Shape of every weight that an update may contain, by its name in the checkpoint."""
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.cache = SlotCache(
             layers=config.num_hidden_layers,
@@ -128,9 +116,7 @@ class ModelRunner:
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing.
-
-        A tied weight may be absent, or equal to the one it is tied to.
-        """
+        A tied weight may be absent, or equal to the one it is tied to."""
         missing = sorted(self._parameters.keys() - weights.keys())
         if missing:
             raise ValueError(

@@ -8,11 +8,8 @@ GREEDY_TEMPERATURE = 1e-6  # temperatures below this one mean greedy decoding, a
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one completion.
-
-    Logprobs are those of the distribution that was sampled: after temperature, top_k, top_p and the ban of stop tokens
-    before `min_new_tokens`. Greedy tokens have those of temperature 1 without truncation.
-    """
+    """How to sample one completion. Logprobs are those of the distribution that was sampled: after temperature, top_k,
+    top_p and the ban of stop tokens before `min_new_tokens`; those of greedy tokens: at temperature 1, not truncated."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0

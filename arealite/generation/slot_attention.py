@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers.modeling_utils import AttentionInterface
 
 ATTENTION_NAME = "arealite_slots"
 
@@ -127,3 +128,6 @@ def slot_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return slot_step.attend(layer, query, key, value, scale), None
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -133,7 +133,6 @@ class Completions:
             finally:
                 self._servers.release(server, max_tokens)
             heartbeat.tick()
-            self.health.trust(server)
             self._servers.measure(server, len(segment.tokens), time.monotonic() - began)
             segment_versions = self._versions_of(segment, server, version)
             if segment_versions is None:
@@ -215,7 +214,6 @@ class Completions:
                     ) from None
 
     async def _wait_for_update(self) -> None:
-        """Wait while a weight update pauses the servers."""
         if self.may_generate.is_set():
             return
         limit_s = 3 * self.update_timeout_s + _RESUME_GRACE_S

@@ -92,7 +92,6 @@ class Membership:
         self._is_started = True
 
     def _describe(self, count: int) -> str:
-        """Describe which servers are ready and what the others do."""
         if self._outage is not None:
             return f"the registry can't be asked: {self._outage}"
         words = [f"got {len(self._servers.servers)} of {count}"]
@@ -131,7 +130,8 @@ class Membership:
         ready = {record.address: record for record in by_age if record.state == "ready"}
         known = {record.address for record in records.values()}
         for address, record in list(self._taken.items()):
-            if address in ready and _start_of(ready[address]) == _start_of(record):
+            now = ready.get(address)
+            if now is not None and (now.node, now.pid, now.since) == (record.node, record.pid, record.since):
                 continue
             if address in known:
                 self._let_go(address, "has started anew" if address in ready else "leaves")
@@ -198,7 +198,3 @@ class Membership:
             self.num_left += 1
             left = len(self._servers.healthy)
             logger.warning("server %s %s: %d with the current weights are left", address, why, left)
-
-
-def _start_of(record: ServerRecord) -> tuple[str, int, float]:
-    return record.node, record.pid, record.since

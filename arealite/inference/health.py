@@ -66,6 +66,7 @@ class Health:
         finally:
             timeouts.discard(timeout)
         self._heard_at[server] = asyncio.get_running_loop().time()
+        self._num_errors.pop(server, None)  # a good answer ends a series of errors
 
     def suspect(self, server: Server) -> None:
         """Treat a server as unreachable until it answers /health."""
@@ -84,10 +85,6 @@ class Health:
         for server in dead:
             self.suspect(server)
         return dead
-
-    def trust(self, server: Server) -> None:
-        """Record a good answer, which ends a series of errors."""
-        self._num_errors.pop(server, None)
 
     async def answers_by(self, deadline: float, address: str, endpoint: str = "/health") -> bool:
         """GET an endpoint with growing pauses until it answers; return whether it did by the deadline."""

@@ -28,6 +28,7 @@ from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.executor import RolloutExecutor
+from arealite.rollout.prompts import Row, ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import heartbeat
 from arealite.utils.distributed import global_rank
@@ -165,9 +166,7 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Start the receiving half of a weight update; `meta`, new or used, is complete for the sender on return.
-
-        Raises WeightUpdateError if the servers can't be paused.
-        """
+        Raises WeightUpdateError if the servers can't be paused."""
         loop = self._require_executor().loop
         if not meta.only_joining:
             self.catch_up = None  # it would bring older weights
@@ -196,29 +195,22 @@ class RemoteInferenceEngine(InferenceEngine):
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         self._rollouts().submit(data, workflow)
 
-    def wait(
-        self, count: int, timeout: float | None = None, should_accept: Callable[[TensorDict], bool] | None = None
-    ) -> TensorDict:
+    def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         return self._rollouts().wait(count, timeout, should_accept)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
         return self._exchange.share(lambda: self._rollouts().run_all(data, workflow), split_batch, self.catch_up)
 
     def prepare_batch(
-        self,
-        dataloader: Iterable[list[dict[str, Any]]],
-        workflow: RolloutWorkflow,
-        should_accept: Callable[[TensorDict], bool] | None = None,
+        self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         return self._exchange.share(
             lambda: self._rollouts().prepare_batch(dataloader, workflow, should_accept), split_batch, self.catch_up
         )
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
-        """Run one episode per item of rank 0's `data` now and return means over all samples.
-
-        `num_failed` counts the items that are in no mean, because their episode failed or was rejected.
-        """
+        """Run one episode per item of rank 0's `data` now and return means over all samples. `num_failed` counts the
+        items that are in no mean, because their episode failed or was rejected."""
 
         def evaluate() -> dict[str, float]:
             batch = self._rollouts().run_all(data, workflow, is_evaluation=True)

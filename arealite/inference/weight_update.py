@@ -24,7 +24,7 @@ from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, MismatchError, Segment
 from arealite.inference.completions import Completions
-from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
+from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server, ServerPool
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 from arealite.utils.threads import in_thread
@@ -52,9 +52,8 @@ class WeightUpdate:
     asked: Sequence[Server] = ()  # servers that were to take part
     members: Sequence[Server] = ()  # servers that take part, once paused
     failures: dict[Server, ServerError] = field(default_factory=dict)  # why servers failed
-    found_nobody: bool = False  # whether no server could be paused
     is_torn: bool = False  # whether a server may hold some of the new weights
-    has_dropped: bool = False  # whether servers were dropped from it
+    has_dropped: bool = False  # whether servers were dropped from it, or none could be paused
     is_wrong: bool = False  # whether wrong weights arrived at a server that served
 
 
@@ -149,7 +148,7 @@ class WeightReceiver:
         for server in update.failures:
             self._completions.health.suspect(server)
         if not update.members:
-            update.found_nobody = True
+            update.has_dropped = True
             errors = "; ".join(str(error) for error in update.failures.values()) or "no server"
             raise ServerError(f"at least one inference server must be reachable: got {errors}")
         for server in [] if update.meta.only_joining else self._servers.servers:
@@ -208,7 +207,7 @@ class WeightReceiver:
         if self._port_holder is not None:
             self._port_holder.close()
         if plan is not None:  # a server that is gone or refuses does not matter
-            failures = await self._try_on_all(lambda one: self._backend.leave(one, plan), plan.servers, _LEAVE_S)
+            failures = await self._try_on_all(lambda one: self._backend.leave(one, plan.name), plan.servers, _LEAVE_S)
             for error in failures.values():
                 logger.info("a server did not leave group %s: %s", plan.name, error)
 
@@ -222,8 +221,10 @@ class WeightReceiver:
         update.is_torn = True  # from the first bucket on a server may hold a mix of old and new layers
         buckets = update.meta.nccl_param_specs
         for index, specs in enumerate(buckets):
+            bucket: Json = {"names": [one.name for one in specs], "dtypes": [one.dtype for one in specs]}
+            bucket |= {"shapes": [list(one.shape) for one in specs]}
             version = update.version if index == len(buckets) - 1 else None
-            receive = functools.partial(self._backend.receive, plan=plan, specs=specs, version=version)
+            receive = functools.partial(self._backend.receive, group=plan.name, bucket=bucket, version=version)
             await self._on_all(receive, plan.servers)
         if update.meta.wants_fingerprints:
             await self._wait_for_sender()  # checksums are known only when the last bucket has been sent
@@ -241,7 +242,8 @@ class WeightReceiver:
                     await asyncio.sleep(_LISTEN_PAUSE_S)
         except TimeoutError:
             raise TimeoutError("the sender did not listen") from None
-        await self._on_all(lambda one: self._backend.join(one, plan, self._update.meta.timeout_s), plan.servers)
+        timeout_s = self._update.meta.timeout_s
+        await self._on_all(lambda one: self._backend.join(one, plan.place_of(one.address), timeout_s), plan.servers)
 
     # The sender
 
@@ -315,7 +317,7 @@ class WeightReceiver:
     async def _blame(self) -> None:
         """Find out which servers the update failed by; they back off."""
         update = self._update
-        if update.found_nobody:
+        if update.has_dropped:  # nobody was there
             return
         dead = await self._completions.health.dead_among(update.asked)
         failures = {one: str(error) for one, error in update.failures.items() if not isinstance(error, OutOfFilesError)}
@@ -357,8 +359,7 @@ class WeightReceiver:
         """After an update that failed with `error`: wait until there are servers to repeat it with.
 
         Raises the error if no server is to blame for it, if every server has refused, or if none is there, or no update
-        has succeeded, for `rollout.setup_timeout` seconds. Joining servers that failed never matter to those that
-        serve.
+        has succeeded, for `rollout.setup_timeout` seconds. Failures of joining servers never matter to those that serve.
         """
         update, now = self._update, time.monotonic()
         for server in update.members if self._is_unverified else []:
@@ -368,7 +369,7 @@ class WeightReceiver:
             self._drop({one: str(error) for one in update.asked if one in self._servers.joining})
             return
         has_left = any(one not in self._servers.servers for one in update.asked)
-        if not update.is_wrong and (update.has_dropped or update.found_nobody or has_left):
+        if not update.is_wrong and (update.has_dropped or has_left):
             if update.meta.only_joining:
                 return
             self._completions.may_generate.set()  # requests wait for a server, which has a deadline of its own

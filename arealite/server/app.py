@@ -159,7 +159,6 @@ class Server:
         return text.partition(matched)[0] if isinstance(matched, str) and not params.no_stop_trim else text
 
     def _next_seed(self) -> int:
-        """Return a seed for a request without one."""
         return hash((self._seed, next(self._num_unseeded)))
 
 

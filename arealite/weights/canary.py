@@ -32,10 +32,8 @@ _FLOAT32_BOUND, _SHORTER_BOUND = 1e-3, 0.1
 
 def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
     """Compare every server's logprobs with the actor's, between a transfer and the advance of versions (collective).
-
-    A difference raises WeightUpdateError, or is only logged, as `rollout.weight_check` says. The largest one becomes
-    the metric `policy/canary_gap`.
-    """
+    A difference raises WeightUpdateError, or is logged, as `rollout.weight_check` says; `policy/canary_gap` is the
+    largest one."""
     check = rollout.config.weight_check
     if check.canary_tokens == 0:
         return

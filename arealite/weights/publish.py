@@ -99,9 +99,7 @@ def _finish(meta: WeightUpdateMeta, receiving: Future[None] | None, failure: Exc
 
 def _compare(actor: FSDPPPOActor, config: InferenceEngineConfig, version: int) -> None:
     """In a replay (`arealite replay`): compare the weights with what the run published as that version (collective).
-
-    Ends the program: with status 1 if they differ, with status 0 after the step to replay.
-    """
+    Ends the program: with status 1 if they differ, with status 0 after the step to replay."""
     expected, found = read_weights(config.replay_from).get(version), actor.fingerprint()
     if found == expected and version != config.replay_step + 1:
         return

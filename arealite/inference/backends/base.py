@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self, TypeGuard, get_args
 
 from arealite.api.config.rollout import PauseMode
 from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
-from arealite.api.io_struct import MAX_LOGPROB, ModelRequest, ParamSpec
+from arealite.api.io_struct import MAX_LOGPROB, ModelRequest
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 
@@ -58,6 +58,18 @@ class Segment:
         require(finish in get_args(Finish), "have a finish reason of stop, length or abort")
         return cls(tokens, logprobs, None, finish)
 
+    def with_versions(self, spans: list[Json]) -> Self:
+        """Add the version of each token, unless the server has none yet."""
+        versions: list[int] = []
+        for span in spans:
+            if span["version"] in _UNVERSIONED:
+                return self
+            is_sound = span["start"] == len(versions) and str(span["version"]).isdecimal()
+            require(is_sound, "have contiguous spans of integer versions")
+            versions += [int(span["version"])] * (span["end"] - span["start"])
+        require(len(versions) == len(self.tokens), f"have versions for its {len(self.tokens)} tokens")
+        return replace(self, versions=versions)
+
     def kept_in_place(self) -> Self:
         """Count the tokens after a change of weights as stale: the server kept its keys and values."""
         versions = self.versions or []
@@ -78,7 +90,7 @@ class BroadcastPlan:
     def world_size(self) -> int:
         return 1 + sum(server.facts.num_gpus for server in self.servers)
 
-    def payload(self, address: str) -> Json:
+    def place_of(self, address: str) -> Json:
         """Return what a server needs to join."""
         before = itertools.takewhile(lambda server: server.address != address, self.servers)
         return {
@@ -99,31 +111,9 @@ class Checksums:
     accepts_mismatch: bool
 
 
-def described(specs: list[ParamSpec]) -> Json:
-    """Describe the tensors of a bucket to a server."""
-    return {
-        "names": [spec.name for spec in specs],
-        "dtypes": [spec.dtype for spec in specs],
-        "shapes": [list(spec.shape) for spec in specs],
-    }
-
-
 def are_names(value: object) -> TypeGuard[list[str]]:
     """Tell whether a reply has a list of strings, such as names of tensors, where it must have one."""
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-def token_versions(spans: list[Json], num_tokens: int) -> list[int] | None:
-    """Return the version of each token; None if the server has none yet."""
-    versions: list[int] = []
-    for span in spans:
-        if span["version"] in _UNVERSIONED:
-            return None
-        is_sound = span["start"] == len(versions) and str(span["version"]).isdecimal()
-        require(is_sound, "have contiguous spans of integer versions")
-        versions += [int(span["version"])] * (span["end"] - span["start"])
-    require(len(versions) == num_tokens, f"have versions for its {num_tokens} tokens")
-    return versions
 
 
 class Backend(abc.ABC):
@@ -190,9 +180,7 @@ class Backend(abc.ABC):
         """Return the endpoint of a server that generates."""
 
     @abc.abstractmethod
-    def payload(
-        self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
-    ) -> Json:
+    def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         """Return what makes a server continue `req` after `tokens`."""
 
     @abc.abstractmethod
@@ -212,11 +200,11 @@ class Backend(abc.ABC):
         """Load the weights of a folder as `version`; return the tensors that were kept although they differ."""
 
     @abc.abstractmethod
-    async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
+    async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         """Join a broadcast group; where servers support it, joining and each bucket must end within `timeout_s`."""
 
     @abc.abstractmethod
-    async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
+    async def leave(self, server: ServerConnection, group: str) -> None:
         """Leave a broadcast group."""
 
     @abc.abstractmethod
@@ -224,10 +212,8 @@ class Backend(abc.ABC):
         """Start an update by broadcast, dropping an unfinished one."""
 
     @abc.abstractmethod
-    async def receive(
-        self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
-    ) -> None:
-        """Receive one bucket from the group; the last one comes with the version."""
+    async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
+        """Receive a bucket of tensors, whose names, dtypes and shapes are given; the last comes with the version."""
 
     @abc.abstractmethod
     async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from arealite.inference.backends.base import BroadcastPlan, Checksums, MismatchError
+from arealite.inference.backends.base import Checksums, MismatchError
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import Json, ServerConnection, StatusError
@@ -23,9 +23,8 @@ class LiteBackend(SGLangBackend):
         self._takes_seeds.add(server.address)
         return ServerFacts(str(info["dtype"]))
 
-    async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
-        payload = plan.payload(server.address) | {"timeout_s": timeout_s}
-        await server.request("POST", "/init_weights_update_group", payload)
+    async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
+        await super().join(server, place | {"timeout_s": timeout_s}, timeout_s)
 
     async def _verified(
         self, server: ServerConnection, endpoint: str, payload: Json, checksums: Checksums | None

@@ -6,17 +6,8 @@ from dataclasses import replace
 
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
-from arealite.api.io_struct import ModelRequest, ParamSpec
-from arealite.inference.backends.base import (
-    Backend,
-    BroadcastPlan,
-    Checksums,
-    Segment,
-    are_names,
-    described,
-    require,
-    token_versions,
-)
+from arealite.api.io_struct import ModelRequest
+from arealite.inference.backends.base import Backend, Checksums, Segment, are_names, require
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import ServerFacts
@@ -68,9 +59,7 @@ class SGLangBackend(Backend):
     def endpoint(self, address: str) -> str:
         return "/generate"
 
-    def payload(
-        self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
-    ) -> Json:
+    def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         gconfig, input_ids = req.gconfig, [*req.input_ids, *tokens]
         left = self._max_tokens.get(address, len(input_ids) + gconfig.max_new_tokens) - len(input_ids)
         sampling: Json = {
@@ -96,10 +85,10 @@ class SGLangBackend(Backend):
         segment = Segment.checked(tokens, logprobs, finish, max_tokens=max_tokens)
         require([pair[1] for pair in pairs] == tokens, "have the logprobs of its own tokens")
         whole = [{"version": meta_info.get("weight_version"), "start": 0, "end": len(tokens)}]
-        versions = token_versions(meta_info.get("weight_versions") or whole, len(tokens))
+        segment = segment.with_versions(meta_info.get("weight_versions") or whole)
         stale = meta_info.get("stale_kv_tokens")  # only embedded servers report it
         require(stale is None or stale in range(len(tokens) + 1), "have at most as many stale_kv_tokens as tokens")
-        segment = replace(segment, versions=versions, stale_kv_tokens=stale or 0)
+        segment = replace(segment, stale_kv_tokens=stale or 0)
         return segment.kept_in_place() if self._pause_mode == "in_place" and stale is None else segment
 
     async def pause(self, server: ServerConnection) -> None:
@@ -112,11 +101,11 @@ class SGLangBackend(Backend):
         payload = {"model_path": path, "weight_version": str(version), "flush_cache": self._flushes_cache}
         return await self._verified(server, "/update_weights_from_disk", payload, checksums)
 
-    async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
-        await server.request("POST", "/init_weights_update_group", plan.payload(server.address))
+    async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
+        await server.request("POST", "/init_weights_update_group", place)
 
-    async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
-        await server.request("POST", "/destroy_weights_update_group", {"group_name": plan.name})
+    async def leave(self, server: ServerConnection, group: str) -> None:
+        await server.request("POST", "/destroy_weights_update_group", {"group_name": group})
 
     async def begin(self, server: ServerConnection) -> None:
         try:
@@ -129,12 +118,10 @@ class SGLangBackend(Backend):
             await server.request("POST", "/begin_weight_update")
         self._begun.add(server.address)
 
-    async def receive(
-        self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
-    ) -> None:
+    async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
         is_last = version is not None
-        payload = described(specs) | {
-            "group_name": plan.name,
+        payload = bucket | {
+            "group_name": group,
             "flush_cache": is_last and self._flushes_cache,
             "weight_version": str(version) if is_last else None,
         }

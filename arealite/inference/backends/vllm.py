@@ -12,18 +12,8 @@ from typing import Any
 
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
-from arealite.api.io_struct import ModelRequest, ParamSpec
-from arealite.inference.backends.base import (
-    Backend,
-    BroadcastPlan,
-    Checksums,
-    MismatchError,
-    Segment,
-    are_names,
-    described,
-    require,
-    token_versions,
-)
+from arealite.api.io_struct import ModelRequest
+from arealite.inference.backends.base import Backend, Checksums, MismatchError, Segment, are_names, require
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
@@ -95,9 +85,7 @@ class VLLMBackend(Backend):
     def endpoint(self, address: str) -> str:
         return _GENERATE if address in self._has_generate else _COMPLETIONS
 
-    def payload(
-        self, address: str, req: ModelRequest, tokens: list[int], seed: int, *, ignore_eos: bool = False
-    ) -> Json:
+    def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         gconfig = req.gconfig
         sampling: Json = {  # all of it, because vLLM takes defaults from the model's generation_config.json
             "max_tokens": gconfig.max_new_tokens - len(tokens),
@@ -133,7 +121,7 @@ class VLLMBackend(Backend):
             continues = self._pause_mode in ("retract", "in_place")
             require(not continues, "have weight_versions, as rollout.pause_mode needs")
             return segment
-        segment = replace(segment, versions=token_versions(spans, len(tokens)))
+        segment = segment.with_versions(spans)
         return segment.kept_in_place() if self._pause_mode == "in_place" else segment
 
     async def pause(self, server: ServerConnection) -> None:
@@ -155,11 +143,11 @@ class VLLMBackend(Backend):
         await self._forget_cache(server)
         return []
 
-    async def join(self, server: ServerConnection, plan: BroadcastPlan, timeout_s: float) -> None:
-        init_info = plan.payload(server.address) | {"timeout_s": timeout_s}
+    async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
+        init_info = place | {"timeout_s": timeout_s}
         await server.request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
-    async def leave(self, server: ServerConnection, plan: BroadcastPlan) -> None:
+    async def leave(self, server: ServerConnection, group: str) -> None:
         await _call_workers(server, "abandon_weight_update")
         await server.request("POST", "/shutdown_weight_transfer_engine")
 
@@ -167,10 +155,8 @@ class VLLMBackend(Backend):
         await _call_workers(server, "abandon_weight_update")
         await server.request("POST", "/start_weight_update")
 
-    async def receive(
-        self, server: ServerConnection, plan: BroadcastPlan, specs: list[ParamSpec], version: int | None
-    ) -> None:
-        await server.request("POST", "/update_weights", {"update_info": described(specs)})
+    async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
+        await server.request("POST", "/update_weights", {"update_info": bucket})
 
     async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
         differing: list[str] = []
