@@ -1,8 +1,5 @@
-"""Runs any Hugging Face causal language model over our slot cache, by the model's own forward.
-
-Logprobs therefore equal the trainer's. A model for which our attention differs (recurrent state, attention sinks) is
-refused when it is loaded.
-"""
+"""Runs any Hugging Face causal language model over our slot cache, by the model's own forward, so that logprobs equal
+the trainer's. A model for which our attention differs (recurrent state, attention sinks) is refused on loading."""
 
 import logging
 from collections.abc import Mapping, Sequence

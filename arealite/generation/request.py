@@ -9,7 +9,7 @@ GREEDY_TEMPERATURE = 1e-6  # temperatures below this one mean greedy decoding, a
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one completion. Logprobs are those of the distribution that was sampled: after temperature, top_k,
-    top_p and the ban of stop tokens before `min_new_tokens`; those of greedy tokens: at temperature 1, not truncated."""
+    top_p and the ban of stop tokens before `min_new_tokens`; those of greedy tokens at temperature 1, not truncated."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0

@@ -46,10 +46,7 @@ class Completions:
         self.num_tokens = 0  # sampled so far
         self.num_stale_kv_tokens = 0
         self.health = Health(session, servers, self.may_generate)
-        self._session = session
-        self._config = config
-        self._backend = backend
-        self._servers = servers
+        self.config, self.backend, self.servers = config, backend, servers
         self._changed = asyncio.Event()  # set and replaced when the servers have changed
         self._deserted_at: float | None = None  # since when no server can take a request
         self._num_loose_requests = 0
@@ -60,34 +57,34 @@ class Completions:
         """Wait until all servers are ready, check what they support, and add them to the pool."""
         facts = await asyncio.gather(*map(self.meet, addresses))
         for address, one in zip(addresses, facts, strict=True):
-            self._servers.add(address, one)
+            self.servers.add(address, one)
 
     async def meet(self, address: str) -> ServerFacts:
         """Wait until a server is ready, and inspect it; its weights may be any until the first weight update."""
-        deadline = deadline_in(self._config.setup_timeout)
+        deadline = deadline_in(self.config.setup_timeout)
         if await self.health.answers_by(deadline, address, "/"):
             connection = self.connection(address, deadline)
-            facts = await self._backend.meet(connection)
-            await self._backend.take_over(connection)
+            facts = await self.backend.meet(connection)
+            await self.backend.take_over(connection)
             if await self.health.answers_by(deadline, address):
                 return facts
         raise ServerError(
-            f"every inference server must answer GET /health within {self._config.setup_timeout:g} s: got no answer "
+            f"every inference server must answer GET /health within {self.config.setup_timeout:g} s: got no answer "
             f"from {address}. Look at its log, or raise rollout.setup_timeout."
         )
 
     def connection(self, address: str, deadline: float) -> ServerConnection:
         """Return what sends an operation's requests to one server."""
-        return ServerConnection(self._session, address, deadline)
+        return ServerConnection(self.health.session, address, deadline)
 
     async def load_vocabulary(self) -> None:
         """Find out which token ids the model has, if the tokenizer is known."""
-        if self._config.tokenizer_path:
-            self._vocab_size = await in_thread(vocab_size, self._config.tokenizer_path)
+        if self.config.tokenizer_path:
+            self._vocab_size = await in_thread(vocab_size, self.config.tokenizer_path)
 
     def note_change(self) -> None:
         """Wake what waits for a server (called when servers have changed)."""
-        if self._servers.healthy:
+        if self.servers.healthy:
             self._deserted_at = None
         elif self._deserted_at is None:
             self._deserted_at = asyncio.get_running_loop().time()
@@ -97,8 +94,8 @@ class Completions:
     async def wait_for_updatable(self) -> bool:
         """Wait until a server may take part in a weight update; return whether one does by `rollout.setup_timeout`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.setup_timeout):
-                while not self._servers.updatable:
+            async with asyncio.timeout(self.config.setup_timeout):
+                while not self.servers.updatable:
                     await self._changed.wait()
                 return True
         return False
@@ -118,22 +115,22 @@ class Completions:
         while True:
             server = await self._pick(req.rid, max_tokens, failed)
             version, began = server.version, time.monotonic()
-            connection = self.connection(server.address, deadline_in(self._config.request_timeout))
+            connection = self.connection(server.address, deadline_in(self.config.request_timeout))
             try:
                 async with self.health.in_flight(server):
-                    segment = await self._backend.complete(connection, req, tokens, seed)
+                    segment = await self.backend.complete(connection, req, tokens, seed)
             except ServerError as error:
                 failed.append(server)
-                if len(failed) > self._config.request_retries or not _may_retry(error):
+                if len(failed) > self.config.request_retries or not _may_retry(error):
                     raise
                 if not isinstance(error, OutOfFilesError):
                     self.health.suspect(server)
                 await asyncio.sleep(backoff_s(len(failed), _FIRST_BACKOFF_S, _MAX_BACKOFF_S))
                 continue
             finally:
-                self._servers.release(server, max_tokens)
+                self.servers.release(server, max_tokens)
             heartbeat.tick()
-            self._servers.measure(server, len(segment.tokens), time.monotonic() - began)
+            self.servers.measure(server, len(segment.tokens), time.monotonic() - began)
             segment_versions = self._versions_of(segment, server, version)
             if segment_versions is None:
                 continue
@@ -180,7 +177,7 @@ class Completions:
             # Which weights sampled which token can't be known if they have changed meanwhile.
             return [version] * len(segment.tokens) if server.version == version else None
         if segment.versions is None or min(segment.versions, default=version) < version:
-            self._servers.mark_weights_lost(server, version)
+            self.servers.mark_weights_lost(server, version)
             logger.warning(
                 "server %s has lost weights %d and idles until the next update: it sampled from %s. It must have "
                 "restarted.",
@@ -197,19 +194,19 @@ class Completions:
             while True:
                 changed = self._changed
                 await self._wait_for_update()
-                server = self._servers.pick(rid, num_tokens, avoid=set(failed))
+                server = self.servers.pick(rid, num_tokens, avoid=set(failed))
                 if server is not None:
                     return server
                 if episode is not None:
                     standstill.enter_context(episode.standstill())
                 self._deserted_at = self._deserted_at or asyncio.get_running_loop().time()
                 try:
-                    async with asyncio.timeout_at(self._deserted_at + self._config.setup_timeout):
+                    async with asyncio.timeout_at(self._deserted_at + self.config.setup_timeout):
                         await changed.wait()
                 except TimeoutError:
                     raise ServerError(
-                        f"an inference server with weights of version {self._servers.version} must be there within "
-                        f"{self._config.setup_timeout:g} s: got {self._servers.describe()}. Look at the servers' "
+                        f"an inference server with weights of version {self.servers.version} must be there within "
+                        f"{self.config.setup_timeout:g} s: got {self.servers.describe()}. Look at the servers' "
                         "logs, start others, or raise rollout.setup_timeout."
                     ) from None
 
@@ -229,15 +226,15 @@ class Completions:
     async def _num_settled(self, tokens: list[int], stops: list[str]) -> int:
         """Return how many tokens of an interrupted output can't be part of an unfinished stop string."""
         if self._tokenizer is None:
-            path = self._config.tokenizer_path
+            path = self.config.tokenizer_path
             self._tokenizer = asyncio.create_task(in_thread(load_hf_tokenizer, path))
         return StopStrings(await asyncio.shield(self._tokenizer), stops).num_settled(tokens)
 
     def _refuse_standstill(self, server: Server, progressed: float, num_aborts: int) -> None:
         """Raise when a server has only aborted for longer than a request may take."""
-        if time.monotonic() - progressed > self._config.request_timeout:
+        if time.monotonic() - progressed > self.config.request_timeout:
             raise ServerError(
-                f"http://{server.address} must sample a token within {self._config.request_timeout:g} s: got "
+                f"http://{server.address} must sample a token within {self.config.request_timeout:g} s: got "
                 f"{num_aborts} empty aborts in a row. Someone has paused it; let it continue."
             )
 
@@ -256,16 +253,16 @@ class Completions:
         if episode is not None:
             return episode.next_sample()
         self._num_loose_requests += 1
-        return 0, sampling_seed(self._config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
+        return 0, sampling_seed(self.config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 
     async def sample_canary(self, server: Server, req: ModelRequest) -> Segment | ServerError:
         """Return what a server samples, whatever pauses episodes, or its error after as many tries as any request."""
-        seed = sampling_seed(self._config.seed, PromptId(-1, 0), sample=0, attempt=0)
-        connection = self.connection(server.address, deadline_in(self._config.weight_update_timeout))
+        seed = sampling_seed(self.config.seed, PromptId(-1, 0), sample=0, attempt=0)
+        connection = self.connection(server.address, deadline_in(self.config.weight_update_timeout))
         num_failures = 0
         while True:
             try:
-                segment = await self._backend.complete(connection, req, [], seed, ignore_eos=True)
+                segment = await self.backend.complete(connection, req, [], seed, ignore_eos=True)
                 if not segment.tokens:
                     raise ServerError(
                         f"{server.address} must sample a canary's tokens: got none. Leave pausing it to us."
@@ -275,7 +272,7 @@ class Completions:
             except ServerError as error:
                 num_failures += 1
                 pause_s = backoff_s(num_failures, _FIRST_BACKOFF_S, _MAX_BACKOFF_S)
-                is_left = num_failures <= self._config.request_retries and deadline_in(pause_s) < connection.deadline
+                is_left = num_failures <= self.config.request_retries and deadline_in(pause_s) < connection.deadline
                 if not (is_left and _may_retry(error)):
                     await self.health.dead_among([server])
                     return error

@@ -18,7 +18,7 @@ from arealite.api.errors import ConfigError, ServerError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.completions import Completions
 from arealite.inference.http import StatusError, deadline_in
-from arealite.inference.pool import ServerPool, backoff_s
+from arealite.inference.pool import backoff_s
 from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.utils.network import LOOPBACK
 from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord
@@ -47,18 +47,10 @@ async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Re
 class Membership:
     """Watches the registry; lives in one event loop."""
 
-    def __init__(
-        self,
-        config: InferenceEngineConfig,
-        servers: ServerPool,
-        completions: Completions,
-        registry: Registry | RegistryClient,
-    ) -> None:
+    def __init__(self, completions: Completions, registry: Registry | RegistryClient) -> None:
         self.num_joined = self.num_left = 0  # members that joined after the start of the run, and that were removed
-        self._config = config
-        self._servers = servers
-        self._completions = completions
-        self._registry = registry
+        self._completions, self._registry = completions, registry
+        self._config, self._servers = completions.config, completions.servers
         self._records: dict[str, ServerRecord] = {}  # by name, as last seen
         self._taken: dict[str, ServerRecord] = {}  # by address: members, servers being contacted, and rejected servers
         self._failures: dict[str, Exception] = {}  # by address: what went wrong at the last contact

@@ -133,8 +133,8 @@ class ServerPool:
         return "; ".join(words) or "no server"
 
     def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server | None:
-        """Choose the healthy server, if any, that is expected to finish a request first, if possible not one to `avoid`,
-        and count the tokens until `release`. Requests with one `rid` stay on a server, which has cached their prefix."""
+        """Choose the healthy server that should finish a request first, if possible not one to `avoid`, and count the
+        tokens until `release`. Requests with the same `rid` stay on one server, which has cached their prefix."""
         healthy = self.healthy
         if not healthy:
             return None

@@ -114,14 +114,14 @@ class RemoteInferenceEngine(InferenceEngine):
         session = open_session(secret)
         loop.closers.append(session.close)
         completions = self._completions = Completions(self.config, self._backend, self.servers, session)
-        self.receiver = WeightReceiver(self.config, self._backend, self.servers, completions)
+        self.receiver = WeightReceiver(completions)
         self.servers.on_change = lambda: loop.call_soon(self._note_change)
         if addresses:
             await completions.connect(addresses)
         else:
             registry = await open_registry(self.config, secret)
             loop.closers.append(registry.close)
-            self._membership = Membership(self.config, self.servers, completions, registry)
+            self._membership = Membership(completions, registry)
             await self._membership.wait_for(self.config.num_servers)
         await completions.load_vocabulary()
         heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])

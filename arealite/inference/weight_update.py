@@ -1,9 +1,7 @@
-"""The receiving half of a weight update.
-
-Servers pause, receive the weights through a broadcast group or from a checkpoint folder, verify them, and resume.
-Invariants: an update ends within its deadline; after it a server serves the new weights, or its old ones if it keeps
-them, or it has no version and gets no requests. One rule for failures: a server that fails in an update backs off.
-"""
+"""The receiving half of a weight update: servers pause, receive the weights through a broadcast group or from a
+checkpoint folder, verify them, and resume. Invariants: an update ends within its deadline; after it a server serves the
+new weights, or its old ones if it keeps them, or it has no version and gets no requests. One rule for failures: a
+server that fails in an update backs off."""
 
 import asyncio
 import contextlib
@@ -19,13 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
-from arealite.inference.backends.base import Backend, BroadcastPlan, Checksums, MismatchError, Segment
+from arealite.inference.backends.base import BroadcastPlan, Checksums, MismatchError, Segment
 from arealite.inference.completions import Completions
 from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in
-from arealite.inference.pool import NO_VERSION, Server, ServerPool
+from arealite.inference.pool import NO_VERSION, Server
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 from arealite.utils.threads import in_thread
 
@@ -60,14 +57,10 @@ class WeightUpdate:
 class WeightReceiver:
     """Brings weight updates to the servers of a run, and keeps their broadcast group from one update to the next."""
 
-    def __init__(
-        self, config: InferenceEngineConfig, backend: Backend, servers: ServerPool, completions: Completions
-    ) -> None:
+    def __init__(self, completions: Completions) -> None:
         self.num_mismatched = 0  # tensors that a server kept although their checksums differed
-        self._config = config
-        self._backend = backend
-        self._servers = servers
-        self._completions = completions
+        self._completions, self._config = completions, completions.config
+        self._backend, self._servers = completions.backend, completions.servers
         self._plan: BroadcastPlan | None = None
         self._has_joined = False  # whether the servers of the plan are in its group
         self._port_holder: socket.socket | None = None  # keeps the plan's port until the sender listens there
@@ -359,7 +352,7 @@ class WeightReceiver:
         """After an update that failed with `error`: wait until there are servers to repeat it with.
 
         Raises the error if no server is to blame for it, if every server has refused, or if none is there, or no update
-        has succeeded, for `rollout.setup_timeout` seconds. Failures of joining servers never matter to those that serve.
+        has succeeded, for `rollout.setup_timeout` seconds. Joining servers that failed never matter to the others.
         """
         update, now = self._update, time.monotonic()
         for server in update.members if self._is_unverified else []:

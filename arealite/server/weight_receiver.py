@@ -1,8 +1,6 @@
-"""Receives new weights for the engine, all of them or none.
-
-Tensors are staged and swapped in at the end, so the old weights survive a sender that dies half-way and tensors whose
-fingerprints differ. A failed transfer closes the group, which fails the sender too.
-"""
+"""Receives new weights for the engine, all or none: tensors are staged and swapped in at the end, so the old weights
+survive a sender that dies half-way and tensors whose fingerprints differ. A failed transfer closes the group, which
+fails the sender too."""
 
 import asyncio
 import contextlib

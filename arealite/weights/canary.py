@@ -1,8 +1,5 @@
-"""A canary: after a weight update every server samples a few tokens, whose logprobs the trainer must agree with.
-
-It verifies the whole way at once, from the trainer's parameters through names, dtypes and caches to the server's
-kernels. It can't say why logprobs differ; checksums name tensors.
-"""
+"""A canary: after a weight update every server samples a few tokens, whose logprobs the trainer must agree with. It
+verifies the whole way, from the trainer's parameters through names, dtypes and caches to the server's kernels."""
 
 # B servers, T padded tokens
 

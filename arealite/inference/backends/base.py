@@ -18,8 +18,6 @@ from arealite.api.io_struct import MAX_LOGPROB, ModelRequest
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 
-_UNVERSIONED = ("default", None)  # version of a server that was started without one
-
 Finish = Literal["stop", "length", "abort"]
 
 
@@ -62,7 +60,7 @@ class Segment:
         """Add the version of each token, unless the server has none yet."""
         versions: list[int] = []
         for span in spans:
-            if span["version"] in _UNVERSIONED:
+            if span["version"] in ("default", None):  # a server that was started without one
                 return self
             is_sound = span["start"] == len(versions) and str(span["version"]).isdecimal()
             require(is_sound, "have contiguous spans of integer versions")
