@@ -67,8 +67,7 @@ class GenerationEngine:
         self.version = version
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.weight_shapes = runner.weight_shapes
-        self.stopped: Future[None] = Future()
-        """Resolves when the thread ends: None after `close`, the exception after a failure."""
+        self.stopped: Future[None] = Future()  # done when the thread ends: None after `close`, or why it failed
         self._runner = runner
         self._eos_ids = eos_ids
         self._tokenizer = tokenizer

@@ -4,7 +4,6 @@ the trainer's. A model for which our attention differs (recurrent state, attenti
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from arealite.generation.slot_attention import ATTENTION_NAME, PackedPrefill, SlotCache, SlotDecode, SlotStep
-from arealite.utils.hf import load_causal_lm, require_fixed_rope
+from arealite.utils.hf import require_fixed_rope
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +49,6 @@ class ModelRunner:
             dtype=model.dtype,
         )
         self._check_against_reference()
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str, *, dtype: torch.dtype, slots: int, context: int, deterministic: bool = False
-    ) -> Self:
-        """Load a local checkpoint folder."""
-        model = load_causal_lm(path, dtype=dtype, local_files_only=True, attn_implementation="sdpa")
-        return cls(model, slots=slots, context=context, deterministic=deterministic)
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
         """Fill the slots with the prompts; return the logits after each prompt's last token, `[n, V]`."""

@@ -24,8 +24,7 @@ from arealite.utils.secret import authorization
 Json = dict[str, Any]
 
 _CONNECT_S = 10.0
-_IDLE_S = 4.0
-"""An idle connection is not used again after that; SGLang and vLLM close it after 5 s, and lose what is on its way."""
+_IDLE_S = 4.0  # an older idle connection is not used again: SGLang and vLLM close it after 5 s, with what is on its way
 _SHOWN_CHARS = 500
 
 

@@ -55,8 +55,7 @@ class ServerPool:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.on_change: Callable[[], None] | None = None
-        """Called after every change of members and of what they are fit for, in the thread that made it."""
+        self.on_change: Callable[[], None] | None = None  # called after every change, in the thread that made it
         self.version = 0  # of the newest published weights
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()

@@ -61,13 +61,11 @@ class RemoteInferenceEngine(InferenceEngine):
         self._completions: Completions
         self.receiver: WeightReceiver  # both exist as long as the executor
         self._membership: Membership | None = None  # None for `server_addrs`, which never change
-        self.catch_up: Callable[[], None] | None = None
-        """Brings the current weights to joining servers (collective); `publish_weights` sets it on every rank."""
+        self.catch_up: Callable[[], None] | None = None  # updates joining servers (collective); of `publish_weights`
         self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._exchange = RankZeroExchange()
-        self.canary_gap: float | None = None
-        """Largest difference per token between a server's logprobs and the trainer's at the last weight update."""
+        self.canary_gap: float | None = None  # largest one per token, of servers' and trainer's logprobs, last update
 
     # Life cycle
 

@@ -247,7 +247,8 @@ class WeightReceiver:
         await asyncio.wait([sender], timeout=max(0.0, left_s))
         if not sender.done():
             raise TimeoutError("the sender did not finish")
-        _raise_if_failed(sender)
+        if (error := sender.exception()) is not None:  # in a wrapper, as it may be one that would end the event loop
+            raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
 
     async def _unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
         """Run the transfer, but end at once with the sender's error if it fails."""
@@ -259,7 +260,7 @@ class WeightReceiver:
             if not task.done() and sender.exception() is not None:
                 await asyncio.wait([task], timeout=_LAST_WORD_S)  # a server that refused says why
             if not task.done():
-                _raise_if_failed(sender)
+                await self._wait_for_sender()  # raises if it has failed
             await task
         finally:
             task.cancel()
@@ -405,10 +406,3 @@ class WeightReceiver:
         finally:
             for task in tasks:
                 task.cancel()
-
-
-def _raise_if_failed(sender: asyncio.Future[None]) -> None:
-    """Raise the sender's error, in a wrapper, as it may be one that would end the event loop."""
-    error = sender.exception()
-    if error is not None:
-        raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
 from arealite.utils import heartbeat
-from arealite.utils.hf import local_folder
+from arealite.utils.hf import load_causal_lm, load_hf_tokenizer, local_folder
 from arealite.utils.http_server import HttpServer
 from arealite.utils.logging import setup_logging
 from arealite.utils.processes import raise_file_limit
@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_exposed(args.host, secret_of_environment())
         folder = local_folder(args.model_path)
-        runner = ModelRunner.from_pretrained(
-            folder, dtype=DTYPES[args.dtype], slots=args.slots, context=args.context, deterministic=args.deterministic
-        )
-        tokenizer = load_tokenizer(folder)
+        model = load_causal_lm(folder, dtype=DTYPES[args.dtype], local_files_only=True, attn_implementation="sdpa")
+        runner = ModelRunner(model, slots=args.slots, context=args.context, deterministic=args.deterministic)
+        has_tokenizer = any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+        tokenizer: PreTrainedTokenizerBase | None = load_hf_tokenizer(folder) if has_tokenizer else None
     except (ValueError, OSError) as error:
         logger.error("can't serve %s: %s", args.model_path, error)
         return 2
@@ -90,14 +90,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1: got {getattr(args, name)}")
     return args
-
-
-def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase | None:
-    """Load the folder's tokenizer, if it has one."""
-    if not any((Path(model_path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    return tokenizer
 
 
 def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
 from arealite.server import protocol
-from arealite.server.protocol import M
 from arealite.server.weight_receiver import MismatchError, WeightReceiver
 from arealite.utils.secret import is_authorized, refusal
 
@@ -162,7 +161,7 @@ class Server:
         return hash((self._seed, next(self._num_unseeded)))
 
 
-def _post(path: str, body_type: type[M], action: Callable[[M], Awaitable[object]]) -> web.RouteDef:
+def _post(path: str, body_type: type[protocol.M], action: Callable[[protocol.M], Awaitable[object]]) -> web.RouteDef:
     """Route POSTs to an action, which returns a message, or a list of mismatched tensors, or nothing."""
 
     async def handle(request: web.Request) -> web.Response:

@@ -117,10 +117,8 @@ class AbortBody(Body):
 class VerifiedBody(Body):
     """POST /end_weight_update, and how the tensors of any update are verified; SGLang has neither field."""
 
-    fingerprints: dict[str, str] | None = None
-    """The sender's fingerprint of each tensor (`utils.fingerprint`); None does not verify."""
-    on_mismatch: Literal["refuse", "accept"] = "refuse"
-    """Reply with an error and keep the old weights, or load the new ones and name those that differ."""
+    fingerprints: dict[str, str] | None = None  # the sender's, by tensor (`utils.fingerprint`); None does not verify
+    on_mismatch: Literal["refuse", "accept"] = "refuse"  # keep the old weights, or take the new and say which differ
 
 
 class DiskUpdateBody(VerifiedBody):

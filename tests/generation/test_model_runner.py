@@ -23,6 +23,7 @@ from transformers import (
 
 from arealite.engine.hf_model import load_whole_model
 from arealite.generation.model_runner import ModelRunner, read_checkpoint
+from arealite.utils.hf import load_causal_lm
 
 PROMPTS = [[5, 9, 7, 3, 11], [8], [20, 21, 22, 23, 24, 25, 26, 27, 28], [5, 9, 7, 3, 12]]
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -99,7 +100,7 @@ def weights_of(seed: int, **changes: object) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def runner(reference: PreTrainedModel, model_path: str) -> ModelRunner:
-    return ModelRunner.from_pretrained(model_path, dtype=torch.float32, slots=2, context=64)
+    return ModelRunner(load_causal_lm(model_path, dtype=torch.float32), slots=2, context=64)
 
 
 def test_new_weights_replace_the_old(runner: ModelRunner) -> None:
@@ -163,14 +164,14 @@ def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=rf"{tmp_path} must hold safetensors files: got .* Load it and save it again"):
-        ModelRunner.from_pretrained(str(tmp_path), dtype=torch.float32, slots=1, context=8)
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
     with pytest.raises(ValueError, match=rf"{tmp_path} must hold safetensors files: got .* Load it and save it again"):
         load_whole_model(str(tmp_path))
 
 
 def test_low_precision_is_accepted(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path, seed=3)
-    runner = ModelRunner.from_pretrained(path, dtype=torch.bfloat16, slots=2, context=64)
+    runner = ModelRunner(load_causal_lm(path, dtype=torch.bfloat16), slots=2, context=64)
     with torch.inference_mode():
         logits = runner.prefill([[4, 5, 6]], [0]).float().log_softmax(-1)
         exact = build(config(), seed=3)(torch.tensor([[4, 5, 6]])).logits[:, -1].log_softmax(-1)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
+from arealite.utils.hf import load_causal_lm
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 
 Reply = tuple[int, dict[str, Any]]
@@ -59,7 +60,7 @@ class Client:
 
 @pytest.fixture
 async def client(model_path: str) -> AsyncIterator[Client]:
-    runner = ModelRunner.from_pretrained(model_path, dtype=torch.float32, slots=4, context=256)
+    runner = ModelRunner(load_causal_lm(model_path, dtype=torch.float32), slots=4, context=256)
     engine = GenerationEngine(runner, eos_ids=frozenset({EOS}), tokenizer=tokenizer())
     server = Server(engine, tokenizer(), model_path=model_path)
     web_runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=1)

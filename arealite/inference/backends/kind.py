@@ -36,10 +36,8 @@ class ServerKind:
     cache would lend them to new sequences."""
     fixed_flags: Mapping[str, object] = field(default_factory=dict)  # further flags that are the same for every run
     has_negated_flags: bool = False  # whether `--no-x` turns off what `x: false` means; otherwise it is left out
-    abort_call: tuple[str, Json] | None = None
-    """Endpoint and payload that end requests in flight with the tokens so far; None if SIGTERM does."""
-    tied_embeddings_defect: str = ""
-    """Why logprobs may be wrong after an update of a model with tied embeddings, and what to do."""
+    abort_call: tuple[str, Json] | None = None  # what ends requests with the tokens so far; None if SIGTERM does
+    tied_embeddings_defect: str = ""  # why new weights of a model with tied embeddings may be wrong, and what to do
 
     @property
     def is_embedded(self) -> bool:

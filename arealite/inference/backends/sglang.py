@@ -23,6 +23,7 @@ class SGLangBackend(Backend):
 
     def __init__(self, *, pause_mode: PauseMode) -> None:
         super().__init__(pause_mode=pause_mode)
+        self._flushes_cache = pause_mode != "in_place"  # SGLang refuses to flush what requests in flight still need
         self._max_tokens: dict[str, int] = {}  # by address: the longest prompt and completion together it accepts
         self._takes_seeds: set[str] = set()
         """Addresses of servers that sample by seed; others ignore one, and those before 0.5 refuse it."""
@@ -141,10 +142,6 @@ class SGLangBackend(Backend):
         if not are_names(names := reply.get("mismatched", [])):
             raise bad_reply(server.address, endpoint, "have a list of names as mismatched", reply)
         return names
-
-    @property
-    def _flushes_cache(self) -> bool:
-        return self._pause_mode != "in_place"  # SGLang refuses to flush what requests in flight still need
 
 
 SGLANG = ServerKind(
