@@ -135,8 +135,7 @@ class GenerationEngine:
         return self.call(lambda: self._hold(None))
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: str | None = None) -> Future[None]:
-        """Replace all weights between two steps. Requests in flight continue on them, with a new cache unless
-        `allow_stale_kv`."""
+        """Replace all weights between two steps; requests in flight have a new cache then, unless `allow_stale_kv`."""
 
         def update() -> None:
             self._runner.load_weights(weights)

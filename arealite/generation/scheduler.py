@@ -60,8 +60,7 @@ class Scheduler:
     """First come, first served, into `slots` slots."""
 
     def __init__(self, *, slots: int, max_prefill_tokens: int, move: Callable[[int, int, int], None]) -> None:
-        """`move(source, destination, length)` moves a sequence's cache; `max_prefill_tokens` bounds one forward pass
-        unless a single prompt is longer."""
+        """`move(source, destination, length)` moves a cache; `max_prefill_tokens` bounds a prefill of many prompts."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = slots

@@ -1,8 +1,6 @@
-"""The KV cache, and the attention over it that Hugging Face models call through their attention interface.
-
-A slot holds the keys and values of one sequence. Running sequences occupy slots 0..n-1, so a decoding step reads views
-of the cache instead of copies. A forward pass takes its `SlotStep` as a keyword, which reaches every attention layer.
-"""
+"""The KV cache, and the attention over it that Hugging Face models call through their attention interface. A slot holds
+the keys and values of one sequence. Running sequences occupy slots 0..n-1, so decoding reads views of the cache instead
+of copies. A forward pass takes its `SlotStep` as a keyword, which reaches every attention layer."""
 
 # n sequences, N packed tokens, H key-value heads, G query heads per key-value head, D head size, L cached tokens
 

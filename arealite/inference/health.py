@@ -41,8 +41,7 @@ class Health:
         self.session = session
         self._servers = servers
         self._may_generate = may_generate
-        self._quiet_s = quiet_s
-        self._health_s = health_s
+        self._quiet_s, self._health_s = quiet_s, health_s
         self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)  # one per request in flight
         self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
         self._num_errors: defaultdict[Server, int] = defaultdict(int)  # suspicions since the last good answer

@@ -1,8 +1,6 @@
-"""The client that every kind of server shares: servers, episodes, weights and versions as one `InferenceEngine`.
-
-On ranks other than 0 it is a receiver: batches come through collectives, everything else belongs to rank 0. A server
-that joins while the trainer waits for a batch gets the current weights then, otherwise at the next weight update.
-"""
+"""The client that every kind of server shares: servers, episodes, weights and versions as one `InferenceEngine`. On
+ranks other than 0 it is a receiver: batches come through collectives, everything else belongs to rank 0. A server that
+joins while the trainer waits for a batch gets the current weights then, otherwise at the next weight update."""
 
 import asyncio
 import os
@@ -55,7 +53,8 @@ class RemoteInferenceEngine(InferenceEngine):
             )
         self.config = config
         self.servers = ServerPool()
-        self._backend = kind.backend(pause_mode=config.pause_mode)
+        accepts_mismatch = config.weight_check.on_mismatch == "warn"
+        self._backend = kind.backend(pause_mode=config.pause_mode, accepts_mismatch=accepts_mismatch)
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._completions: Completions
@@ -244,8 +243,7 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._executor.state_dict() | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint, before the first episode: what came after it is undone, and what was open then is
-        issued again at the next `prepare_batch`."""
+        """Resume from a checkpoint, before the first episode; `prepare_batch` issues again what was open then."""
         if self._executor is not None:
             self._executor.load_state_dict(state)
             self._completions.num_tokens = state["generated_tokens"]

@@ -19,7 +19,7 @@ import torch
 
 from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
-from arealite.inference.backends.base import BroadcastPlan, Checksums, MismatchError, Segment
+from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segment
 from arealite.inference.completions import Completions
 from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server
@@ -29,8 +29,7 @@ from arealite.utils.threads import in_thread
 logger = logging.getLogger("arealite.client")
 
 T = TypeVar("T")
-_Reply = Coroutine[Any, Any, T]
-_Call = Callable[[ServerConnection], _Reply[T]]
+_Call = Callable[[ServerConnection], Coroutine[Any, Any, T]]
 
 _RESUME_S = 30.0  # most that servers may take to resume after an update, whatever became of it
 _LISTEN_PAUSE_S = 0.01
@@ -58,7 +57,7 @@ class WeightReceiver:
     """Brings weight updates to the servers of a run, and keeps their broadcast group from one update to the next."""
 
     def __init__(self, completions: Completions) -> None:
-        self.num_mismatched = 0  # tensors that a server kept although their checksums differed
+        self.num_mismatched = 0  # tensors that a server kept although their fingerprints differed
         self._completions, self._config = completions, completions.config
         self._backend, self._servers = completions.backend, completions.servers
         self._plan: BroadcastPlan | None = None
@@ -73,8 +72,8 @@ class WeightReceiver:
     async def begin(self, meta: WeightUpdateMeta) -> None:
         """Start an update; servers of a broadcast pause now, as the sender must know how many there are."""
         assert meta.version is not None, "the version must be known before servers are told"
-        wants_checksums = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
-        meta.wants_fingerprints, meta.fingerprints = wants_checksums, {}
+        meta.wants_fingerprints = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
+        meta.fingerprints = {}
         self._completions.update_timeout_s = meta.timeout_s
         self._is_unverified = False
         self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s), set(self._servers.healthy))
@@ -157,10 +156,10 @@ class WeightReceiver:
 
     async def _load_from_disk(self, servers: Sequence[Server]) -> None:
         """Let servers read the checkpoint, then remove it."""
-        path, version = self._update.meta.path, self._update.version
+        meta, path, version = self._update.meta, self._update.meta.path, self._update.version
         assert path is not None, "an update through the disk needs a path"
         self._update.is_torn = True
-        await self._verify(lambda one, checksums: self._backend.load(one, path, version, checksums), servers)
+        await self._verify(lambda one: self._backend.load(one, path, version, meta.fingerprints), servers)
         await in_thread(shutil.rmtree, path)
 
     # By broadcast
@@ -220,8 +219,9 @@ class WeightReceiver:
             receive = functools.partial(self._backend.receive, group=plan.name, bucket=bucket, version=version)
             await self._on_all(receive, plan.servers)
         if update.meta.wants_fingerprints:
-            await self._wait_for_sender()  # checksums are known only when the last bucket has been sent
-        await self._verify(lambda one, checksums: self._backend.end(one, update.version, checksums), plan.servers)
+            await self._wait_for_sender()  # fingerprints are known only when the last bucket has been sent
+        fingerprints = update.meta.fingerprints
+        await self._verify(lambda one: self._backend.end(one, update.version, fingerprints), plan.servers)
 
     async def _join(self, plan: BroadcastPlan) -> None:
         """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
@@ -265,14 +265,9 @@ class WeightReceiver:
         finally:
             task.cancel()
 
-    async def _verify(
-        self, call: Callable[[ServerConnection, Checksums | None], _Reply[list[str]]], servers: Sequence[Server]
-    ) -> None:
+    async def _verify(self, call: _Call[list[str]], servers: Sequence[Server]) -> None:
         """Let servers verify what they got, and use it; count the tensors that they kept although they differ."""
-        by_name = self._update.meta.fingerprints
-        checksums = Checksums(by_name, self._config.weight_check.on_mismatch == "warn") if by_name else None
-        differing = await self._on_all(lambda one: call(one, checksums), servers)
-        for server, names in zip(servers, differing, strict=True):
+        for server, names in zip(servers, await self._on_all(call, servers), strict=True):
             if names:
                 self.num_mismatched += len(names)
                 logger.warning(

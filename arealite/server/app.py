@@ -39,11 +39,8 @@ class Server:
         seed: int = 0,
         secret: str | None = None,
     ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._model_path = model_path
-        self._seed = seed
-        self._secret = secret
+        self._engine, self._tokenizer = engine, tokenizer
+        self._model_path, self._seed, self._secret = model_path, seed, secret
         self._num_unseeded = itertools.count()
         self._weights = WeightReceiver(engine)
         self.app = web.Application(middlewares=[answer_errors, self._authorize], client_max_size=MAX_BODY_BYTES)

@@ -176,7 +176,7 @@ def test_an_update_through_the_disk_is_what_the_server_accepted(recorded: Record
 
     async def update(caller: ServerConnection) -> None:
         await backend.pause(caller)
-        assert await backend.load(caller, f"/models/{folder}", 1, None) == []
+        assert await backend.load(caller, f"/models/{folder}", 1, {}) == []
         await backend.resume(caller)
 
     recorded.run("update from disk", update)

@@ -85,7 +85,7 @@ class Recorder:
         self._ask("unknown endpoint", "POST", "/no_such_endpoint", {})
         self._in_flight("aborted", "abort", lambda backend, caller: asyncio.sleep(0))
         self._update_calls(str(next_model))
-        self._in_flight("split", "retract", lambda backend, caller: backend.load(caller, str(next_model), 2, None))
+        self._in_flight("split", "retract", lambda backend, caller: backend.load(caller, str(next_model), 2, {}))
         if self._program == "vllm":
             self._backend = new_backend("vllm")  # one that has not met the server believes that it is an older one
             self._complete("completions: greedy", 16)

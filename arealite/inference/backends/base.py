@@ -1,14 +1,12 @@
-"""What differs between inference servers: the names of their endpoints and fields, and what they support.
-
-A backend translates and checks; `completions` and `weight_update` decide. Invariant: every reply is checked before it
-is used; one that breaks the protocol becomes a ServerError that names server and endpoint.
-"""
+"""What differs between inference servers: endpoints, fields, and what they support. A backend translates and checks;
+`completions` and `weight_update` decide. Invariant: every reply is checked before it is used; one that breaks the
+protocol becomes a ServerError that names server and endpoint."""
 
 import abc
 import itertools
 import math
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeGuard, get_args
 
@@ -19,6 +17,7 @@ from arealite.inference.http import Json, ServerConnection, StatusError, bad_rep
 from arealite.inference.pool import Server, ServerFacts
 
 Finish = Literal["stop", "length", "abort"]
+Sums = Mapping[str, str]  # the sender's fingerprint of each tensor (`utils.fingerprint`); empty if nobody verifies
 
 
 class MismatchError(ServerError):
@@ -101,14 +100,6 @@ class BroadcastPlan:
         }
 
 
-@dataclass(frozen=True)
-class Checksums:
-    """The sender's checksum of each tensor, and whether a server keeps a tensor that differs."""
-
-    by_name: dict[str, str]
-    accepts_mismatch: bool
-
-
 def are_names(value: object) -> TypeGuard[list[str]]:
     """Tell whether a reply has a list of strings, such as names of tensors, where it must have one."""
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
@@ -119,12 +110,13 @@ class Backend(abc.ABC):
 
     program: ClassVar[str]  # whose protocol it is
     overflow: ClassVar[re.Pattern[str]]  # what a server says that refuses a prompt or completion as too long
-    verifies: ClassVar[Set[str]] = frozenset()  # types of weight updates in which servers compare checksums
+    verifies: ClassVar[Set[str]] = frozenset()  # types of weight updates in which servers compare fingerprints
     keeps_old_weights = False  # whether a server still serves its old weights after an update that failed half-way
     is_on_cpu = False  # whether broadcasts use gloo even if the trainer has GPUs
 
-    def __init__(self, *, pause_mode: PauseMode) -> None:
-        self._pause_mode = pause_mode
+    def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
+        """`accepts_mismatch`: servers keep tensors that differ from what was sent, where they can verify."""
+        self._pause_mode, self._accepts_mismatch = pause_mode, accepts_mismatch
 
     async def meet(self, server: ServerConnection) -> ServerFacts:
         """Inspect a server; ServerError if it is of another kind, ConfigError if it lacks what the run needs."""
@@ -194,7 +186,7 @@ class Backend(abc.ABC):
         """Continue generating."""
 
     @abc.abstractmethod
-    async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
+    async def load(self, server: ServerConnection, path: str, version: int, fingerprints: Sums) -> list[str]:
         """Load the weights of a folder as `version`; return the tensors that were kept although they differ."""
 
     @abc.abstractmethod
@@ -214,5 +206,5 @@ class Backend(abc.ABC):
         """Receive a bucket of tensors, whose names, dtypes and shapes are given; the last comes with the version."""
 
     @abc.abstractmethod
-    async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
+    async def end(self, server: ServerConnection, version: int, fingerprints: Sums) -> list[str]:
         """Finish an update by broadcast; return the tensors that were kept although they differ."""

@@ -31,9 +31,7 @@ class ServerKind:
     gpus_flag: str  # number of GPUs; empty if a server has one at most
     context_flag: str
     memory_flag: str  # share of the GPU's memory for weights and cache; empty if it can't be limited
-    in_place_flag: str
-    """What `rollout.pause_mode=in_place` needs. Where sequences keep old keys and values when weights change, a prefix
-    cache would lend them to new sequences."""
+    in_place_flag: str  # what pause_mode=in_place needs: a prefix cache would lend old keys and values to new sequences
     fixed_flags: Mapping[str, object] = field(default_factory=dict)  # further flags that are the same for every run
     has_negated_flags: bool = False  # whether `--no-x` turns off what `x: false` means; otherwise it is left out
     abort_call: tuple[str, Json] | None = None  # what ends requests with the tokens so far; None if SIGTERM does

@@ -1,14 +1,14 @@
-"""Our embedded server, `arealite.server`: SGLang's protocol, with checksums, deadlines and counts of stale tokens."""
+"""Our embedded server `arealite.server`: SGLang's protocol, with fingerprints, deadlines and counts of stale tokens."""
 
 import dataclasses
 
-from arealite.inference.backends.base import Checksums, MismatchError
+from arealite.inference.backends.base import MismatchError, Sums
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import Json, ServerConnection, StatusError
 from arealite.inference.pool import ServerFacts
 
-_MISMATCH = 409  # status of a reply that refuses tensors with other checksums
+_MISMATCH = 409  # status of a reply that refuses tensors with other fingerprints
 
 
 class LiteBackend(SGLangBackend):
@@ -26,14 +26,11 @@ class LiteBackend(SGLangBackend):
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await super().join(server, place | {"timeout_s": timeout_s}, timeout_s)
 
-    async def _verified(
-        self, server: ServerConnection, endpoint: str, payload: Json, checksums: Checksums | None
-    ) -> list[str]:
-        if checksums is not None:
-            on_mismatch = "accept" if checksums.accepts_mismatch else "refuse"
-            payload |= {"fingerprints": checksums.by_name, "on_mismatch": on_mismatch}
+    async def _verified(self, server: ServerConnection, endpoint: str, payload: Json, expected: Sums) -> list[str]:
+        if expected:
+            payload |= {"fingerprints": expected, "on_mismatch": "accept" if self._accepts_mismatch else "refuse"}
         try:
-            return await super()._verified(server, endpoint, payload, checksums)
+            return await super()._verified(server, endpoint, payload, expected)
         except StatusError as error:
             if error.status != _MISMATCH:
                 raise

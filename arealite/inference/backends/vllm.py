@@ -13,7 +13,7 @@ from typing import Any
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, Checksums, MismatchError, Segment, are_names, require
+from arealite.inference.backends.base import Backend, MismatchError, Segment, Sums, are_names, require
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
@@ -32,8 +32,8 @@ class VLLMBackend(Backend):
     overflow = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
     verifies = frozenset({"nccl"})
 
-    def __init__(self, *, pause_mode: PauseMode) -> None:
-        super().__init__(pause_mode=pause_mode)
+    def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
+        super().__init__(pause_mode=pause_mode, accepts_mismatch=accepts_mismatch)
         self._has_generate: set[str] = set()  # addresses of servers that have the generate endpoint
         self._extended: set[str] = set()  # addresses of servers that our launch wrapper has started
 
@@ -130,7 +130,7 @@ class VLLMBackend(Backend):
     async def resume(self, server: ServerConnection) -> None:
         await server.request("POST", "/resume")
 
-    async def load(self, server: ServerConnection, path: str, version: int, checksums: Checksums | None) -> list[str]:
+    async def load(self, server: ServerConnection, path: str, version: int, fingerprints: Sums) -> list[str]:
         try:
             await _call_workers(server, "reload_weights", weights_path=path)
         except ServerError:
@@ -158,20 +158,20 @@ class VLLMBackend(Backend):
     async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
         await server.request("POST", "/update_weights", {"update_info": bucket})
 
-    async def end(self, server: ServerConnection, version: int, checksums: Checksums | None) -> list[str]:
+    async def end(self, server: ServerConnection, version: int, fingerprints: Sums) -> list[str]:
         differing: list[str] = []
-        if checksums is not None:
-            by_worker = await _call_workers(server, "mismatched_weights", fingerprints=checksums.by_name)
+        if fingerprints:
+            by_worker = await _call_workers(server, "mismatched_weights", fingerprints=fingerprints)
             if not all(map(are_names, by_worker)):  # a worker replied to an earlier call
                 raise ServerError(
                     f"every worker of {server.address} must reply with a list of names: got {by_worker}. A call that "
                     "failed on one of them has put them out of step; restart the server."
                 )
             differing = sorted({name for names in by_worker for name in names})
-            if differing and not checksums.accepts_mismatch:
+            if differing and not self._accepts_mismatch:
                 raise MismatchError(
                     f"tensors must arrive at {server.address} as they were sent: got {len(differing)} of "
-                    f"{len(checksums.by_name)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
+                    f"{len(fingerprints)} with other fingerprints, {', '.join(differing[:5])}. Send them again."
                 )
         await server.request("POST", "/finish_weight_update", {"weight_version": str(version)})
         await self._forget_cache(server)
