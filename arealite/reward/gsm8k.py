@@ -1,9 +1,10 @@
 r"""GSM8K: 1.0 when the final answer is the right number, else 0.0.
 
-The final answer is the first line after the last `####`, else the content of the last `\boxed{}`; of it, the value
-after the last `=` counts, else the first number. An unfinished expression (`6*3`, `10^2`), a malformed number
-(`1.2.3`), a time (`12:30`), several numbers (`18 or 19`) and a comparison right before it (`not 18`, `< 18`,
-`Step 2`) are no answers. Numbers are compared exactly, as fractions; any text is accepted, in linear time.
+The final answer is the content of the last `\boxed{}`, else the line after the last `####` or "the answer is", unless
+it is a Markdown heading (`#### Step 1`, `#### 1. Add`, `#### Total`). In it, the value after the last `=` counts, else
+the first number. An unfinished expression (`6*3`, `10^2`), a malformed number (`1.2.3`), a time (`12:30`), several numbers
+(`18 or 19`) and a comparison right before it (`not 18`, `< 18`, `Step 2`) are no answers. Numbers are compared exactly,
+as fractions; any text is accepted, in linear time.
 """
 
 import re
@@ -11,7 +12,6 @@ import unicodedata
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-MARKER = "####"
 MAX_DIGITS = 100  # longer numbers and larger exponents are no answers: exact arithmetic on them would not be quick
 
 _DIGIT = re.compile(r"\d")
@@ -34,6 +34,12 @@ _COMPARISON = re.compile(
     re.IGNORECASE,
 )
 _COMPARED = 60  # characters before a number in which a comparison with it may stand
+_STATED = re.compile(  # what introduces an answer, and the beginning of the line that follows
+    r"(?:####|\banswer\b(?:[^\n.:=#]{0,60}?(?:\bis\b|[:=])|[*_ ]*\n))"
+    r"(?=(?:[\s:*_]*\n)?[ \t:]*(?:(?:\\\[|\$\$)\s*)?(.{0,1000}))",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(r"[\s*_]*(?:step\s*\d+\b|\d+\s*[.):]\**\s+\**[A-Za-z]|[^\d¼-¾⅐-⅞]+$)", re.IGNORECASE)
 _CURRENCY = "[$€£¥₹₩]"
 _CLEANING = [  # rewrites LaTeX, Markdown, currency and typographic signs as plain ASCII arithmetic
     (re.compile("[−–﹣－]"), "-"),
@@ -77,10 +83,7 @@ def gsm8k_reward_fn(
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the first line after the last `####`, else the content of the last `\boxed{}`, else None."""
-    _, marker, rest = text.rpartition(MARKER)
-    if marker:
-        return rest.strip().partition("\n")[0]
+    r"""Return the content of the last `\boxed{}`, else the line after the last `####` or "answer is", else None."""
     _, boxed, body = text.rpartition("\\boxed")
     body = body.lstrip()
     if boxed and body.startswith("{"):
@@ -89,7 +92,7 @@ def final_answer(text: str) -> str | None:
             depth += (character == "{") - (character == "}")
             if depth == 0:
                 return body[1:position]
-    return None
+    return next((line for line in reversed(_STATED.findall(text)) if not _HEADING.match(line)), None)
 
 
 def parse_value(text: str) -> Value | None:
@@ -97,6 +100,7 @@ def parse_value(text: str) -> Value | None:
     text = _VULGAR_FRACTION.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text)
     for pattern, replacement in _CLEANING:
         text = pattern.sub(replacement, text)
+    text = " ".join(text.split())  # on long gaps the patterns below take quadratic time
     left, equals, right = text.rpartition("=")
     if not _DIGIT.search(right):
         left, equals, right = "", "", text

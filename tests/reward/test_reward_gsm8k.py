@@ -5,6 +5,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing_completions import CASES
 
 from arealite.reward import gsm8k_reward_fn
 
@@ -93,10 +94,25 @@ RIGHT = [
     ("\\boxed{\\frac{3}{4}}", "0.75"),
     ("\\boxed{3} no, \\boxed{18}", "18"),
     ("first #### 3, then #### 18", "18"),
-    ("\\boxed{3}\n#### 18", "18"),
+    ("#### 3\n\\boxed{18}", "18"),
+    ("\\boxed{18}\n#### 19", "18"),
+    ("\\boxed{18}\n#### Step 2: check", "18"),
+    ("The answer is 18", "18"),
+    ("The answer is 18.", "18"),
+    ("So the final answer is: **18**", "18"),
+    ("**Answer:** 18 apples", "18"),
+    ("**Answer**: $18", "18"),
+    ("answer = 18", "18"),
+    ("The answer to the question of how many there are is\n\n18.", "18"),
+    ("The final answer is:\n\\[\n18\n\\]", "18"),
+    ("**The final answer is:**\n\n$$18$$", "18"),
+    ("#### Step 1: Add 3\nso 18.\n#### Final Answer\n\n18", "18"),
+    ("#### Step 1\n9*2\n#### 2. Check it\n18\nThe answer is 18.", "18"),
+    ("The answer is 17. Wait.\n#### 18", "18"),
+    ("#### 17\nNo, the answer is 18.", "18"),
+    ("#### 18\n#### Notes", "18"),
     ("#### 0.1", "1/10"),
     ("#### 007", "7"),
-    ("#### Step 5: x = 18", "18"),
     ("#### Therefore x > 3 so x = 5", "5"),
     ("#### The most he can earn is 18", "18"),
     ("#### 18 2-litre bottles", "18"),
@@ -110,11 +126,18 @@ WRONG = [
     ("#### \n \n", "18"),
     ("#### none, although 18 was close #### ", "18"),
     ("18", "18"),
-    ("The answer is 18", "18"),
+    ("The answer is not 18", "18"),
+    ("The answer is 18 or 19", "18"),
+    ("The answer is 18.\nNo, the answer is 19.", "18"),
+    ("There are 18.", "18"),
+    ("#### Step 18", "18"),
+    ("#### Step 5: x = 18", "18"),
+    ("#### 18. Add them up", "18"),
+    ("**Step 1: Add 18**\n#### Step 1: Add 18", "18"),
+    ("\\boxed{19}\n#### 18", "18"),
     ("### 18", "18"),
     ("", "18"),
     ("\\boxed{18} and \\boxed{19}", "18"),
-    ("\\boxed{18}\n#### 19", "18"),
     ("\\boxed{18", "18"),
     ("\\boxed{}", "18"),
     ("\\boxed", "18"),
@@ -183,6 +206,11 @@ def test_wrong_answers(completion: str, answer: str) -> None:
     assert reward(completion, answer) == 0.0
 
 
+@pytest.mark.parametrize(("answer", "expected", "completion"), [case[1:] for case in CASES])
+def test_completions_in_the_style_of_chat_models(answer: str, expected: float, completion: str) -> None:
+    assert reward(completion, answer) == expected
+
+
 def test_percentages_compare_with_each_other_as_written() -> None:
     assert reward("#### 50%", "0.5%") == 0.0
     assert reward("#### 50%", "50 %") == 1.0
@@ -237,11 +265,17 @@ def test_fractions_are_exact(number) -> None:
         "½",
         "=1",
         "e9",
+        "answer is ",
+        "answer\n",
+        "answer ",
+        "#### a\n",
+        ": ",
+        "\n",
     ],
 )
 def test_long_texts_take_linear_time(piece: str) -> None:
     began = time.process_time()
-    for text in (piece * 50_000, "1" + piece * 50_000):
+    for text in (piece * 50_000, "1" + piece * 50_000, "1" + piece * 50_000 + "x"):
         reward("#### " + text, "18")
         reward("\\boxed{" + text + "}", "18")
     assert time.process_time() - began < 2.0
