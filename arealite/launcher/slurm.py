@@ -68,7 +68,6 @@ def batch_script(run: Run) -> str:
     """Return the script for sbatch. The user's arguments come last, as the last of two equal ones counts."""
     plan, launcher, folder = run.plan, run.config.launcher, run.folder.path.absolute()
     cpus, mebibytes = _needs(run)
-    may_restart = run.config.recover.mode in ("auto", "fault")
     options = [
         f"--job-name={run.config.experiment_name}:{run.config.trial_name}",
         f"--nodes={plan.num_nodes}",
@@ -76,7 +75,7 @@ def batch_script(run: Run) -> str:
         f"--cpus-per-task={cpus}",
         *([f"--mem={mebibytes}M"] if mebibytes else []),
         *([f"--gres=gpu:{plan.gpus_per_node}"] if plan.gpus_per_node else []),
-        "--requeue" if may_restart else "--no-requeue",
+        "--requeue" if run.config.recover.mode in ("auto", "fault") else "--no-requeue",
         "--open-mode=append",
         f"--output={folder}/slurm-%j.log",
         f"--chdir={Path.cwd()}",

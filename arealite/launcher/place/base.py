@@ -21,8 +21,7 @@ class Job:
     name: str
     command: list[str]
     env: dict[str, str]
-    folder: str = field(default_factory=os.getcwd)
-    """Working directory on every node: that of the launcher, to which paths may be relative."""
+    folder: str = field(default_factory=os.getcwd)  # on every node that of the launcher, to which paths may be relative
 
 
 class NodeLostError(RuntimeError):
@@ -32,7 +31,6 @@ class NodeLostError(RuntimeError):
 class Slot(Protocol):
     """Room for one job on some node. Nothing that the job starts outlives it."""
 
-    node: str  # name of the node, for messages
     address: str  # address by which the nodes of the run reach this one
     port: int  # a port that is kept free until the job binds it
     gpus: Sequence[str]  # names of the GPUs that are reserved, as CUDA_VISIBLE_DEVICES spells them

@@ -64,7 +64,6 @@ class JobRun:
 class LocalSlot(JobRun):
     """A slot on this node."""
 
-    node = "this node"
     address = LOOPBACK
 
     def __init__(self, gpus: Sequence[str]) -> None:

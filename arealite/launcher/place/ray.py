@@ -127,7 +127,6 @@ class RayPlace(RelayPlace):
     _ADVICE = (
         "Add nodes, wait for others to finish, or lower allocation_mode or launcher.*_cpus_per_gpu and *_mem_per_gpu."
     )
-
     _group: Any = None
 
     def check(self, config: BaseExperimentConfig, plan: Plan) -> None:

@@ -85,12 +85,26 @@ class Server:
         self._run = JobRun()
         self._ended = asyncio.create_task(self._end())  # resolves to its exit status
 
-    def last_line(self) -> str:
+    def _last_line(self) -> str:
         """Return the last line it wrote, without control characters."""
         line = re.split(r"[\r\n]+", self._last.decode(errors="replace").strip())[-1]
         return _CONTROL.sub("", line)[:_SHOWN_CHARS] or "starting"
 
-    async def watch(self, signals: asyncio.Queue[int]) -> int:
+    async def run(self, signals: asyncio.Queue[int]) -> int:
+        """Watch it to its end, and leave nothing behind."""
+        saying = asyncio.create_task(self._registration.keep_saying(self._last_line))
+        try:
+            status = await self._watch(signals)
+            if status == 0:
+                await self._hand_back(signals)
+            return status
+        finally:
+            saying.cancel()
+            self._run.kill()
+            await self._ended
+            await self._registration.withdraw()
+
+    async def _watch(self, signals: asyncio.Queue[int]) -> int:
         """Return 0 after a signal, else the exit status that explains why the server is unusable."""
         name, started, signalled = self._args.name, time.monotonic(), asyncio.create_task(signals.get())
         is_exposed = self._secret is not None and not is_loopback(self._args.host)
@@ -109,14 +123,14 @@ class Server:
         signalled.cancel()
         if not self._ended.done():
             late = f"{name} was not ready within {self._args.setup_timeout:g} s"
-            print(f"serve: {late}; it last wrote: {self.last_line()}", flush=True)
+            print(f"serve: {late}; it last wrote: {self._last_line()}", flush=True)
             return NOT_READY
         status = self._ended.result()
         when = "" if is_ready else " while it was loading"
         print(f"serve: {name} ended with {describe_exit(status)}{when}", flush=True)
         return status or 1
 
-    async def hand_back(self, signals: asyncio.Queue[int]) -> None:
+    async def _hand_back(self, signals: asyncio.Queue[int]) -> None:
         """Give clients the tokens so far, unless a second signal comes or `_DRAIN_S` is over."""
         leaving, again = asyncio.create_task(self._leave()), asyncio.create_task(signals.get())
         await asyncio.wait([leaving, again], timeout=_DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -124,11 +138,6 @@ class Server:
         if leaving.done():
             leaving.result()
         leaving.cancel()
-
-    async def kill(self) -> None:
-        """End it with everything it started."""
-        self._run.kill()
-        await self._ended
 
     async def _end(self) -> int:
         host, _, port = self._address.rpartition(":")
@@ -164,7 +173,7 @@ class Server:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    """Start the server, watch it to its end, and leave nothing behind."""
+    """Register the server and run it."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
@@ -177,17 +186,7 @@ async def _run(args: argparse.Namespace) -> int:
             raise ConfigError(f"the registry of the run must accept this server: {error}") from error
         except RegistryError:  # `keep_saying` tries again and reports it
             pass
-        server = Server(args, address, registration)
-        saying = asyncio.create_task(registration.keep_saying(server.last_line))
-        try:
-            status = await server.watch(signals)
-            if status == 0:
-                await server.hand_back(signals)
-            return status
-        finally:
-            saying.cancel()
-            await server.kill()
-            await registration.withdraw()
+        return await Server(args, address, registration).run(signals)
 
 
 def _hold(args: argparse.Namespace) -> socket.socket:

@@ -175,21 +175,17 @@ class Output:
     def _finish(self, written: list[str]) -> None:
         """Take whole lines as a reader would see them: without control codes, and as they were overwritten last."""
         lines = [_CONTROL.sub("", line).rstrip("\r").rpartition("\r")[2] for line in written]
-        self._write_log("".join(line + "\n" for line in lines))
+        try:
+            self._log.write("".join(line + "\n" for line in lines))
+            self._log.flush()
+        except OSError as error:  # the log ends with a line that says so, and the console continues
+            with contextlib.suppress(OSError):
+                self._log.close()
+            self._log = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            self._console.line(f"ERROR: this log ends here: {explain(error, self.path)}", prefix=self.name)
         for line in lines:
             self.tail.append(line)
             if self._only_warnings and not line.startswith((" ", "\t")):  # these go with the line before
                 self._is_shown = bool(_WORSE.search(line))
             if self._is_shown:
                 self._console.line(line, prefix=self._prefix)
-
-    def _write_log(self, text: str) -> None:
-        """Write to the log file; one that can't be written ends with a line that says so, and the console continues."""
-        try:
-            self._log.write(text)
-            self._log.flush()
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._log.close()
-            self._log = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            self._console.line(f"ERROR: this log ends here: {explain(error, self.path)}", prefix=self.name)

@@ -39,7 +39,6 @@ _REFUSAL = re.compile(r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoin
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|gloo/transport|NCCL communicator was aborted")
 _CAUSE_S = 5.0  # how long a rank that has lost its peer is not blamed, as the peer may still be writing its traceback
 _SERVER_END_S = 0.5  # how long a server's end is waited for, which may be why the trainer failed
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def pause_s(num_restarts: int) -> float:
@@ -97,7 +96,7 @@ class Supervisor:
         self._before = set(descendants(os.getpid()))
         self._adopted_before = adopt_orphans()
         self._signal: asyncio.Future[ExitReason] = self._loop.create_future()  # done by the first signal of the user
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 self._loop.add_signal_handler(number, self._take_signal, number)
 
@@ -187,14 +186,15 @@ class Supervisor:
             running = self._loop.create_task(self._run_job(slot, job))
             loading = self._loop.create_task(self._becomes_ready(name))
             try:
-                await asyncio.wait({running, loading}, return_when=asyncio.FIRST_COMPLETED)
-                was_ready = was_ready or (loading.done() and loading.result())
                 status = SERVER_FAILED
-                if loading.done() and not loading.result():
-                    ended = f"{name} was not ready within {setup_timeout_s(self._config):g} s"
-                    slot.kill()
-                else:
-                    ended = f"{name} ended with {describe_exit(await running)}"
+                await asyncio.wait({running, loading}, return_when=asyncio.FIRST_COMPLETED)
+                if loading.done():
+                    loading.result()
+                    was_ready = True
+                ended = f"{name} ended with {describe_exit(await running)}"
+            except TimeoutError:
+                ended = f"{name} was not ready within {setup_timeout_s(self._config):g} s"
+                slot.kill()
             except NodeLostError as error:
                 ended, status = str(error), NODE_LOST
             finally:
@@ -222,28 +222,24 @@ class Supervisor:
                 await self._loop.create_future()
         return ExitReason(status, ended, self._output(name))
 
-    async def _becomes_ready(self, name: str) -> bool:
-        """Wait until a server registers as ready, and log what it does meanwhile; False if it takes too long."""
+    async def _becomes_ready(self, name: str) -> None:
+        """Wait until a server registers as ready, and log what it does meanwhile. Raises TimeoutError."""
         started, next_word = time.monotonic(), time.monotonic() + _WORD_S
         timeout_s = setup_timeout_s(self._config)
-        view = await self._registry.watch()
-        while (record := view.servers.get(name)) is None or record.state != "ready":
-            now = time.monotonic()
-            if now - started >= timeout_s:
-                return False
-            if now >= next_word:
-                next_word = now + _WORD_S
-                doing = "it has not registered yet" if record is None else record.detail
-                self._say(f"waiting for {name} ({now - started:.0f} s of {timeout_s:g} s): {doing}")
-            due = min(next_word, started + timeout_s)
-            view = await self._registry.watch(view.moment, max(0.0, due - now))
+        async with asyncio.timeout(timeout_s):
+            view = await self._registry.watch()
+            while (record := view.servers.get(name)) is None or record.state != "ready":
+                if (now := time.monotonic()) >= next_word:
+                    next_word = now + _WORD_S
+                    doing = "it has not registered yet" if record is None else record.detail
+                    self._say(f"waiting for {name} ({now - started:.0f} s of {timeout_s:g} s): {doing}")
+                view = await self._registry.watch(view.moment, next_word - now)
         self._addresses[name] = record.address
         self._say(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
         addresses = [self._addresses.get(name, "") for name in self._server_names]
         if not self._plan.trainers and all(addresses):
             secret = f"{SECRET_VARIABLE}=$(cat {self._run.folder.secret})"
             self._say(f"servers only, until Ctrl-C: export {secret} {SERVER_ADDRS_VARIABLE}={','.join(addresses)}")
-        return True
 
     async def _train(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> ExitReason:
         """Run all ranks; the first failure that no other rank caused counts."""
