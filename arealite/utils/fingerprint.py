@@ -28,15 +28,12 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
     """
     elements = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     offset *= max(1, tensor.element_size() // 4)
+    first_block, begin = divmod(offset, _BLOCK)
     of_block = _factors_of_block(tensor.device)
-    sums, factors = [], []
-    for block in range(offset // _BLOCK, -(-(offset + elements.numel()) // _BLOCK)):
-        start, end = max(block * _BLOCK, offset), min((block + 1) * _BLOCK, offset + elements.numel())
-        here = slice(start - block * _BLOCK, end - block * _BLOCK)
-        sums.append((of_block[here] * elements[start - offset : end - offset]).sum())
-        factors.append(pow(_FACTOR, block, 2**64))
-    values = torch.stack(sums).tolist() if sums else []
-    return sum(factor * value for factor, value in zip(factors, values, strict=True)) & _MASK
+    sums = [(of_block[begin : begin + elements.numel()] * elements[: _BLOCK - begin]).sum()]
+    sums += [(of_block[: part.numel()] * part).sum() for part in elements[_BLOCK - begin :].split(_BLOCK)]
+    values = enumerate(torch.stack(sums).tolist(), start=first_block)
+    return sum(pow(_FACTOR, block, 2**64) * value for block, value in values) & _MASK
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
