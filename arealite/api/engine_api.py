@@ -151,7 +151,10 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
-        """Run one episode per item now and return means over all samples, equal on all ranks (collective)."""
+        """Run one episode per item now and return metrics, equal on all ranks (collective).
+
+        `accuracy` if every reward is 0 or 1, else `reward`, both with `_low` and `_high`; `num_failed` have no result.
+        """
 
     @abc.abstractmethod
     def pause(self) -> None:

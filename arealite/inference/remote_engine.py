@@ -25,6 +25,7 @@ from arealite.inference.pool import ServerPool, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.collective import RankZeroExchange
+from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Row, ShouldAccept
 from arealite.rollout.trajectory import split_batch
@@ -206,17 +207,10 @@ class RemoteInferenceEngine(InferenceEngine):
         )
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
-        """Run one episode per item of rank 0's `data` now and return means over all samples. `num_failed` counts the
-        items that are in no mean, because their episode failed or was rejected."""
+        """Run one episode per item of rank 0's `data` now and return what `evaluation_metrics` makes of them."""
 
         def evaluate() -> dict[str, float]:
-            batch = self._rollouts().run_all(data, workflow, is_evaluation=True)
-            columns = {"reward": batch["rewards"], "tokens": batch["loss_mask"].bool().sum(1)}
-            if "no_eos" in set(batch.keys()):
-                columns["no_eos"] = batch["no_eos"]
-            means = {name: column.double().mean().item() for name, column in columns.items()}
-            num_failed = len(data) - batch["group_index"].unique().numel()
-            return means | {"num_samples": float(len(batch)), "num_failed": float(num_failed)}
+            return evaluation_metrics(self._rollouts().run_all(data, workflow, is_evaluation=True), len(data))
 
         return self._exchange.share(evaluate, lambda means, num_ranks: [means] * num_ranks, self.catch_up)
 

@@ -130,20 +130,25 @@ class RolloutExecutor:
         the current one), but one only: episodes that saw other versions run again.
         """
         self._begin()
-        prompts = [self._new_prompt(row, workflow) for row in rows]
+        prompts, runner = [self._new_prompt(row, workflow) for row in rows], self._runner
         if is_evaluation:
             # It counts for the budgets, but nothing of it is kept.
-            ledger, usual = Ledger(None, self._account), self._runner
-            runner = EpisodeRunner(self.config, usual.engine, ledger, usual.budgets, is_evaluation=True)
+            ledger = Ledger(None, self._account)
+            runner = EpisodeRunner(self.config, runner.engine, ledger, runner.budgets, is_evaluation=True)
             run = self._unthrottled.evaluate(runner, prompts)
         else:
-            run = self._unthrottled.train(self._runner, prompts, version=self._account.version)
+            run = self._unthrottled.train(runner, prompts, version=self._account.version)
         episodes = self._wait_for(run)
+        causes = ", ".join(f"{name} {count}" for name, count in runner.ledger.causes().items())
+        what = f"{len(rows)} {'evaluation' if is_evaluation else 'training'} prompts"
         if not episodes:
+            failures, example = runner.budgets.causes()
             raise EpisodeError(
-                f"at least one of {len(rows)} episodes must be accepted: got none (in this run: "
-                f"{self._ledger.causes()}). Look at the workflow and its reward."
-            )
+                f"at least one of {what} must be accepted: got none ({causes}). Look at the workflow and its reward."
+                f"{failures}"
+            ) from example
+        if is_evaluation and len(episodes) < len(rows):
+            logger.warning("%d of %s have no result (%s)", len(rows) - len(episodes), what, causes)
         return self._hand_out(episodes, is_evaluation=is_evaluation)
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:

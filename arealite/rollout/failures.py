@@ -45,15 +45,11 @@ class Budgets:
     def check(self) -> None:
         num_failed = self.failure_window - self._recent.count(None)
         if num_failed > self.max_failed:
-            causes = Counter(cause for cause in self._recent if cause is not None)
-            shown, num_hidden = causes.most_common(_SHOWN_CAUSES), max(0, len(causes) - _SHOWN_CAUSES)
-            tracebacks = ["".join(traceback.format_exception(self._examples[cause])).rstrip() for cause, _ in shown]
-            lines = [f"{count} x {cause}, the last:\n{text}" for (cause, count), text in zip(shown, tracebacks)]
-            lines += [f"and {num_hidden} other causes"] * (num_hidden > 0)
+            causes, example = self.causes()
             raise EpisodeError(
                 f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
-                f"{num_failed}. Fix the cause or raise rollout.max_failed_share.\n" + "\n".join(lines)
-            ) from self._examples[shown[0][0]]
+                f"{num_failed}. Fix the cause or raise rollout.max_failed_share.{causes}"
+            ) from example
         if self._rejected.total() > self.max_rejected_in_a_row:
             reasons = ", ".join(f"{count} by {reason}" for reason, count in self._rejected.most_common())
             raise EpisodeError(
@@ -61,6 +57,15 @@ class Budgets:
                 f"{self._rejected.total()} ({reasons}). Look at what rejects them, or raise "
                 "rollout.max_rejected_in_a_row."
             )
+
+    def causes(self) -> tuple[str, BaseException | None]:
+        """Return why recent episodes failed, the commonest cause first and below each other, and one of its errors."""
+        causes = Counter(cause for cause in self._recent if cause is not None)
+        shown, num_hidden = causes.most_common(_SHOWN_CAUSES), max(0, len(causes) - _SHOWN_CAUSES)
+        tracebacks = ["".join(traceback.format_exception(self._examples[cause])).rstrip() for cause, _ in shown]
+        lines = [f"\n{count} x {cause}, the last:\n{text}" for (cause, count), text in zip(shown, tracebacks)]
+        lines += [f"\nand {num_hidden} other causes"] * (num_hidden > 0)
+        return "".join(lines), self._examples[shown[0][0]] if shown else None
 
 
 def kind_of(error: BaseException) -> str:

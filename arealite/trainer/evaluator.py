@@ -9,9 +9,6 @@ from arealite.api.io_struct import FinetuneSpec, PromptId
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.frequency import Frequency
 
-# What the means of `evaluate_batch` are called in metrics; others keep their names.
-NAMES = {"reward": "accuracy", "tokens": "completion_tokens", "no_eos": "truncated_ratio"}
-
 
 class Evaluator(Frequency):
     """Decides when to evaluate, and evaluates. Every rank calls it once per step.
@@ -34,11 +31,11 @@ class Evaluator(Frequency):
     def evaluate(self, rollout: InferenceEngine, step: int, *, force: bool = False) -> dict[str, float] | None:
         """Evaluate the weights after `step` updates if due or forced (collective).
 
-        Returns `eval/<name>` metrics; `eval/accuracy` is the mean reward. Call it at the top of the loop, so that row N
-        has the accuracy of the weights that step N started from, and forced after the loop.
+        Returns the metrics of `evaluate_batch` as `eval/<name>`. Call it at the top of the loop, so that row N has the
+        accuracy of the weights that step N started from, and forced after the loop.
         """
         if self._valid_dataset is None or not self.check(force=force):
             return None
         rows = [{**row, "prompt_id": PromptId(epoch=step, index=i)} for i, row in enumerate(self._valid_dataset)]
-        means = rollout.evaluate_batch(rows, self._workflow)
-        return {"eval/version": step} | {f"eval/{NAMES.get(name, name)}": value for name, value in means.items()}
+        metrics = rollout.evaluate_batch(rows, self._workflow)
+        return {"eval/version": step} | {f"eval/{name}": value for name, value in metrics.items()}

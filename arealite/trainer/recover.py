@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +34,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
+from arealite.trainer.records import scores_of_steps
 from arealite.utils import distributed
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.files import aside, empty_folder, explain, file_lock, fresh_folder, read_jsonl
@@ -244,7 +245,7 @@ class _Write:
         checkpoint.publish(self._unfinished, self.path, files)
         folder = self.path.parent
         steps = [step for step, _ in checkpoint.checkpoints(folder)]
-        scores = _scores(read_jsonl(RunFolder(folder.parent).metrics), steps)
+        scores = scores_of_steps(read_jsonl(RunFolder(folder.parent).metrics), steps)
         checkpoint.prune(folder, keep_last=self.keep_last, scores=scores)
 
 
@@ -293,16 +294,3 @@ def _cause_of(failed: CheckpointException) -> Exception:
     """Return the error of the first rank that failed."""
     cause = failed.failures[min(failed.failures)][0]
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
-
-
-def _scores(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[int, float]:
-    """Return the score of the model after each step: accuracy, or minus the loss, of the last evaluation.
-
-    An evaluation at the top of step N + 1 measures the weights after step N.
-    """
-    scores: dict[int, float] = {}
-    for row in rows:
-        value = row.get("eval/accuracy", -row["eval/loss"] if row.get("eval/loss") is not None else None)
-        if value is not None:
-            scores |= {step: value for step in steps if row["step"] <= step + 1}
-    return scores

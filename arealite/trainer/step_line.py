@@ -45,7 +45,7 @@ COLUMNS = (
     Column("rollout", ("time/rollout_s",), 5, "{:.1f}s".format, group="time"),
     Column("train", ("time/logprobs_s", "time/update_s", "time/train_s"), 5, "{:.1f}s".format, group="time"),
     Column("tok/s", ("perf/tokens_per_s",), 5),
-    Column("eval", ("eval/accuracy",), 6),
+    Column("eval", ("eval/accuracy", "eval/reward"), 6),
     Column("eval", ("eval/loss",), 6),
 )
 

@@ -107,7 +107,8 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
             recover.save(step)
 
     # What became of it: one more evaluation, the final model, the report.
-    stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))
+    with stats.timer("eval"):
+        stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))
     stats.commit(ft_spec.total_train_steps)
     saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     stats.close()

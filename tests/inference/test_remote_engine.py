@@ -525,9 +525,10 @@ def test_evaluation() -> None:
         stream = [token_at(seed, len(PROMPT) + index, eos_every=4) for index in range(4)]
         outputs.append(stream[: stream.index(EOS) + 1] if EOS in stream else stream)
     assert result["num_samples"] == 40 and result["num_failed"] == 0
-    assert result["tokens"] == pytest.approx(sum(map(len, outputs)) / 40)
+    assert result["completion_tokens"] == pytest.approx(sum(map(len, outputs)) / 40)
     assert result["reward"] == pytest.approx(sum(one[0] for one in outputs) / 40)
-    assert result["no_eos"] == pytest.approx(sum(one[-1] != EOS for one in outputs) / 40)
+    assert result["reward_low"] < result["reward"] < result["reward_high"] and "accuracy" not in result
+    assert result["truncated_ratio"] == pytest.approx(sum(one[-1] != EOS for one in outputs) / 40)
 
 
 def test_an_evaluation_tells_how_many_rows_have_no_result() -> None:

@@ -759,6 +759,31 @@ def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., Idle
         engine.executor.run_all(rows(1, first=3), Counting(act))
 
 
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_run_all_without_a_result_says_why(start: Callable[..., IdleEngine], is_evaluation: bool) -> None:
+    def act(engine: InferenceEngine, row: Row) -> TensorDict | None:
+        return undefined if row["prompt_id"].index else None  # type: ignore[name-defined]  # noqa: F821
+
+    engine = start(consumer_batch_size=1, episode_retries=0)
+    with pytest.raises(EpisodeError, match="rejected_workflow 1, failed_workflow 3") as caught:
+        engine.executor.run_all(rows(4), WaitingWorkflow(act), is_evaluation=is_evaluation)
+    text = str(caught.value)
+    assert f"at least one of 4 {'evaluation' if is_evaluation else 'training'} prompts must be accepted" in text
+    assert "3 x workflow (NameError at " in text and "return undefined if row" in text
+    assert text.endswith("NameError: name 'undefined' is not defined")
+
+
+def test_an_evaluation_says_how_many_prompts_have_no_result(
+    start: Callable[..., IdleEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        return waiting_trajectory(12 // row["prompt_id"].index, 0)
+
+    engine = start(consumer_batch_size=1, episode_retries=0)
+    engine.executor.run_all(rows(4), WaitingWorkflow(act), is_evaluation=True)
+    assert caplog.messages[-1] == "1 of 4 evaluation prompts have no result (failed_workflow 1)"
+
+
 def test_run_all_takes_old_tokens_only_for_evaluations(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=1, episode_retries=0)
     engine.set_version(2)
@@ -770,7 +795,7 @@ def test_run_all_takes_old_tokens_only_for_evaluations(start: Callable[..., Idle
     assert engine.executor.run_all(rows(1, behind=0), OneVersionBehind())["versions"].max() == 2
     evaluated = engine.executor.run_all(rows(2, behind=1), OneVersionBehind(), is_evaluation=True)
     assert prompts_of(evaluated) == [0, 1] and evaluated["versions"].max() == 1
-    with pytest.raises(EpisodeError, match=r"got none .*'failed_trajectory': 2"):
+    with pytest.raises(EpisodeError, match=r"got none .*failed_trajectory 2"):
         engine.executor.run_all(rows(2, behind=1), OneVersionBehind())
 
 

@@ -45,6 +45,11 @@ def test_a_last_evaluation_shows_only_what_it_has() -> None:
     assert line.render(200, {"eval/accuracy": 0.5, "time/step_s": 1.0}) == "step 200/200 | eval  0.500"
 
 
+def test_a_reward_that_is_no_accuracy_is_shown() -> None:
+    line = StepLine(total_steps=200, staleness_bound=4)
+    assert line.render(200, {"eval/reward": -0.75, "time/step_s": 1.0}) == "step 200/200 | eval -0.750"
+
+
 def test_columns_stay_where_they_are() -> None:
     line = StepLine(total_steps=200, staleness_bound=4)
     small = {key: value / 1000 for key, value in ROW.items()}

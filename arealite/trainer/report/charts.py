@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from arealite.trainer.records import score, score_name
+
 Row = dict[str, Any]
 Trace = dict[str, Any]
 Chart = dict[str, Any]
@@ -19,7 +21,7 @@ PHASE_COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
 def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
     """Return the charts that the rows have data for, in reading order."""
     candidates = [
-        _chart("Held-out accuracy", _evaluation(rows, "eval/accuracy", "--green"), percent=True),
+        _held_out(rows),
         _chart("Reward", _smoothed(rows, "reward/mean", "--blue")),
         _chart("Held-out loss", _evaluation(rows, "eval/loss", "--green")),
         _chart("Loss", [*_smoothed(rows, "sft/loss", "--blue"), *_smoothed(rows, "policy/loss", "--blue")]),
@@ -34,7 +36,7 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
         _chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
         _over_time(rows),
         _chart("Time per step", _phases(rows), unit="seconds", barmode="stack", bargap=0),
-        _chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="trained tokens per second"),
+        _chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="processed tokens per second"),
         _chart(
             "Distance to the sampling policy",
             [
@@ -84,6 +86,17 @@ def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
 def _evaluation(rows: Sequence[Row], key: str, colour: str, name: str = "") -> list[Trace]:
     style = {"mode": "lines+markers", "line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
     return _line(rows, key, colour, name, x="eval/version", **style)
+
+
+def _held_out(rows: Sequence[Row]) -> Chart:
+    """Draw the score of each evaluation with its interval."""
+    name, scored = score_name(rows), [row | {"score": score(row)} for row in rows if score(row) is not None]
+    traces = _evaluation(scored, "score", "--green", name)
+    if traces and all(score(row, "_low") is not None for row in scored):
+        above = [(score(row, "_high") or 0.0) - row["score"] for row in scored]
+        below = [row["score"] - (score(row, "_low") or 0.0) for row in scored]
+        traces[0]["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1}
+    return _chart(f"Held-out {name}", traces, percent=name == "accuracy")
 
 
 def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from arealite.api.cli_args import masked
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder, numbered
-from arealite.trainer.records import summarize
+from arealite.trainer.records import score, summarize
 from arealite.trainer.report.charts import charts
 from arealite.trainer.report.samples import before_after, trajectories
 from arealite.utils.files import read_jsonl, reading, require_object, write_atomically
@@ -99,7 +99,14 @@ def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[st
     cards = []
     if "accuracy_before" in summary:
         before, after = summary["accuracy_before"], summary["accuracy_after"]
-        cards.append(("Held-out accuracy", f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points"))
+        interval = _interval(rows, ".1%")
+        cards.append(
+            ("Held-out accuracy", f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points{interval}")
+        )
+    elif "reward_before" in summary:
+        before, after = summary["reward_before"], summary["reward_after"]
+        note = f"{after - before:+.3g}{_interval(rows, '.3g')}"
+        cards.append(("Held-out reward", f"{before:.3g} → {after:.3g}", note))
     for label, key in (("Reward", "reward/mean"), ("Loss", "sft/loss"), ("Held-out loss", "eval/loss")):
         values = [row[key] for row in rows if row.get(key) is not None]
         if values:
@@ -117,6 +124,13 @@ def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[st
         note = "weight versions" if bound is None else f"versions, at most {bound}"
         cards.append(("Largest staleness", str(summary["staleness_max"]), note))
     return cards
+
+
+def _interval(rows: list[dict[str, Any]], form: str) -> str:
+    """Return the interval of the last evaluation in words."""
+    last: dict[str, Any] = next((row for row in reversed(rows) if score(row) is not None), {})
+    low, high = score(last, "_low"), score(last, "_high")
+    return "" if low is None or high is None else f"; 95 % interval {low:{form}} to {high:{form}}"
 
 
 def _card(label: str, value: str, note: str) -> str:

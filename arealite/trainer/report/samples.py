@@ -7,8 +7,10 @@ from typing import Any
 from arealite.api.run_folder import numbered
 from arealite.utils.files import iter_jsonl, reading
 
-# By whether the first and the last completion are correct, which is a reward above 0.
-CHANGES = {(False, True): "learned", (True, True): "kept", (True, False): "lost", (False, False): "never"}
+# By rewards of the first and the last completion, 1 for a correct one and 0 for a wrong one.
+CHANGES = {(0, 1): "learned", (1, 1): "kept", (1, 0): "lost", (0, 0): "never"}
+# By the sign of the difference between other rewards.
+DIFFERENCES = {1: "better", 0: "equal", -1: "worse"}
 MAX_STEPS = 12
 MAX_SAMPLES = 300
 MAX_PAIRS_OF_A_KIND = 15
@@ -35,17 +37,18 @@ def before_after(folder: Path) -> dict[str, Any] | None:
         return None
     first, last = min(steps), max(steps)
     before, after = _first_answers(steps[first]), _first_answers(steps[last])
-    counts = dict.fromkeys(CHANGES.values(), 0)
+    is_binary = all(line["reward"] in (0, 1) for line in (*before.values(), *after.values()))
+    counts = dict.fromkeys(CHANGES.values() if is_binary else DIFFERENCES.values(), 0)
     pairs = []
     for index in sorted(before.keys() & after.keys()):
-        old, new = before[index], after[index]
-        change = CHANGES[old["reward"] > 0, new["reward"] > 0]
+        old, new = before[index]["reward"], after[index]["reward"]
+        change = CHANGES[old, new] if is_binary else DIFFERENCES[(new > old) - (new < old)]
         counts[change] += 1
         if counts[change] <= MAX_PAIRS_OF_A_KIND:
-            texts = {"before": old["completion"], "after": new["completion"]}
-            rewards = [old["reward"], new["reward"]]
-            pairs.append({"prompt": old["prompt"], **texts, "rewards": rewards, "change": change})
-    return {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
+            texts = {"before": before[index]["completion"], "after": after[index]["completion"]}
+            pairs.append({"prompt": before[index]["prompt"], **texts, "rewards": [old, new], "change": change})
+    found = {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
+    return found | {"is_binary": is_binary}
 
 
 def _first_answers(path: Path) -> dict[int, dict[str, Any]]:

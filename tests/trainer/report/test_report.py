@@ -40,7 +40,8 @@ def make_run(folder: Path) -> Path:
         for step in range(4)
     ]  # fmt: skip
     rows[0] |= {"eval/version": 0.0, "eval/accuracy": 0.25}
-    rows.append({"step": 4, "eval/version": 4.0, "eval/accuracy": 0.75, "time/step_s": 1.0})
+    last = {"eval/version": 4.0, "eval/accuracy": 0.75, "eval/accuracy_low": 0.7, "eval/accuracy_high": 0.8}
+    rows.append({"step": 4, **last, "time/step_s": 1.0})
     write_jsonl(folder / "metrics.jsonl", rows)
     (folder / "config.yaml").write_text(f"experiment_name: e\nrollout:\n  max_head_offpolicyness: 2\nnote: '{NASTY}'\n")
     (folder / "summary.json").write_text('{"seed": 1}')
@@ -110,6 +111,35 @@ def test_before_and_after_pairs_by_prompt(tmp_path: Path) -> None:
     assert (found["first"], found["last"]) == (0, 4)
     assert [pair["change"] for pair in found["pairs"]] == ["learned", "never", "never", "kept"]
     assert found["counts"] == {"learned": 1, "kept": 1, "lost": 0, "never": 2}
+
+
+def test_a_reward_that_is_not_0_or_1_is_never_called_accuracy(tmp_path: Path) -> None:
+    """Not even if the first evaluation happened to see only such ones."""
+    rows = [
+        {"step": 0, "eval/version": 0, "eval/accuracy": 0.0, "eval/accuracy_low": 0.0, "eval/accuracy_high": 0.3},
+        {"step": 4, "eval/version": 4, "eval/reward": -0.75, "eval/reward_low": -1.0, "eval/reward_high": -0.5},
+    ]
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    for step, rewards in ((0, (0, 0, 0)), (4, (-0.75, 0, 2.5))):
+        lines = [sample(i, step=step, reward=reward) for i, reward in enumerate(rewards)]
+        write_jsonl(tmp_path / f"rollouts/eval_step_{step}.jsonl", lines)
+    path = write_report(tmp_path)
+    (card,) = re.findall(r'<div class="card"><dt>(Held.*?)</div>', path.read_text())
+    assert card == "Held-out reward</dt><dd>0 → -0.75</dd><p>-0.75; 95 % interval -1 to -0.5</p>"
+    _, data = parse(path)
+    (chart,) = data["charts"]
+    assert chart["title"] == "Held-out reward" and "tickformat" not in chart["layout"]["yaxis"]
+    (trace,) = chart["traces"]
+    assert (trace["x"], trace["y"]) == ([0, 4], [0.0, -0.75])
+    assert trace["error_y"]["array"] == [0.3, 0.25] and trace["error_y"]["arrayminus"] == [0.0, 0.25]
+    assert [pair["change"] for pair in data["beforeAfter"]["pairs"]] == ["worse", "equal", "better"]
+    assert data["beforeAfter"]["counts"] == {"better": 1, "equal": 1, "worse": 1}
+    assert not data["beforeAfter"]["is_binary"]
+
+
+def test_the_interval_of_an_accuracy_is_shown(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path)).read_text()
+    assert "<p>+50.0 points; 95 % interval 70.0% to 80.0%</p>" in text
 
 
 def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:

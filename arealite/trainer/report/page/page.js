@@ -49,13 +49,20 @@ if (data.charts.length) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
 }
 
-// Before and after: the same held-out prompts.
-const CHANGES = { all: "All", learned: "Wrong, then correct", kept: "Correct both times", lost: "Correct, then wrong", never: "Wrong both times" };
+const number = (value, digits = 3) => String(Number(value.toFixed(digits)));
 
-function answer(when, text, reward) {
-  const verdict = element("b", "", reward > 0 ? "correct" : "wrong");
+// Before and after: the same held-out prompts.
+const CHANGES = {
+  learned: "Wrong, then correct", kept: "Correct both times", lost: "Correct, then wrong", never: "Wrong both times",
+  better: "Higher reward", equal: "Equal reward", worse: "Lower reward",
+};
+
+function answer(when, text, reward, other) {
+  const isBinary = data.beforeAfter.is_binary;
+  const difference = isBinary ? reward - 0.5 : reward - other;
+  const verdict = element("b", "", isBinary ? (reward ? "correct" : "wrong") : `reward ${number(reward)}`);
   const title = element("h4", "", `${when}: `, [verdict]);
-  return element("div", reward > 0 ? "answer correct" : "answer", undefined, [title, element("pre", "", text)]);
+  return element("div", `answer ${["lower", "", "higher"][Math.sign(difference) + 1]}`, undefined, [title, element("pre", "", text)]);
 }
 
 const PAIRS_AT_ONCE = 5;
@@ -68,7 +75,8 @@ function showPairs() {
   const nodes = shown.slice(0, numPairsShown).map((pair) => element("div", "pair", undefined, [
     element("p", "question", pair.prompt),
     element("div", "answers", undefined, [
-      answer(`Before (step ${first})`, pair.before, pair.rewards[0]), answer(`After (step ${last})`, pair.after, pair.rewards[1]),
+      answer(`Before (step ${first})`, pair.before, ...pair.rewards),
+      answer(`After (step ${last})`, pair.after, ...pair.rewards.toReversed()),
     ]),
   ]));
   $(".pairs").replaceChildren(...(nodes.length ? nodes : [element("p", "note", "None.")]));
@@ -82,8 +90,8 @@ if (data.beforeAfter) {
   const { counts, num_pairs: numPairs, pairs } = data.beforeAfter;
   const cut = pairs.length < numPairs ? ` The first of each kind can be read here; the counts are of all.` : "";
   $("#before-after .note").textContent = `${numPairs} held-out prompts, in the order of the data set.${cut}`;
-  for (const [kind, label] of Object.entries(CHANGES)) {
-    const button = element("button", "", `${label} (${kind === "all" ? numPairs : counts[kind]})`);
+  for (const [kind, count] of [["all", numPairs], ...Object.entries(counts)]) {
+    const button = element("button", "", `${CHANGES[kind] ?? "All"} (${count})`);
     button.type = "button";
     button.dataset.change = kind;
     button.addEventListener("click", () => { change = kind; numPairsShown = PAIRS_AT_ONCE; showPairs(); });
@@ -96,7 +104,7 @@ if (data.beforeAfter) {
 
 // Trajectories.
 const ROWS_AT_ONCE = 12;
-const number = (value, digits = 3) => String(Number(value.toFixed(digits)));
+const isBinary = data.trajectories.every((row) => row.reward === 0 || row.reward === 1);
 const staleness = (row) => row.step - Math.min(...row.versions.map(([version]) => version));
 const ORDERS = {
   "stored": () => 0,
@@ -135,7 +143,7 @@ function details(row) {
 function rowNode(row) {
   const summary = element("summary", "", undefined, [
     element("span", "step", String(row.step)), element("span", "prompt", row.prompt_id), element("span", "sample", String(row.sample)),
-    element("span", row.reward > 0 ? "reward correct" : "reward", number(row.reward)),
+    element("span", isBinary ? `reward ${row.reward ? "correct" : "wrong"}` : "reward", number(row.reward)),
     element("span", "tokens number", String(row.num_tokens)), strip(row), element("span", "snippet", row.completion),
   ]);
   const node = element("details", "row", undefined, [summary]);
