@@ -1,9 +1,7 @@
 """Continuous batching in one thread that owns the model; other threads post functions that it runs between two steps.
-
 Invariants: cached keys and values are dropped with the weights that computed them, or with `allow_stale_kv` every token
 sampled on them is counted; each token carries the version that sampled it; an error in a forward pass fails every
-request, non-finite logits only their own.
-"""
+request, non-finite logits only their own."""
 
 import contextlib
 import logging
@@ -81,13 +79,11 @@ class GenerationEngine:
         )
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # guards `stopped`, so that no message enters the inbox after the last look at it
-        self._is_paused = False
-        self._is_closing = False
+        self._is_paused = self._is_closing = False
         self._has_cancelled = False  # whether a sequence may have been cancelled that the scheduler still has
         self._rows: SamplingRows | None = None  # parameters of the running sequences; None after those have changed
-        self._generated_tokens = 0
+        self._generated_tokens = self._logged_tokens = 0
         self._unlogged_s = 0.0
-        self._logged_tokens = 0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 

@@ -1,9 +1,7 @@
-"""Completions from servers that may interrupt them, come and go, or get new weights at any moment.
-
-When a server aborts or dies, `generate` posts again with the tokens so far and a smaller budget. Invariant: token,
-logprob and version lists have equal lengths, tokens received are never lost or sampled twice, and the server's reply is
-the truth about versions. While no server has the newest weights, requests wait and the clocks of their episodes stop.
-"""
+"""Completions from servers that may interrupt them, come and go, or get new weights at any moment. When a server aborts
+or dies, `generate` posts again with the tokens so far and a smaller budget. Invariant: token, logprob and version lists
+have equal lengths, tokens received are never lost or sampled twice, and the server's reply is the truth about versions.
+While no server has the newest weights, requests wait and the clocks of their episodes stop."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,6 @@
-"""`weights.jsonl` of a run folder: the fingerprint of the trainer's parameters as each version was published.
-
-The number of threads is noted too, as sums in another order have other last bits. Invariant: versions rise from line to
-line. A version that is published again, because the run went back to a checkpoint or began anew, replaces its line and
-all later ones.
+"""`weights.jsonl` of a run folder: the fingerprint of the trainer's parameters as each version was published, and the
+number of threads, as sums in another order have other last bits. Invariant: versions rise from line to line. A version
+that is published again, because the run went back to a checkpoint or began anew, replaces its line and all later ones.
 """
 
 import json

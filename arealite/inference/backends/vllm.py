@@ -1,9 +1,7 @@
-"""vLLM with VLLM_SERVER_DEV_MODE=1, as `arealite.launcher.serve.vllm_server` starts it.
-
-Newer servers (with --enable-scale-out) have a generate endpoint that reports the version of every token; on others a
-completion belongs to the version that was published last. Any server loads weights from a folder; broadcasts need the
-worker extension of our wrapper (`arealite.launcher.serve.vllm_weights`).
-"""
+"""vLLM with VLLM_SERVER_DEV_MODE=1, as `arealite.launcher.serve.vllm_server` starts it. Newer servers (with
+--enable-scale-out) have a generate endpoint that reports the version of every token; on others a completion belongs to
+the version that was published last. Any server loads weights from a folder; broadcasts need the worker extension of our
+wrapper (`arealite.launcher.serve.vllm_weights`)."""
 
 import contextlib
 import re
