@@ -7,10 +7,14 @@ whole run. Demonstrations are sharded: every rank gets equally many rows and no 
 import logging
 from typing import Any, Literal
 
-from arealite.api.cli_args import DatasetConfig
-from arealite.dataset.sources import read_rows
+from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
+from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows
+from arealite.utils.chat_template import demonstration, prompt_tokens
 
 logger = logging.getLogger(__name__)
+Rows = list[dict[str, Any]]
+
+_HELD_OUT = 0.05  # of the rows of a source without a test split
 
 
 def get_custom_dataset(
@@ -23,55 +27,114 @@ def get_custom_dataset(
     max_length: int | None = None,
     max_rows: int | None = None,
     seed: int = 1,
-) -> list[dict[str, Any]]:
-    """Load a data set.
+    **columns: Any,
+) -> Rows:
+    """Load a data set; `columns` are the other keys of a `DatasetConfig`, such as `prompt_key`.
 
-    `rl` rows are `{"messages", "question", "answer", ...}`, never sharded. `sft` rows are this rank's share of
-    `{"input_ids", "loss_mask"}`; up to `world_size - 1` rows at the end are left out so that all shares are equal.
-    `max_rows` keeps the first so many rows of the source; `max_length` drops longer rows (for `rl`: longer prompts)
-    and logs how many. `seed` is for data that a function generates.
+    `rl` rows are `{"messages", "answer", ...}` with all columns of the source, never sharded. `sft` rows are this
+    rank's share of `{"input_ids", "loss_mask"}`; up to `world_size - 1` rows at the end are left out so that all shares
+    are equal. `max_rows` keeps the first so many rows of the source; `max_length` drops longer rows (for `rl`: longer
+    prompts) and logs how many. `seed` is for data that a function generates.
     """
     if type not in ("sft", "rl"):
         raise ValueError(f"dataset type must be 'sft' or 'rl': got {type!r}. Set train_dataset.type.")
     if tokenizer is None and (type == "sft" or max_length is not None):
         raise ValueError("tokenizer must be given for type='sft' or max_length: got None. Pass load_hf_tokenizer(...).")
-    rows = [
-        {**row, "messages": [{"role": "user", "content": row["question"]}]}
-        for row in read_rows(path, split or "train", seed)[:max_rows]
-    ]
+    config = DatasetConfig(path=path, type=type, max_length=max_length, max_rows=max_rows, **columns)
+    rows = _prepare(read_rows(config, split or "train", seed), config, tokenizer)
     if type == "rl":
-        return rows if max_length is None else _within(rows, _prompt_tokens(rows, tokenizer), max_length)
-    demonstrations = _tokenize(rows, tokenizer)
-    if max_length is not None:
-        demonstrations = _within(demonstrations, [row["input_ids"] for row in demonstrations], max_length)
-    share = len(demonstrations) // world_size
-    return demonstrations[rank : share * world_size : world_size]
+        return rows
+    share = len(rows) // world_size
+    return rows[rank : share * world_size : world_size]
 
 
-def load_split(config: DatasetConfig, split: str, *, tokenizer: Any, seed: int) -> list[dict[str, Any]]:
-    """Load the split that a config block describes, whole."""
-    return get_custom_dataset(
-        config.path,
-        type=config.type,
-        split=split,
-        tokenizer=tokenizer,
-        max_length=config.max_length,
-        max_rows=config.max_rows,
-        seed=seed,
+def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, Rows | None]:
+    """Load training rows and held-out ones (None without a `valid_dataset` block), whole.
+
+    Without a split of their own, the held-out rows are the last ones of the source, and never trained on.
+    """
+    train, valid = config.train_dataset, config.valid_dataset
+    if tokenizer.chat_template is None:
+        logger.warning("the tokenizer has no chat template: prompts are plain texts, without roles.")
+    rows, held_out = read_rows(train, train.split or "train", config.seed), None
+    if valid is not None:
+        is_own = valid.path != train.path or valid.split is not None
+        try:
+            if is_own or not is_one_file(valid.path):
+                held_out = read_rows(valid, valid.split or "test", config.seed)
+        except MissingSplitError:
+            if is_own:
+                raise
+        if held_out is None:
+            num = max(1, round(_HELD_OUT * len(rows)))
+            message = "%s has no test split: its last %d of %d rows are held out for evaluation, not trained on."
+            logger.warning(message, train.path, num, len(rows))
+            rows, held_out = rows[:-num], rows[-num:]
+    return _prepare(rows, train, tokenizer), held_out and _prepare(held_out, valid or train, tokenizer)
+
+
+def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any) -> Rows:
+    """Turn rows of a source into prompts or demonstrations."""
+    first = enumerate(rows[: config.max_rows])
+    rows = [_with_messages(row, f"row {index} of {config.path}", config) for index, row in first]
+    if config.type == "sft":
+        rows = _demonstrations(rows, tokenizer)
+        tokens = [row["input_ids"] for row in rows]
+    elif tokenizer is None:
+        return rows
+    else:  # without a limit, the first row tells whether the template takes such conversations
+        tokens = prompt_tokens(tokenizer, [row["messages"] for row in rows[: None if config.max_length else 1]])
+    return rows if config.max_length is None else _within(rows, tokens, config.max_length)
+
+
+def _with_messages(row: dict[str, Any], where: str, config: DatasetConfig) -> dict[str, Any]:
+    """Add the conversation and, under the name that rewards know, the answer."""
+    key = config.prompt_key or ("messages" if "messages" in row else "question")
+    if (prompt := row.get(key)) is None:
+        raise _missing(row, where, key, "prompt_key")
+    messages = [*prompt] if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+    if not messages or not all(isinstance(one, dict) and one.get("role") and _has_text(one) for one in messages):
+        raise ValueError(
+            f"{key} must be a text or a list of messages with role and content: got {prompt!r:.100} in {where}. "
+            "Set train_dataset.prompt_key to such a column, or convert it."
+        )
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
+    if config.prompt_suffix and last is not None:
+        messages[last] = {**messages[last], "content": f"{messages[last]['content']}{config.prompt_suffix}"}
+    is_complete = messages[-1]["role"] == "assistant"
+    if is_complete and config.type == "rl":
+        raise ValueError(
+            f"a prompt must end before the model's turn: got {key} that ends with an assistant's in {where}. "
+            "Set train_dataset.prompt_key to a column without it."
+        )
+    if is_complete or (config.answer_key is None and config.type == "rl"):
+        return {**row, "messages": messages}
+    column = config.answer_key or "answer"
+    if (value := row.get(column)) is None:
+        advice = " (null if rewards need none)" if config.type == "rl" else ""
+        raise _missing(row, where, column, "answer_key", advice)
+    is_structured = config.type == "rl" and isinstance(value, list | dict)
+    return {**row, "answer": value if is_structured else str(value), "messages": messages}
+
+
+def _has_text(message: dict[str, Any]) -> bool:
+    return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
+
+
+def _missing(row: dict[str, Any], where: str, column: str, key: str, other: str = "") -> ValueError:
+    return ValueError(
+        f"every row must have the column {column}: got {', '.join(map(str, row))} in {where}. "
+        f"Set train_dataset.{key} to the name of your column{other}, or drop the row."
     )
 
 
-def _prompt_tokens(rows: list[dict[str, Any]], tokenizer: Any) -> list[list[int]]:
-    texts = tokenizer.apply_chat_template(
-        [row["messages"] for row in rows], tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
-    tokens: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return tokens
-
-
-def _tokenize(rows: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """Turn rows into the prompt's tokens (as a workflow renders them), the answer's, and the end-of-sequence token."""
-    prompts = _prompt_tokens(rows, tokenizer)
+def _demonstrations(rows: Rows, tokenizer: Any) -> Rows:
+    """Tokenize conversations; an answer of a row follows the prompt as a workflow renders it, and an end token."""
+    if any(row["messages"][-1]["role"] == "assistant" for row in rows):
+        return [demonstration(tokenizer, _completed(row)) for row in rows]
+    prompts = prompt_tokens(tokenizer, [row["messages"] for row in rows])
     answers = tokenizer([row["answer"] for row in rows], add_special_tokens=False)["input_ids"]
     demonstrations = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -80,7 +143,13 @@ def _tokenize(rows: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]
     return demonstrations
 
 
-def _within(rows: list[dict[str, Any]], tokens: list[list[int]], max_length: int) -> list[dict[str, Any]]:
+def _completed(row: dict[str, Any]) -> Rows:
+    messages: Rows = row["messages"]
+    is_complete = messages[-1]["role"] == "assistant"
+    return messages if is_complete else [*messages, {"role": "assistant", "content": row["answer"]}]
+
+
+def _within(rows: Rows, tokens: list[list[int]], max_length: int) -> Rows:
     kept = [row for row, of_row in zip(rows, tokens, strict=True) if len(of_row) <= max_length]
     if num_dropped := len(rows) - len(kept):
         logger.warning("dropped %d of %d rows longer than max_length %d tokens", num_dropped, len(rows), max_length)

@@ -1,4 +1,4 @@
-"""Where question-and-answer rows come from: the hub, files, or a function of the user's."""
+"""Where rows come from: the hub, files, or a function of the user's."""
 
 import inspect
 import json
@@ -10,46 +10,81 @@ from urllib.parse import parse_qsl
 
 import datasets
 
+from arealite.api.cli_args import DatasetConfig
 from arealite.utils.files import FileError, reading
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ACCEPTED = (
-    "'gsm8k', a .jsonl, .json or .parquet file with the columns question and answer, a folder of such files, "
+    "'gsm8k', a data set of the hub ('org/name'), a .jsonl, .json or .parquet file, a folder of such files, "
     "'FILE.py:FUNCTION?option=value', or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
 )
 _HUB_SCHEME = "hf-dataset://"
 _HUB_FILE = re.compile(rf"{_HUB_SCHEME}([^/]+/[^/]+)/(.+)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FUNCTION = re.compile(r"(.+\.py):(\w+)(?:\?(.*))?")
 
 
-def read_rows(path: str, split: str, seed: int) -> list[dict[str, Any]]:
-    """Return the rows of a source in its order, with the texts `question` and `answer`."""
-    local = Path(path).expanduser()
-    rows: list[Any]
+class MissingSplitError(ValueError):
+    """The source has no split of that name."""
+
+
+def is_one_file(path: str) -> bool:
+    """Tell whether a source is a file, which is whatever split it is asked for."""
+    return path.endswith(SUFFIXES)
+
+
+def read_rows(config: DatasetConfig, split: str, seed: int) -> list[dict[str, Any]]:
+    """Return the rows of a split, or of parts of it (`train[:95%]`, `train+test`), in the order of the source."""
+    names = [part.partition("[")[0].strip() for part in split.split("+")]
+    splits = {name: _read_split(config, name, seed) for name in names}
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(splits[name]) for name in names})
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"split must be like train, train[:95%] or train+test: got {split!r}. {error}") from error
+    rows = [row for part in parts for row in splits[part.splitname][part.from_ : part.to]]
+    if not rows:
+        raise ValueError(f"dataset {config.path} must have rows: got none in {split}. Check the path and the split.")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"every row of {config.path} must have columns: got {type(row).__name__} in row {index}. Correct it."
+            )
+    return rows
+
+
+def _read_split(config: DatasetConfig, split: str, seed: int) -> list[Any]:
+    path, local = config.path, Path(config.path).expanduser()
+    if found := _FUNCTION.fullmatch(path):
+        return _call(found[1], found[2], found[3] or "", split, seed)
+    if found := _HUB_FILE.fullmatch(path):
+        return datasets.load_dataset(found[1], data_files=found[2], split="train").to_list()
     if path in ("gsm8k", "openai/gsm8k"):
-        rows = datasets.load_dataset("openai/gsm8k", "main", split=split).to_list()
-    elif found := _FUNCTION.fullmatch(path):
-        rows = _call(found[1], found[2], found[3] or "", split, seed)
-    elif found := _HUB_FILE.fullmatch(path):
-        rows = datasets.load_dataset(found[1], data_files=found[2], split="train").to_list()
-    elif path and local.exists():
+        return _read_hub("openai/gsm8k", config.config_name or "main", split)
+    if path and local.exists():
         local = _file_of_split(local, split) if local.is_dir() else local
         with reading(local):
-            path, rows = str(local), _read_file(local)
-    elif path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
+            return _read_file(local)
+    if path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
         raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct train_dataset.path.")
-    else:
-        raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
-    if not rows:
-        raise ValueError(f"dataset {path} must have rows: got none. Check the path.")
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict) or row.get("question") is None or row.get("answer") is None:
-            got = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(
-                f"every row of {path} must have the columns question and answer: got {got} in row {index}. "
-                "Rename the columns or drop the row."
-            )
-    return [{**row, "question": str(row["question"]), "answer": str(row["answer"])} for row in rows]
+    if _HUB_NAME.fullmatch(path):
+        return _read_hub(path, config.config_name, split)
+    raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
+
+
+def _read_hub(path: str, config_name: str | None, split: str) -> list[Any]:
+    try:
+        splits = datasets.load_dataset(path, config_name)
+    except (ValueError, OSError) as error:  # OSError: no such data set, and no connection
+        raise ValueError(
+            f"data set {path} must be on the hub, or a file or folder here: got {' '.join(str(error).split())} "
+            "Correct train_dataset.path or config_name."
+        ) from error
+    if split not in splits:
+        raise MissingSplitError(
+            f"data set {path} must have the split {split}: got {', '.join(splits)}. Set train_dataset.split (or "
+            "valid_dataset.split)."
+        )
+    return splits[split].to_list()
 
 
 def _call(file: str, name: str, query: str, split: str, seed: int) -> Any:
@@ -72,7 +107,7 @@ def _file_of_split(folder: Path, split: str) -> Path:
     found = [file for file in folder.iterdir() if file.suffix in SUFFIXES and split in file.stem]
     if len(found) != 1:
         names = sorted(file.name for file in folder.iterdir())
-        raise ValueError(
+        raise (ValueError if found else MissingSplitError)(
             f"dataset folder {folder} must hold one {'/'.join(SUFFIXES)} file with {split!r} in its name: "
             f"got {names}. Give the path of the file."
         )

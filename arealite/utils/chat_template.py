@@ -1,10 +1,12 @@
-"""The chat-template certificate: does a longer conversation begin with exactly the tokens of the shorter one?
+"""Conversations as tokens, and the chat-template certificate: does a longer conversation begin with exactly the tokens
+of the shorter one?
 
 A template that rewrites earlier turns (strips <think> blocks, trims) puts tokens into a multi-turn episode that nobody
 sampled. A model may sample another encoding of the same text, so workflows keep the sampled ids in any case.
 """
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,11 @@ _KINDS = {  # what the system says, who asks again, every answer
     "results of tools": ("", "tool", _PLAIN),
     "results of tools after a <think> block": ("", "tool", _THOUGHT),
 }
+_MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")  # with which a template says what the model writes
+_NO_TEMPLATE = (
+    "conversations with an assistant's turns must have a chat template: got a tokenizer without one. "
+    "Add chat_template.jinja to tokenizer_path."
+)
 _HARD_TEXTS = ("Well , it is n't 4 .", "  for x in y:\n\t\tpass\n", "½ · 🙂 · 1234567")
 
 
@@ -37,6 +44,65 @@ class Certificate:
     after_answer: str  # text after an answer
     end_id: int | None  # first token of that text that ends generation, if any
     garbled: Mapping[str, str]  # texts that encoding and decoding changes, with the result
+
+
+def prompt_tokens(
+    tokenizer: Any, conversations: Sequence[list[dict[str, Any]]], *, enable_thinking: bool = False
+) -> list[list[int]]:
+    """Return what a model is asked for each conversation; without a chat template, its texts."""
+    if tokenizer.chat_template is not None:
+        rendered = [_render(tokenizer, one, asks=True, enable_thinking=enable_thinking) for one in conversations]
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    if any(message["role"] == "assistant" for messages in conversations for message in messages):
+        raise ValueError(_NO_TEMPLATE)
+    return list(tokenizer(["\n\n".join(message["content"] for message in one) for one in conversations])["input_ids"])
+
+
+def demonstration(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Return `input_ids` and `loss_mask` of a conversation: 1 on each turn of the assistant and the token that ends it.
+
+    Turns are those that the template marks (`{% generation %}`), else what it adds to the conversation before them.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(_NO_TEMPLATE)
+    if _MARKS_TURNS.search(tokenizer.chat_template):
+        marked = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, enable_thinking=False
+        )
+        return {"input_ids": list(marked["input_ids"]), "loss_mask": list(marked["assistant_masks"])}
+    text = _render(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    loss_mask = [0] * len(ids)
+    for turn in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
+        before, after = _render(tokenizer, messages[:turn], asks=True), _render(tokenizer, messages[: turn + 1])
+        if not (text.startswith(after) and after.startswith(before)):
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} must keep earlier turns as they are: got one that "
+                f"rewrites message {turn + 1} of {len(messages)}. Mark the assistant's turns in it with "
+                "{% generation %}, or use another chat_template.jinja."
+            )
+        tokens = [index for index, start in enumerate(starts) if len(before) <= start < len(after)]
+        last = max((index for index in tokens if ids[index] in special), default=len(ids))  # line breaks may follow
+        for index in tokens:
+            loss_mask[index] = int(index <= last)
+    return {"input_ids": ids, "loss_mask": loss_mask}
+
+
+def _render(
+    tokenizer: Any, messages: list[dict[str, Any]], *, asks: bool = False, enable_thinking: bool = False
+) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=asks, enable_thinking=enable_thinking
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(
+            f"the chat template must take the conversations of the data: got {error}. Change their roles, or "
+            "train_dataset.system_prompt."
+        ) from error
+    return str(text)
 
 
 def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:

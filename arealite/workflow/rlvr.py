@@ -20,6 +20,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.runner import RewardRunner
+from arealite.utils.chat_template import prompt_tokens
 from arealite.utils.tensors import concat_padded_tensors
 
 _NOT_FOR_REWARDS = {"prompt_id", "messages", "prompt", "completions", "prompt_ids", "completion_ids"}
@@ -48,9 +49,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Sample and score the group of one prompt."""
-        prompt_ids: list[int] = self.tokenizer.apply_chat_template(
-            data["messages"], add_generation_prompt=True, return_dict=False, enable_thinking=self.enable_thinking
-        )
+        (prompt_ids,) = prompt_tokens(self.tokenizer, [data["messages"]], enable_thinking=self.enable_thinking)
         request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1), rid=uuid.uuid4().hex)
         columns = {key: value for key, value in data.items() if key not in _NOT_FOR_REWARDS}
         prompt = self.tokenizer.decode(prompt_ids)

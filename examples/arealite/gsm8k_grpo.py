@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
-from arealite.dataset import load_split
+from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
@@ -39,10 +39,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
 
     # Questions to practise on, and held-out ones that are only ever evaluated.
     data = config.train_dataset
-    train_dataset = load_split(data, "train", tokenizer=tokenizer, seed=config.seed)
-    valid_dataset = None
-    if config.valid_dataset is not None:
-        valid_dataset = load_split(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
+    train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
     recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from arealite.api.cli_args import SFTConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
-from arealite.dataset import load_split
+from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.recover import Recover
@@ -30,12 +30,11 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
 
     # Demonstrations to learn from, and held-out ones whose loss is only ever measured.
     data = config.train_dataset
-    train_dataset = load_split(data, "train", tokenizer=tokenizer, seed=config.seed)
+    train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     train_batches = sft_batches(train_dataloader, tokenizer.pad_token_id)
     valid_batch = None
-    if config.valid_dataset is not None:
-        valid_dataset = load_split(config.valid_dataset, "test", tokenizer=tokenizer, seed=config.seed)
+    if valid_dataset is not None:
         loader = PromptLoader(valid_dataset, len(valid_dataset), shuffle=False)
         valid_batch = next(sft_batches(loader, tokenizer.pad_token_id))
     ft_spec = FinetuneSpec(

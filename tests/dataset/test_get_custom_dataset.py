@@ -49,6 +49,67 @@ def test_files_and_folders_of_every_format(tmp_path, suffix) -> None:
         get_custom_dataset(str(tmp_path), type="rl", split="valid")
 
 
+def test_a_part_of_a_file(jsonl) -> None:
+    rows = get_custom_dataset(str(jsonl), type="rl", split="train[50%:]", max_rows=3)
+    assert [row["level"] for row in rows] == [5, 6, 7]
+
+
+def test_columns_have_the_names_of_the_source(tmp_path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1?", "solution": 2, "answer": "two", "tests": [{"in": 1}]}))
+
+    def row(**columns):
+        return get_custom_dataset(str(path), type="rl", prompt_key="prompt", **columns)[0]
+
+    own = {"prompt": "1+1?", "solution": 2, "tests": [{"in": 1}]}
+    ask = [{"role": "user", "content": "1+1?"}]
+    assert row(answer_key="solution") == {**own, "answer": "2", "messages": ask}
+    assert row(answer_key="tests") == {**own, "answer": [{"in": 1}], "messages": ask}
+    assert row(answer_key=None) == {**own, "answer": "two", "messages": ask}
+    asked = row(system_prompt="Be brief.", prompt_suffix=" Think.")["messages"]
+    assert asked == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1? Think."}]
+
+
+def test_conversations_are_kept(tmp_path) -> None:
+    path = tmp_path / "chats.jsonl"
+    system, ask, reply = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+    path.write_text(json.dumps({"messages": [system, ask, reply, ask], "question": "?", "answer": "1"}))
+    (row,) = get_custom_dataset(str(path), type="rl")
+    assert row["messages"] == [system, ask, reply, ask]
+    (row,) = get_custom_dataset(str(path), type="rl", system_prompt="Be brief.", prompt_suffix="!")
+    assert row["messages"] == [system, ask, reply, {"role": "user", "content": "u!"}]
+    (row,) = get_custom_dataset(str(path), type="rl", prompt_key="question")
+    assert row["messages"] == [{"role": "user", "content": "?"}]
+    for wrong, told in (
+        ([system, ask, reply], "prompt must end before the model's turn: got messages that ends with an assistant"),
+        ([{"from": "human", "value": "?"}], "messages must be a text or a list of messages with role and content"),
+        ([], "messages must be a text or a list"),
+    ):
+        path.write_text(json.dumps({"messages": wrong, "answer": "1"}))
+        with pytest.raises(ValueError, match=f"{told}.* row 0 of .*chats.jsonl. Set train_dataset.prompt_key"):
+            get_custom_dataset(str(path), type="rl")
+
+
+def test_demonstrations_from_conversations_teach_every_turn_of_the_assistant(tmp_path, tokenizer) -> None:
+    path = tmp_path / "chats.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["1+1?", "2", "2+2?", "4"])
+            ]
+        },
+        {"messages": [{"role": "user", "content": "3+3?"}], "answer": "6"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole, short = get_custom_dataset(str(path), type="sft", tokenizer=tokenizer)
+    assert tokenizer.decode(whole["input_ids"]) == (
+        "<|user|>1+1?<|end|><|assistant|>2<|end|><|user|>2+2?<|end|><|assistant|>4<|end|>"
+    )
+    for row, taught in ((whole, "2<|end|>4<|end|>"), (short, "6<|end|>")):
+        trained = [token for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+        assert tokenizer.decode(trained) == taught
+
+
 def test_demonstrations_are_prompt_answer_and_eos(jsonl, tokenizer) -> None:
     row = get_custom_dataset(str(jsonl), type="sft", tokenizer=tokenizer)[3]
     assert tokenizer.decode(row["input_ids"]) == "<|user|>What is 3+1?<|end|><|assistant|>3+1=4\n#### 4<|end|>"
@@ -94,7 +155,10 @@ def test_a_function_of_a_python_file(tokenizer) -> None:
         ("{file}:none", "must have a function none"),
         ("{file}:number", "must have a function number"),
         ("{file}:empty", "must have rows: got none"),
-        ("{file}:rows?size=2", "columns question and answer: got .*'prompt'"),
+        (
+            "{file}:rows?size=2",
+            "the column question: got prompt in row 0 .*Set train_dataset.prompt_key to",
+        ),
         ("no_file.py:rows", "dataset file must exist: got 'no_file.py'"),
     ],
 )
@@ -109,20 +173,40 @@ def test_functions_that_are_no_data_sets(tmp_path, path, told) -> None:
         get_custom_dataset(path.format(file=file), type="rl")
 
 
-def test_hub_paths_name_a_repository_and_a_file(monkeypatch) -> None:
-    asked = []
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder in place of the hub, read by the real library."""
+    folder, load = tmp_path / "hub", datasets.load_dataset
+    for name in ("org/name/main/train", "org/name/main/test", "openai/gsm8k/main/test", "org/no_test/default/train"):
+        (folder / name).mkdir(parents=True)
+        rows = ROWS if name.endswith("train") else ROWS[:2]
+        datasets.Dataset.from_list(rows).to_parquet(folder / name / "rows.parquet")
+    for name in ("org/name/main", "openai/gsm8k/main", "org/no_test/default"):
+        config = {"config_name": name.rpartition("/")[2], "data_dir": name.rpartition("/")[2]}
+        (folder / name).parent.joinpath("README.md").write_text(f"---\nconfigs: {json.dumps([config])}\n---\n")
 
-    def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
-        return datasets.Dataset.from_list(ROWS[:2])
+    def from_folder(path, *args, **kwargs):
+        if not (folder / path).exists():
+            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub.")
+        return load(str(folder / path), *args, cache_dir=str(tmp_path / "cache"), **kwargs)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert len(get_custom_dataset("hf-dataset://org/name/data/train.jsonl", type="rl")) == 2
-    assert len(get_custom_dataset("gsm8k", type="rl", split="test")) == 2
-    assert asked == [
-        (("org/name",), {"data_files": "data/train.jsonl", "split": "train"}),
-        (("openai/gsm8k", "main"), {"split": "test"}),
-    ]
+    monkeypatch.setattr(datasets, "load_dataset", from_folder)
+
+
+def test_any_data_set_of_the_hub_and_parts_of_its_splits(hub) -> None:
+    def numbers(path: str, split: str, **columns) -> list[int]:
+        return [row["level"] for row in get_custom_dataset(path, type="rl", split=split, **columns)]
+
+    assert numbers("org/name", "train[:80%]", config_name="main") == list(range(8))
+    assert numbers("org/name", "train[8:]+test") == [8, 9, 0, 1]
+    assert numbers("gsm8k", "test") == numbers("openai/gsm8k", "test") == [0, 1]
+    assert numbers("hf-dataset://org/name/main/train/rows.parquet", "train[-1:]") == [9]
+    with pytest.raises(ValueError, match=r"org/no_test must have the split test: got train\. Set .*dataset\.split"):
+        numbers("org/no_test", "test")
+    with pytest.raises(ValueError, match=r"org/none must be on the hub, or .* here: got Dataset 'org/none' doesn't"):
+        numbers("org/none", "train")
+    with pytest.raises(ValueError, match=r"split must be like train, train\[:95%\] .*: got 'train\[:'"):
+        numbers("org/name", "train[:")
 
 
 def test_a_missing_file_is_told_as_such() -> None:
@@ -130,7 +214,9 @@ def test_a_missing_file_is_told_as_such() -> None:
         get_custom_dataset("no/such/file.jsonl", type="rl")
 
 
-@pytest.mark.parametrize("path", ["", "no/such/file", "gsm9k", "hf-dataset://org/name", "hf-dataset:///x/y"])
+@pytest.mark.parametrize(
+    "path", ["", "no/such/file", "gsm9k", "org/name/", "hf-dataset://org/name", "hf-dataset:///x/y"]
+)
 def test_paths_that_mean_nothing_say_what_is_accepted(path: str) -> None:
     with pytest.raises(ValueError, match=r"must be 'gsm8k', .* or 'hf-dataset"):
         get_custom_dataset(path, type="rl")
@@ -138,7 +224,10 @@ def test_paths_that_mean_nothing_say_what_is_accepted(path: str) -> None:
 
 def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
     bad = {
-        "a.jsonl": ('{"question": "?"}\n', "columns question and answer: got \\['question'\\] in row 0"),
+        "a.jsonl": (
+            '{"question": "?"}\n',
+            "column answer: got question in row 0 of .*a.jsonl. Set train_dataset.answer_key to",
+        ),
         "b.jsonl": ("{oops\n", "b.jsonl:1 must be one JSON object"),
         "c.json": ('{"question": "?"}', "JSON list"),
         "d.jsonl": ("", "must have rows"),

@@ -62,9 +62,7 @@ def check_loggers(loggers: StatsLoggerConfig) -> None:
         )
 
 
-def check_schedule(
-    recover: RecoverConfig, evaluator: EvaluatorConfig, train: DatasetConfig, valid: DatasetConfig | None
-) -> None:
+def check_schedule(recover: RecoverConfig, evaluator: EvaluatorConfig, valid: DatasetConfig | None) -> None:
     """Checkpoints need a trigger, and evaluations data."""
     require(
         recover.mode == "disabled" or any((recover.freq_epochs, recover.freq_steps, recover.freq_secs)),
@@ -76,13 +74,6 @@ def check_schedule(
         "valid_dataset must be given if evaluator has a frequency: got null. "
         "Add a valid_dataset block, or set evaluator.freq_steps=null (and freq_epochs, freq_secs).",
     )
-    is_file = train.path.endswith((".jsonl", ".json", ".parquet"))  # which has no splits
-    if valid and valid.path == train.path and is_file:
-        logger.warning(
-            "valid_dataset.path is the training file %s: evaluations measure training data. "
-            "Set valid_dataset.path to another file.",
-            train.path,
-        )
 
 
 def check_allocation(

@@ -13,8 +13,20 @@ class DatasetConfig(ConfigBase):
 
     path: str = MISSING
     """Hub id, local file or folder, `FILE.py:FUNCTION?option=value`, or `hf-dataset://org/name/file`."""
+    config_name: str | None = None
+    """Configuration of a data set of the hub, e.g. `main`; None is its only one."""
+    split: str | None = None
+    """Split or part of it, e.g. `train[:95%]`; None is `train`, and `test` for `valid_dataset`."""
     type: Literal["sft", "rl"] = "rl"
     """Demonstrations or prompts."""
+    prompt_key: str | None = None
+    """Column of the prompt: a text or a list of messages. None is `messages` where a row has it, else `question`."""
+    answer_key: str | None = "answer"
+    """Column that rewards get as `answer` and fine-tuning teaches; None: rewards need none."""
+    system_prompt: str = ""
+    """System message of conversations that begin without one."""
+    prompt_suffix: str = ""
+    """Text at the end of the last user message, e.g. in which form to answer."""
     max_length: PositiveInt | None = None
     """Rows with more tokens are left out; None keeps all."""
     max_rows: PositiveInt | None = None

@@ -35,7 +35,8 @@ class BaseExperimentConfig(ConfigBase):
         **_named("stats_logger", fileroot="cluster.fileroot"),
         **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
         "rollout.tokenizer_path": "tokenizer_path",
-        **_same("valid_dataset", "train_dataset", "path", "type", "max_length"),
+        **_same("valid_dataset", "train_dataset", "path", "config_name", "type", "max_length"),
+        **_same("valid_dataset", "train_dataset", "prompt_key", "answer_key", "system_prompt", "prompt_suffix"),
     }
     """Keys that take another key's value unless they are given."""
 
@@ -58,7 +59,8 @@ class BaseExperimentConfig(ConfigBase):
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """Training data."""
     valid_dataset: DatasetConfig | None = None
-    """Held-out data; None is no evaluation. Path, type and length follow `train_dataset` unless given.
+    """Held-out data; None is no evaluation. Path, columns and length follow `train_dataset` unless given; if there is
+    no test split, the last 5% of the training rows are held out.
     We take every row once, in order; its `batch_size`, `shuffle` and `drop_last` are for your own loops."""
     rollout: InferenceEngineConfig | None = None
     """Episodes and servers; None is an experiment without servers."""
@@ -107,7 +109,7 @@ class BaseExperimentConfig(ConfigBase):
         """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
         rollout, mode = self.rollout, self.allocation
         checks.check_loggers(self.stats_logger)
-        checks.check_schedule(self.recover, self.evaluator, self.train_dataset, self.valid_dataset)
+        checks.check_schedule(self.recover, self.evaluator, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         if rollout is not None and mode is not None and mode.gen_backend is not None:
             rollout.backend = cast(BackendName, mode.gen_backend)

@@ -1,7 +1,7 @@
 """Checks of the model that is trained, and of what it reads and writes: tokenizer, chat template, first rows."""
 
 import contextlib
-import dataclasses
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.cli.check.findings import Findings, counted
-from arealite.dataset import load_split
+from arealite.dataset import load_datasets
 from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, pick_attention
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.plan import foreign_servers
-from arealite.utils.chat_template import Certificate, certify
+from arealite.utils.chat_template import Certificate, certify, prompt_tokens
 from arealite.utils.hf import load_hf_tokenizer
 from arealite.utils.memory_plan import model_shape
 
 _MAX_ROWS = 256  # of a data set that are read
-_AS_PROMPT = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}  # as RLVRWorkflow renders
 
 
 def check_model(found: Findings, config: Config) -> PreTrainedModel:
@@ -77,7 +76,8 @@ def check_tokenizer(found: Findings, config: Config, model: PreTrainedModel) -> 
 def check_template(found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> None:
     """Issue the chat-template certificate; `calls` are the names that the entry script calls."""
     if tokenizer.chat_template is None:
-        return found.add("problem", "the tokenizer has no chat template", "Add chat_template.jinja to tokenizer_path.")
+        told = "the tokenizer has none: prompts are plain texts, without roles"
+        return found.add("warning", told, "Add chat_template.jinja to tokenizer_path if the model is one to chat with.")
     end_ids = _end_ids(config, model, tokenizer)
     certificate = certify(tokenizer, end_ids=end_ids)
     workflows = {name for name in calls if name.endswith("Workflow")}
@@ -127,16 +127,18 @@ def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]
 
 def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> int:
     """Read the first rows as the script will, and return the longest of prompts or demonstrations in tokens."""
-    if not calls & {"load_split", "get_custom_dataset"}:
+    if not calls & {"load_datasets", "get_custom_dataset"}:
         found.add("ok", "not checked: the script has data of its own")
         return 0
+    config = copy.deepcopy(config)
+    blocks = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
+    for block in filter(None, blocks.values()):
+        block.max_rows = min(block.max_rows or _MAX_ROWS, _MAX_ROWS)
     longest = 0
-    for key, split in (("train_dataset", "train"), ("valid_dataset", "test")):
-        if (data := getattr(config, key)) is None:
+    for (key, data), rows in zip(blocks.items(), load_datasets(config, tokenizer), strict=True):
+        if data is None or rows is None:
             continue
-        first = dataclasses.replace(data, max_rows=min(data.max_rows or _MAX_ROWS, _MAX_ROWS))
-        rows = load_split(first, split, tokenizer=tokenizer, seed=config.seed)
-        tokens = (row.get("input_ids") or tokenizer.apply_chat_template(row["messages"], **_AS_PROMPT) for row in rows)
+        tokens = (row.get("input_ids") or prompt_tokens(tokenizer, [row["messages"]])[0] for row in rows)
         lengths = [len(ids) for ids in tokens]
         longest = max(longest, *lengths)
         what = "demonstrations" if data.type == "sft" else "prompts"
