@@ -48,5 +48,10 @@ def lines_of_frame(frame: FrameType | None) -> list[SourceLine]:
     return [line_of(one.f_code, line) for one, line in traceback.walk_stack(frame)] if frame else []
 
 
+def lines_of_error(error: BaseException) -> list[SourceLine]:
+    """Return the lines of a traceback, innermost first."""
+    return [line_of(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
+
+
 def users_line(lines: Iterable[SourceLine]) -> SourceLine | None:
     return next((line for line in lines if line.is_users), None)

@@ -65,9 +65,9 @@ def test_failing_rank_is_named_and_gives_its_status(launch_script):
         *GRPO,
     )
     assert run.end() == 7, run.output
-    report = run.output[run.output.rindex("its last 20 lines") :]
-    assert "trainer-1 failed with exit status 7; its last 20 lines" in run.output
-    assert "    line 10\n" in report and "    line 29\n" in report and "line 9\n" not in report
+    assert "trainer-1 failed with exit status 7: stopping everything\n" in run.output
+    assert run.output.count("line 29") == 1, "what is on the screen is not repeated"
+    assert run.output.endswith(f"launcher | the whole log of trainer-1: {run.logs / 'trainer-1.log'}\n")
 
 
 def test_a_rank_that_lost_its_peer_is_not_blamed_for_it(launch_script):
@@ -87,7 +87,7 @@ def test_a_rank_that_lost_its_peer_is_not_blamed_for_it(launch_script):
         "allocation_mode=d2",
     )
     assert run.end() == 7, run.output
-    assert "trainer-1 failed with exit status 7; its last 1 lines:\n    ValueError: the cause" in run.output
+    assert "launcher | trainer-1 failed with exit status 7: stopping everything\n" in run.output
 
 
 def test_nobody_has_to_read_the_output(launch_script):
@@ -106,7 +106,7 @@ def test_nobody_has_to_read_the_output(launch_script):
 def test_killed_rank_is_told_by_signal_name(launch_script):
     run = launch_script('print("bye"); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)', *SFT)
     assert run.end() == 137
-    assert "trainer-0 failed with exit status 137 (SIGKILL); its last 1 lines:" in run.output
+    assert "trainer-0 failed with exit status 137 (SIGKILL): stopping everything" in run.output
 
 
 def test_server_that_dies_at_start_is_told_first(launch_script):
@@ -124,7 +124,10 @@ note("dying"); sys.exit("CUDA is on holiday")
 """,
     )
     assert run.end() == 3, run.output
-    assert "ended with exit status 1; its last 2 lines:\n    CUDA is on holiday\n    serve: server-" in run.output
+    assert (
+        "ended with exit status 1; its last 2 lines that are not above:\n    CUDA is on holiday\n    serve: server-"
+        in run.output
+    )
 
 
 def test_servers_that_die_mid_run(launch_script):
@@ -436,6 +439,26 @@ def test_what_can_not_go_better_is_not_tried_again(launch_script, error, before)
     assert run.end() == 1
     assert ("[rank0]: " in run.output) == bool(before)
     assert f"arealite.api.errors.{error}: seed must be 1: got 2." in run.output and "restart " not in run.output
+
+
+@pytest.mark.parametrize("before", ["", GROUP], ids=["alone", "in a group"])
+def test_a_refusal_is_known_by_its_traceback_which_only_the_log_has(launch_script, before):
+    run = launch_script(
+        f"""
+        from arealite.api.errors import ConfigError
+        from arealite.api.script import show_errors_briefly
+        show_errors_briefly()
+        {before}
+        raise ConfigError("seed must be 1: got 2.")
+        """,
+        *SFT,
+        *RECOVER,
+    )
+    assert run.end() == 1
+    assert "\nConfigError: seed must be 1: got 2.\n" in run.output
+    assert "Traceback" not in run.output and "restart " not in run.output
+    log = (run.logs / "trainer-0.log").read_text()
+    assert log.startswith("Traceback (most") and "\narealite.api.errors.ConfigError: seed must be 1: got 2.\n" in log
 
 
 @pytest.mark.parametrize("mode, is_fresh", [("disabled", True), ("fault", True), ("auto", False)])

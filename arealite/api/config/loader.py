@@ -25,6 +25,7 @@ from arealite.api.config.experiment import BaseExperimentConfig
 from arealite.api.config.legacy import migrate
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.errors import ConfigError
+from arealite.api.script import refuse_import, show_errors_briefly
 
 logger = logging.getLogger("arealite.config")
 
@@ -48,6 +49,8 @@ def load_expr_config(
     `ignore_unknown` leaves out unknown keys at the top level and in blocks that experiments extend, for a program that
     reads the common part of someone's own config class; it warns of what looks like a typo.
     """
+    show_errors_briefly()
+    refuse_import()
     config_file, overrides = _split_arguments(argv, config_cls)
     keys = {key.name: key for key in config_keys(config_cls)}
     sources = {

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import arealite
 from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.script import TRACEBACK_VARIABLE
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.plan import Placement, Plan, Run, foreign_servers, setup_timeout_s
@@ -57,7 +58,7 @@ def trainer_job(
         GROUP_WORLD_SIZE=str(len(nodes)),
         MASTER_ADDR=master[0],
         MASTER_PORT=str(master[1]),
-        **{RESTART_VARIABLE: str(int(is_restart))},
+        **{RESTART_VARIABLE: str(int(is_restart)), TRACEBACK_VARIABLE: os.environ.get(TRACEBACK_VARIABLE, "log")},
     )
     return Job(placement.name, [sys.executable, str(run.entry), *run.argv], env)
 

@@ -20,6 +20,7 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from arealite.api.script import FOR_LOG
 from arealite.utils.files import explain
 
 TAIL_LINES = 20
@@ -152,6 +153,7 @@ class Output:
         self.name = name
         self.path = path
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.unseen: deque[str] = deque(maxlen=TAIL_LINES)  # the last lines that the console could have shown
         self._console = console
         self._prefix = "" if is_foreground else name
         self._only_warnings = only_warnings
@@ -176,7 +178,7 @@ class Output:
         """Take whole lines as a reader would see them: without control codes, and as they were overwritten last."""
         lines = [_CONTROL.sub("", line).rstrip("\r").rpartition("\r")[2] for line in written]
         try:
-            self._log.write("".join(line + "\n" for line in lines))
+            self._log.write("".join(line.removeprefix(FOR_LOG) + "\n" for line in lines))
             self._log.flush()
         except OSError as error:  # the log ends with a line that says so, and the console continues
             with contextlib.suppress(OSError):
@@ -184,8 +186,12 @@ class Output:
             self._log = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             self._console.line(f"ERROR: this log ends here: {explain(error, self.path)}", prefix=self.name)
         for line in lines:
-            self.tail.append(line)
+            self.tail.append(line.removeprefix(FOR_LOG))
+            if line.startswith(FOR_LOG):
+                continue
             if self._only_warnings and not line.startswith((" ", "\t")):  # these go with the line before
                 self._is_shown = bool(_WORSE.search(line))
             if self._is_shown:
                 self._console.line(line, prefix=self._prefix)
+            else:
+                self.unseen.append(line)

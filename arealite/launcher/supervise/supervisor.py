@@ -117,11 +117,16 @@ class Supervisor:
             finally:
                 await self._stop()
             if (output := reason.output) is not None:
-                last = f"its last {len(output.tail)} lines:" if output.tail else "it wrote nothing."
-                self._say(f"{reason.reason}; {last}")
-                for line in output.tail:
+                if output.unseen or not output.tail:
+                    last = (
+                        f"its last {len(output.unseen)} lines that are not above:"
+                        if output.tail
+                        else "it wrote nothing"
+                    )
+                    self._say(f"{reason.reason}; {last}")
+                for line in output.unseen:
                     self._console.line(f"    {line}")
-                self._say(f"its whole log: {output.path}")
+                self._say(f"the whole log of {output.name}: {output.path}")
         finally:
             self._log.close()
             self._console.close()

@@ -1,0 +1,68 @@
+"""The user's script as a program: how its uncaught errors are shown, and what it must not do while it is imported.
+
+An error whose message is a sentence of ours is one line; any other shows the user's own lines, innermost first. The
+launcher keeps the whole traceback in the log of the process.
+"""
+
+import linecache
+import os
+import sys
+import traceback
+from types import TracebackType
+
+from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.utils.source_lines import SourceLine, lines_of_error
+
+TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"
+"""`1` shows uncaught errors as Python does; `log` marks the lines of the whole traceback as `FOR_LOG`."""
+FOR_LOG = "\x1e"
+"""Begins a line that a launcher writes to the log of a process and not to the console."""
+_MAX_LINES = 5  # of the user's code, and of a message that is not ours
+
+
+def show_errors_briefly() -> None:
+    """Show uncaught errors of the script that runs in few lines; notebooks, tests and programs of ours keep theirs."""
+    main = getattr(sys.modules["__main__"], "__file__", None) or ""
+    is_script = main.endswith(".py") and SourceLine(main, 1, "").is_users
+    if is_script and sys.excepthook is sys.__excepthook__ and os.environ.get(TRACEBACK_VARIABLE) != "1":
+        sys.excepthook = _show
+
+
+def refuse_import() -> None:
+    """Refuse to train in a process that imports the script, as those of rewards do for a function defined there."""
+    for frame, line in traceback.walk_stack(None):
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            raise ConfigError(
+                f"the script must train only when it is started: got {frame.f_code.co_filename}:{line} in a process "
+                'that imports it for a function. Put the script\'s last lines under `if __name__ == "__main__":`.'
+            )
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An excepthook. It writes past the one of torch.distributed, which would prefix each line with the rank."""
+    whole = [line for text in traceback.format_exception(kind, error, trace) for line in text.splitlines()]
+    lines = brief(error) or whole
+    if os.environ.get(TRACEBACK_VARIABLE) == "log":
+        lines = [*(FOR_LOG + line for line in whole), *lines]
+    elif len(lines) < len(whole):
+        lines.append(f"({TRACEBACK_VARIABLE}=1 shows the whole traceback)")
+    print("\n".join(lines), file=sys.__stderr__, flush=True)
+
+
+def brief(error: BaseException) -> list[str]:
+    """Return an error in few lines; none for one in which there is no line of the user's."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    lines = lines_of_error(error)
+    if isinstance(error, AReaLiteError) or (" must " in str(error) and lines and lines[0].room):
+        return [f"{type(error).__name__}: {error}"]
+    users = [line for line in lines if line.is_users][:_MAX_LINES]
+    if not users:
+        return []
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    after = [] if before is None else traceback.format_exception_only(before)[-1].splitlines()[:1]
+    return [
+        *"".join(traceback.format_exception_only(error)).splitlines()[:_MAX_LINES],
+        *(f"  {line}: {linecache.getline(line.file, line.line).strip()}" for line in users),
+        *(f"  after {line}" for line in after),
+    ]
