@@ -4,9 +4,11 @@ Renamed keys move to their new place. Deprecated keys are dropped; one that woul
 the value that we implement.
 """
 
+import copy
 import logging
 import operator
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,6 +35,7 @@ RENAMED = {
     "n_gpus_per_node": "cluster.n_gpus_per_node",
     "rollout.server_address": "rollout.server_addrs",
     "rollout.timeout": "rollout.request_timeout",
+    "actor.weight_update_mode": "rollout.weight_update",
 } | {
     f"{engine}.{old}": f"{engine}.{new}"
     for engine in ("actor", "ref", "model")
@@ -46,10 +49,15 @@ DEPRECATED = {
     "checkpointer": DeprecatedKey("`recover` replaces it"),
     "server_only": DeprecatedKey("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
     "total_train_n_seqs": DeprecatedKey("total_train_steps bounds training", (None,)),
+    "scheduler": DeprecatedKey("the launcher that you start places processes"),
+    "*.scheduling_*": DeprecatedKey("allocation_mode and the launcher block place processes"),
+    "perf_tracer": DeprecatedKey("metrics.jsonl has the time of every phase"),
+    "enable_offload": DeprecatedKey("fsdp.offload_params offloads parameters and optimizer", (False,)),
     "cluster.cluster_name": DeprecatedKey("no cluster has settings of its own"),
     "cluster.name_resolve": _NAME_RESOLVE,
     "rollout.name_resolve": _NAME_RESOLVE,
     "rollout.enable_rollout_tracing": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
+    "rollout.dump_to_file": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
     "rollout.schedule_policy": DeprecatedKey("requests go to the server with the fewest outstanding tokens"),
     "rollout.untie_embeddings": DeprecatedKey(
         "vLLM on a CPU refuses models with tied embeddings, which it can't reload; train one with "
@@ -57,7 +65,10 @@ DEPRECATED = {
         (False,),
     ),
     "*.init_critic_from_actor": DeprecatedKey("there is no critic", (False,)),
-    "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("", "fsdp", None)),
+    "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
+    "actor.max_new_tokens": DeprecatedKey("gconfig.max_new_tokens bounds completions"),
+    "actor.dynamic_sampling": DeprecatedKey("pass should_accept to prepare_batch", (False,)),
+    "*.use_lora": DeprecatedKey("LoRA is not supported yet", (False,)),
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
     "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
     "*.optimizer.offload": DeprecatedKey("fsdp.offload_params offloads the optimizer with the parameters", (False,)),
@@ -73,20 +84,63 @@ DEPRECATED = {
     ),
 }
 
+NORMS: dict[tuple[str, str | None], tuple[str, bool]] = {
+    ("reward_norm", "group"): ("group_reward_norm", True),
+    ("reward_norm", None): ("group_reward_norm", False),
+    ("adv_norm", "batch"): ("adv_norm", True),
+    ("adv_norm", "group"): ("group_adv_norm", True),
+    ("adv_norm", None): ("adv_norm", False),
+}
+"""AReaL's blocks of `mean_level` and `std_level`, which must be equal, and our key."""
+
 ONCE_NULL = ("*gconfig.stop", "*_dataset.type")
 """Keys whose default was null; a stored config may spell it out."""
 
 
-def migrate(given: dict[str, Any], keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
-    """Return what was given with old keys moved or dropped; today's `keys` stay as they are."""
+def migrate(given: dict[str, Any], keys: Mapping[str, ConfigKey], problems: list[str]) -> dict[str, Any]:
+    """Return what was given with old keys moved or dropped; today's `keys` stay as they are.
+
+    Values that we do not implement are added to `problems`.
+    """
     moved: dict[str, Any] = {}
-    kept = _sort(given, "", keys, moved)
+    kept = _sort(_translated(given), "", keys, moved, problems)
     for old, value in moved.items():
-        _put(kept, RENAMED[old], value, old)
+        _put(kept, RENAMED[old], "broadcast" if value == "xccl" else value, old)
     return kept
 
 
-def _sort(block: dict[str, Any], prefix: str, keys: Mapping[str, ConfigKey], moved: dict[str, Any]) -> dict[str, Any]:
+def _translated(given: dict[str, Any]) -> dict[str, Any]:
+    """Spell as we do what AReaL writes: normalisations are blocks, backends have sizes in place of an allocation."""
+    given = copy.deepcopy(given)
+    names = ("rollout", "actor", "model", "ref")
+    blocks: dict[str, dict[str, Any]] = {name: given[name] for name in names if isinstance(given.get(name), dict)}
+    for (norm, level), (ours, value) in NORMS.items():
+        for name, block in blocks.items():
+            levels = {} if block.get(norm) is None else block[norm]
+            if (
+                norm in block
+                and isinstance(levels, dict)
+                and levels.get("mean_level") == level == levels.get("std_level")
+            ):
+                logger.warning("%s.%s is now %s.%s: %s. Rename it.", name, norm, name, ours, str(value).lower())
+                del block[norm]
+                block[ours] = value
+    sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name != "ref"}
+    sizes = {name: size for name, size in sizes.items() if re.fullmatch(r"(fsdp|sglang|vllm):\w+", size)}
+    if sizes.keys() - {"rollout"} and "allocation_mode" not in given:
+        given["allocation_mode"] = "+".join(sizes.values())
+        for name in sizes:
+            del blocks[name]["backend"]
+    mode = given.get("allocation_mode")
+    if isinstance(mode, str) and re.search(r"\w:\w", mode):
+        given["allocation_mode"] = mode.replace("fsdp:", "").replace(":", ".")
+        logger.warning("allocation_mode is now %s. Rename it.", given["allocation_mode"])
+    return given
+
+
+def _sort(
+    block: dict[str, Any], prefix: str, keys: Mapping[str, ConfigKey], moved: dict[str, Any], problems: list[str]
+) -> dict[str, Any]:
     """Return what stays in a block, and put what moves into `moved`, by dotted name."""
     kept: dict[str, Any] = {}
     is_passed_through = bool(prefix) and keys[prefix[:-1]].block is None
@@ -94,7 +148,7 @@ def _sort(block: dict[str, Any], prefix: str, keys: Mapping[str, ConfigKey], mov
     for name, value in block.items():
         key = f"{prefix}{name}"
         if key in keys and isinstance(value, dict):
-            kept[name] = _sort(value, f"{key}.", keys, moved)
+            kept[name] = _sort(value, f"{key}.", keys, moved, problems)
         elif key in keys:
             if value is not None or not any(fnmatchcase(key, pattern) for pattern in ONCE_NULL):
                 kept[name] = value
@@ -102,19 +156,21 @@ def _sort(block: dict[str, Any], prefix: str, keys: Mapping[str, ConfigKey], mov
             logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
             moved[key] = value
         elif deprecated := next((entry for pattern, entry in DEPRECATED.items() if matches(key, pattern)), None):
-            _drop(key, value, deprecated)
+            problems += _drop(key, value, deprecated)
         else:
             kept[name] = value
     return kept
 
 
-def _drop(key: str, value: Any, deprecated: DeprecatedKey) -> None:
-    """Warn about a deprecated key, or refuse its value."""
+def _drop(key: str, value: Any, deprecated: DeprecatedKey) -> list[str]:
+    """Warn about a deprecated key, or return what is wrong with its value."""
     is_reference = isinstance(value, str) and value.startswith("${")
-    if deprecated.accepts is not None and value not in deprecated.accepts and not is_reference:
+    said = value.partition(":")[0] if isinstance(value, str) else value  # AReaL's `fsdp:d4`
+    if deprecated.accepts is not None and said not in deprecated.accepts and not is_reference:
         got = "another value" if key.endswith("api_key") else repr(value)  # a secret must not reach the logs
-        raise ConfigError(f"{key} must be {deprecated.accepts[0]!r}: got {got}. Remove it: {deprecated.reason}.")
+        return [f"{key} must be {deprecated.accepts[0]!r}: got {got}. Remove it: {deprecated.reason}."]
     logger.warning("%s has no effect: %s. Remove it.", key, deprecated.reason)
+    return []
 
 
 def _put(tree: dict[str, Any], key: str, value: Any, old: str) -> None:

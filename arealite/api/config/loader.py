@@ -6,7 +6,6 @@ Every failure is a ConfigError that names key, value and fix. Only the YAML file
 """
 
 import dataclasses
-import difflib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from pydantic_core import ErrorDetails
 from arealite.api.config.experiment import BaseExperimentConfig
 from arealite.api.config.legacy import migrate
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
+from arealite.api.config.words import guess, hint
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
 
@@ -37,6 +37,7 @@ Sources = dict[str, Tree]
 
 _ABSENT = object()
 _HEADER = "# from environment variables: "
+_ARTICLES = {"block": "a ", "list": "a ", "number": "a ", "integer": "an "}
 _FROM_ENVIRONMENT = "_from_environment"
 """Attribute of a loaded config: the keys whose values environment variables brought in."""
 
@@ -53,12 +54,13 @@ def load_expr_config(
     refuse_import()
     config_file, overrides = _split_arguments(argv, config_cls)
     keys = {key.name: key for key in config_keys(config_cls)}
-    sources = {
-        f"in {config_file}": migrate(_read_yaml(config_file), keys),
-        "on the command line": migrate(_read_overrides(overrides), keys),
-    }
+    given = {f"in {config_file}": _read_yaml(config_file), "on the command line": _read_overrides(overrides)}
+    problems: list[str] = []
+    sources = {place: migrate(values, keys, problems) for place, values in given.items()}
     for place, values in sources.items():
-        _check_keys(values, "", place, keys, ignore_unknown=ignore_unknown)
+        problems += _key_problems(values, "", place, keys, ignore_unknown=ignore_unknown)
+    if problems:
+        raise ConfigError("\n".join(problems))
     try:
         references, values = _resolve(config_cls, sources, keys, config_file)
     except OmegaConfBaseException as error:
@@ -128,7 +130,8 @@ def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[s
         elif equals and not option.startswith("-"):
             overrides.append(argument)
         else:
-            raise ConfigError(f"arguments must be --config FILE or key=value: got {argument!r}. Correct or remove it.")
+            change = f"Write {argument.lstrip('-')}." if equals else "Correct or remove it."
+            raise ConfigError(f"arguments must be --config FILE or key=value: got {argument!r}. {change}")
     if not config_file:
         raise ConfigError("--config must be given: got no file. Add --config FILE.yaml.")
     return config_file, overrides
@@ -159,35 +162,35 @@ def _read_overrides(overrides: list[str]) -> Tree:
     return cast(Tree, OmegaConf.to_container(config))
 
 
-def _check_keys(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_unknown: bool) -> None:
-    """Refuse unknown keys, and plain values in place of blocks and vice versa; drop empty blocks."""
+def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_unknown: bool) -> Iterator[str]:
+    """Yield what is wrong with keys: unknown ones, and plain values in place of blocks and vice versa; drop empty
+    blocks. Unknown keys of a script are its own, but for what looks like a typo."""
     is_open = ignore_unknown and (not prefix or getattr(keys[prefix[:-1]].block, "IS_EXTENDED", False))
     for name, value in list(values.items()):
         key = keys.get(f"{prefix}{name}")
-        if key is None:
-            _judge_unknown(f"{prefix}{name}", place, keys, is_open=is_open)
+        if key is None and is_open:
+            if guessed := guess(f"{prefix}{name}", keys, cutoff=0.8, has_namesakes=False):
+                logger.warning("%s%s is left to the script. %s", prefix, name, guessed)
+        elif key is None:
+            yield from _unknown(f"{prefix}{name}", value, place, keys)
         elif key.block is not None and isinstance(value, dict):
-            _check_keys(value, f"{key.name}.", place, keys, ignore_unknown=ignore_unknown)
+            yield from _key_problems(value, f"{key.name}.", place, keys, ignore_unknown=ignore_unknown)
         elif key.is_mapping and value is None and not key.is_optional:
             del values[name]
         elif value is not None and not _is_reference(value) and isinstance(value, dict) != key.is_mapping:
-            raise ConfigError(f"{key.name} must be a {key.type_name}: got {value!r} {place}. Correct it there.")
+            article = _ARTICLES.get(key.type_name.partition(" ")[0], "")
+            yield f"{key.name} must be {article}{key.type_name}: got {value!r} {place}. Correct it there."
 
 
-def _judge_unknown(name: str, place: str, keys: Keys, *, is_open: bool) -> None:
-    """Refuse an unknown key, or warn of a typo where the script may know the key; suggest the nearest known ones."""
-    parent, _, leaf = name.rpartition(".")
-    siblings = [key.name for key in keys.values() if key.parent == parent]
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8 if is_open else 0.7)
-    if is_open:
-        if near:
-            logger.warning("%s is left to the script. Did you mean %s?", name, near[0])
-        return
-    namesakes = [key.name for key in keys.values() if key.leaf == leaf][:3]
-    near = near or namesakes or difflib.get_close_matches(name, keys, n=1)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Remove it, or use one of {', '.join(siblings)}."
+def _unknown(name: str, value: Any, place: str, keys: Keys) -> Iterator[str]:
+    """Yield a sentence on an unknown key; on those of its own keys that we know by another name, if it is a block."""
     experiment = next(iter(keys.values())).owner.__name__
-    raise ConfigError(f"{name} must be a key of {experiment}: got it {place}. {hint}")
+    names = [name]
+    if isinstance(value, dict) and hint(name, keys) is None:
+        names = [path for path, _, _ in _leaves(value, f"{name}.") if hint(path, keys)] or names
+    for one in names:
+        advice = hint(one, keys) or "Remove it; --help lists all keys."
+        yield f"{one} must be a key of {experiment}: got it {place}. {advice}"
 
 
 def _is_reference(value: Any) -> bool:

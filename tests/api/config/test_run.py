@@ -71,7 +71,7 @@ def test_what_looks_like_a_typo_is_said_before_anything_starts(load, caplog):
         ("cluster.n_node=2", "Did you mean cluster.n_nodes?"),
         ("rollout.max_head_offpolicynes=1", "Did you mean rollout.max_head_offpolicyness?"),
         ("gconfig.n_sample=1", "Did you mean gconfig.n_samples?"),
-        ("actor.fsdp.offload=true", "Did you mean actor.fsdp.offload_params?"),
+        ("actor.fsdp.offload=true", "It is called actor.fsdp.offload_params here."),
         ("actor.eps_clip=2", "actor.eps_clip must be less than 1: got 2"),
         ("recover.mode=auto", "recover must have a trigger"),
         ("rollout.pause_mode=wait", "rollout.pause_mode must be abort, retract or in_place for lite"),

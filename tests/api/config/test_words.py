@@ -1,0 +1,177 @@
+"""Configs of other frameworks: what is understood, what their words are called here, and what is not supported yet."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from arealite.api.config.schema import config_keys
+from arealite.api.config.words import NOT_YET, THEIR_WORDS
+from arealite.api.errors import ConfigError
+
+MIGRATION = Path(__file__).parents[3] / "docs/migration.md"
+KEYS = [key.name for key in config_keys(GRPOConfig)]
+
+AREAL_2026 = """
+experiment_name: gsm8k-grpo
+trial_name: trial0
+seed: 1
+enable_offload: false
+total_train_epochs: 10
+tokenizer_path: ${actor.path}
+cluster: {n_nodes: 1, n_gpus_per_node: 8, fileroot: /tmp/areal, name_resolve: {type: nfs, nfs_record_root: /tmp/names}}
+scheduler: {type: null}
+rollout:
+  backend: "sglang:d4p1t1"
+  max_concurrent_rollouts: 256
+  consumer_batch_size: ${train_dataset.batch_size}
+  max_head_offpolicyness: 2
+  enable_rollout_tracing: false
+  scheduling_spec: ${actor.scheduling_spec}
+  tokenizer_path: ${tokenizer_path}
+  use_lora: false
+  dump_to_file: true
+gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 1.0}
+actor:
+  backend: "fsdp:d4p1t1"
+  path: Qwen/Qwen2.5-1.5B-Instruct
+  mb_spec: {max_tokens_per_mb: 10240}
+  optimizer: {type: adam, lr: 1.7e-5, weight_decay: 0.017}
+  eps_clip: 0.4
+  temperature: ${gconfig.temperature}
+  ppo_n_minibatches: 1
+  recompute_logprob: true
+  use_decoupled_loss: true
+  reward_norm: {mean_level: group, std_level: group, group_size: "${gconfig.n_samples}"}
+  adv_norm: {mean_level: batch, std_level: batch}
+  weight_update_mode: xccl
+  max_new_tokens: ${gconfig.max_new_tokens}
+  use_lora: false
+  scheduling_spec: [{task_type: worker, gpu: 1, mem: 32, cmd: python3 -m areal.infra.rpc.rpc_server, env_vars: {}}]
+ref:
+  backend: ${actor.backend}
+  path: ${actor.path}
+  optimizer: null
+  scheduling_strategy: {type: colocation, target: actor}
+  scheduling_spec: ${actor.scheduling_spec}
+sglang: {model_path: "${actor.path}", random_seed: "${seed}", context_length: 32768}
+train_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, num_workers: 4}
+valid_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, pin_memory: true, num_workers: 4}
+saver: {freq_epochs: 1}
+evaluator: {freq_epochs: 1}
+stats_logger: {wandb: {mode: disabled}}
+perf_tracer: {enabled: false, session_tracer: {enabled: false}}
+"""
+
+
+def load(folder: Path, text: str, *overrides: str, cls: type[Any] = GRPOConfig) -> Any:
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return load_expr_config(["--config", str(file), *overrides], cls)[0]
+
+
+def refusal(folder: Path, *overrides: str, text: str = "") -> str:
+    common = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=gsm8k")
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *common, *overrides)
+    return str(caught.value)
+
+
+def test_the_yaml_of_todays_areal_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        config = load(tmp_path, AREAL_2026)
+    assert config.allocation_mode == "sglang.d4p1t1+d4p1t1" and config.rollout.backend == "sglang"
+    assert config.rollout.weight_update == "broadcast"
+    assert (config.actor.group_reward_norm, config.actor.adv_norm, config.actor.group_adv_norm) == (True, True, False)
+    told = {message.split(" ")[0] for message in caplog.messages}
+    assert told >= {"allocation_mode", "actor.reward_norm", "actor.adv_norm", "actor.weight_update_mode", "scheduler"}
+    again = AREAL_2026.replace('backend: "sglang:d4p1t1"', "").replace('backend: "fsdp:d4p1t1"', "")
+    again = again.replace("backend: ${actor.backend}", "")
+    assert load(tmp_path, again, "allocation_mode=sglang:d4p1t1+fsdp:d4p1t1") == config
+
+
+@pytest.mark.parametrize(
+    ("norms", "fields"),
+    [
+        ("{reward_norm: null, adv_norm: null}", (False, False, False)),
+        ("{adv_norm: {mean_level: group, std_level: group}}", (True, False, True)),
+        ("{adv_norm: false, group_reward_norm: false}", (False, False, False)),
+    ],
+)
+def test_normalisations_as_areal_writes_them(tmp_path: Path, norms: str, fields: tuple[bool, ...]) -> None:
+    overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=gsm8k")
+    actor = load(tmp_path, f"actor: {norms}", *overrides, "train_dataset.batch_size=8").actor
+    assert (actor.group_reward_norm, actor.adv_norm, actor.group_adv_norm) == fields
+
+
+def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> None:
+    text = (
+        "actor: {use_lora: true, lora_rank: 8, eps_klip: 0.1, backend: 'megatron:d4'}\nmax_steps: 3\nzzz: {a: {b: 1}}\n"
+    )
+    told = refusal(tmp_path, "rollout=5", text=text).replace(str(tmp_path), "F").splitlines()
+    assert told == [
+        "actor.use_lora must be False: got True. Remove it: LoRA is not supported yet.",
+        "actor.backend must be 'fsdp': got 'megatron:d4'. Remove it: the training engine is the class that the script "
+        "constructs.",
+        "actor.lora_rank must be a key of GRPOConfig: got it in F/config.yaml. Remove it: LoRA is not supported yet.",
+        "actor.eps_klip must be a key of GRPOConfig: got it in F/config.yaml. Did you mean actor.eps_clip?",
+        "max_steps must be a key of GRPOConfig: got it in F/config.yaml. It is called total_train_steps here.",
+        "zzz must be a key of GRPOConfig: got it in F/config.yaml. Remove it; --help lists all keys.",
+        "rollout must be a block: got 5 on the command line. Correct it there.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("actor.optimizer.learning_rate=1", "It is called actor.optimizer.lr here."),
+        ("learning_rate=1", "It is called actor.optimizer.lr here."),
+        ("ref.model_name_or_path=x", "It is called ref.path here."),
+        ("actor.beta=0.1", "It is called actor.kl_ctl here."),
+        ("rollout.max_staleness=1", "It is called rollout.max_head_offpolicyness here."),
+        ("actor.loss_type=dapo", "Remove it: an objective other than GRPO's is not supported yet."),
+        ("actor_rollout_ref.rollout.n=5", "It is called gconfig.n_samples here."),
+        ("algorithm.adv_estimator=grpo", "Remove it: an objective other than GRPO's is not supported yet."),
+        ("seqlen=5", "Remove it; --help lists all keys."),  # seed is the nearest, and another thing
+        ("actor.zeed=5", "Did you mean actor.seed?"),
+        ("max_new_tokens=5", "Did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens?"),
+    ],
+)
+def test_words_of_others_are_known_and_nothing_is_guessed(tmp_path: Path, override: str, advice: str) -> None:
+    name = override.partition("=")[0]
+    told = refusal(tmp_path, override)
+    assert told == f"{name} must be a key of GRPOConfig: got it on the command line. {advice}"
+
+
+def test_fine_tuning_has_the_keys_of_its_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"It is called model\.optimizer\.lr here"):
+        load(tmp_path, "experiment_name: e\ntrial_name: t\nmodel: {path: m}", "learning_rate=1", cls=SFTConfig)
+
+
+@pytest.mark.parametrize("ours", THEIR_WORDS)
+def test_what_their_words_are_called_exists(ours: str) -> None:
+    assert [key for key in KEYS if f".{key}".endswith(f".{ours}")]
+
+
+def test_no_word_has_two_meanings_or_is_a_key_of_ours() -> None:
+    words = " ".join([*THEIR_WORDS.values(), *NOT_YET.values()]).split()
+    assert len(words) == len(set(words))
+    assert not set(words) & {key.rpartition(".")[2] for key in KEYS}
+
+
+def test_the_imports_that_the_page_names_exist() -> None:
+    found = re.findall(r"`from (\S+) import (\w+)`", MIGRATION.read_text())
+    assert len(found) == 6
+    assert all(hasattr(importlib.import_module(module), name) for module, name in found)
+
+
+def test_the_page_on_migration_shows_the_same_words() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", MIGRATION.read_text(), re.MULTILINE)
+    shown = {left.strip("`"): " ".join(re.findall(r"`(\w+)`", right)) for left, right in rows}
+    assert {key: shown.get(key) for key in THEIR_WORDS | NOT_YET} == THEIR_WORDS | NOT_YET
