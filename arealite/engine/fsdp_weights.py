@@ -41,29 +41,28 @@ def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: t
     state = _gather(model, dtype)
 
     def publish() -> None:
-        written = _publish(model, state, meta, dtype)
+        _publish(model, state, meta, dtype)
         if meta.wants_fingerprints:
-            meta.fingerprints |= fingerprints(written)
+            meta.fingerprints |= fingerprints(state)
 
     on_rank_0(publish)
 
 
 def _gather(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return all tensors on rank 0, none on others (collective)."""
-    # A gathered tensor may be a view of padded storage, which safetensors refuses: copy it out.
+    # A tensor may be a view of padded storage or of fused experts, which safetensors refuses: copy it out.
     params = iter_full_params(model, dtype)
     return {name: tensor.to("cpu", copy=True) for name, tensor in params if dist.get_rank() == 0}
 
 
 def _publish(
     model: PreTrainedModel, state: dict[str, torch.Tensor], meta: WeightUpdateMeta, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+) -> None:
     assert meta.path is not None, "an update through the disk needs a path"
     partial = f"{meta.path}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    written = write_checkpoint(model, state, partial, dtype)
+    write_checkpoint(model, state, partial, dtype)
     publish_folder(Path(partial), Path(meta.path))
-    return written
 
 
 def send_whole_model(
@@ -133,12 +132,7 @@ def fingerprint_shards(model: PreTrainedModel) -> str:
 
 def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
     """Return the specs of all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
-    specs = [ParamSpec(name, tuple(parameter.shape), dtype) for name, parameter in model.named_parameters()]
-    if checkpoint_shapes(model).keys() != {spec.name for spec in specs}:
-        raise ValueError(
-            f"parameters of {type(model).__name__} must be named as in its checkpoint to be broadcast: transformers "
-            "renames or fuses them when it loads the model. Set rollout.weight_update: disk."
-        )
+    specs = [ParamSpec(name, shape, dtype) for name, shape in checkpoint_shapes(model).items()]
     buckets: list[list[ParamSpec]] = []
     free = 0
     for spec in specs:

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.files import writing
-from arealite.utils.hf import load_causal_lm
+from arealite.utils.hf import as_in_checkpoint, load_causal_lm
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -43,6 +43,12 @@ def build_meta_model(path: str, attention: str) -> PreTrainedModel:
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
     check_packable(model)
+    parameters = dict(model.named_parameters())
+    if as_in_checkpoint(model, parameters).keys() != revert_weight_conversion(model, parameters).keys():
+        raise ValueError(
+            f"every tensor of a checkpoint must come from one parameter of the model: got {type(model).__name__}, which "
+            "can't be saved parameter by parameter. Train another architecture."
+        )
     model.config.architectures = [type(model).__name__]
     return model
 
@@ -83,30 +89,26 @@ def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, devic
 
 @torch.no_grad()
 def iter_full_params(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole on every rank, in the model's order (collective). Tied embeddings come once."""
+    """Yield every parameter whole on every rank, as in a checkpoint (collective). Tied embeddings come once."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} must be sharded"
         shard: Any = parameter.to(device=parameter.device_mesh.device_type, dtype=dtype)
-        yield name, shard.full_tensor()
+        yield from as_in_checkpoint(model, {name: shard.full_tensor()}).items()
 
 
 def checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters by the names that they have in a Hugging Face checkpoint."""
+    """Return the shapes of the parameters as in a checkpoint, in the order of `iter_full_params`."""
     meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
-    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, meta).items()}
+    return {name: tuple(tensor.shape) for name, tensor in as_in_checkpoint(model, meta).items()}
 
 
-def write_checkpoint(
-    model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Write `state`, whole tensors in `dtype`, as a Hugging Face checkpoint; return it under the names in the files."""
+def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype) -> None:
+    """Write `state`, whole tensors in `dtype` by their names in a Hugging Face checkpoint, as one."""
     os.makedirs(path, exist_ok=True)
-    written: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
     with writing(path, SafetensorError):
-        save_torch_state_dict(written, path)
+        save_torch_state_dict(state, path)
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(path)
     if model.can_generate():
         model.generation_config.save_pretrained(path)
-    return written

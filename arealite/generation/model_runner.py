@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from arealite.generation.slot_attention import ATTENTION_NAME, PackedPrefill, SlotCache, SlotDecode, SlotStep
-from arealite.utils.hf import require_fixed_rope
+from arealite.utils.hf import as_in_checkpoint, require_fixed_rope
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,12 @@ class ModelRunner:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         every_parameter = dict(model.named_parameters(remove_duplicate=False))
         self._tied = {name: names[id(p)] for name, p in every_parameter.items() if name not in self._parameters}
+        meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in self._parameters.items()}
+        required = as_in_checkpoint(model, meta)
+        self._required = required.keys()
         # Of every weight that an update may contain, by its name in the checkpoint.
-        self.weight_shapes = {name: tuple(parameter.shape) for name, parameter in every_parameter.items()}
+        weights = required | {name: every_parameter[name] for name in self._tied}
+        self.weight_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.cache = SlotCache(
             layers=config.num_hidden_layers,
@@ -105,7 +109,7 @@ class ModelRunner:
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing.
         A tied weight may be absent, or equal to the one it is tied to."""
-        missing = sorted(self._parameters.keys() - weights.keys())
+        missing = sorted(self._required - weights.keys())
         if missing:
             raise ValueError(
                 f"weights must be complete: got {len(missing)} missing, {missing[:3]}. Send every parameter."
@@ -115,7 +119,12 @@ class ModelRunner:
             if name in weights and not torch.equal(weights[name], weights[source]):
                 raise ValueError(f"{name} must equal {source}, to which it is tied: got other values. Leave it out.")
         for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
+            if name in weights:
+                parameter.copy_(weights[name])
+            else:  # what becomes of the positions of its elements tells where those of the checkpoint belong
+                positions = torch.arange(parameter.numel()).view(parameter.shape)
+                for part, here in as_in_checkpoint(self.model, {name: positions}).items():
+                    parameter.view(-1)[here] = weights[part].to(parameter.dtype)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,10 +1,13 @@
 """Loading from Hugging Face folders and hub ids. Code that ships with a model is never run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 _WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -26,6 +29,13 @@ def load_causal_lm(path: str, **options: Any) -> Any:
         raise ValueError(
             f"{path} must hold safetensors files: got {error} Load it and save it again, if you trust it."
         ) from error
+
+
+def as_in_checkpoint(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return parameters by their names in a Hugging Face checkpoint; those that transformers fuses when it loads them,
+    such as the experts of a layer, come in parts."""
+    parts = (revert_weight_conversion(model, {name: parameter}) for name, parameter in parameters.items())
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:

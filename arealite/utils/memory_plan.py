@@ -36,16 +36,15 @@ def model_shape(model: Any) -> ModelShape:
     config = model.config.get_text_config()
     classes = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in classes]
-    experts = getattr(config, "num_experts_per_tok", None)
+    widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
+    width = next(filter(None, widths), 4 * config.hidden_size)
     return ModelShape(
         num_parameters=_count(model),
         layer_parameters=max(map(_count, layers), default=0),
         outer_parameters=_count(model) - sum(map(_count, layers)),
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        mlp=config.moe_intermediate_size * experts
-        if experts
-        else getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        mlp=width * (getattr(config, "num_experts_per_tok", None) or 1),
         num_heads=config.num_attention_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

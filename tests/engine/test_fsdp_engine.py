@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from testing_ports import held_port
 from training_cases import OPTIMIZER, token_batch, train_config, write_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens, packed_logprobs
 from arealite.api.cli_args import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
@@ -21,6 +22,7 @@ from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S, FSDPEngine
 from arealite.engine.sft.lm_engine import sft_loss_fn
+from arealite.generation.model_runner import ModelRunner
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
 
 Make = Callable[..., FSDPEngine]
@@ -193,6 +195,42 @@ def test_save_and_load_are_exact_and_readable_by_transformers(make: Make, tmp_pa
     fresh.load(SaveLoadMeta(str(tmp_path), with_optim=True))
     for resumed in (engine, fresh):
         assert [resumed.train_batch(batch, sft_loss_fn, count_loss_tokens)["loss"] for _ in range(2)] == after
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_models.config(Qwen3MoeConfig, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+        tiny_models.config(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False),
+    ],
+    ids=["Qwen3-MoE", "Mixtral"],
+)
+def test_fused_experts_are_trained_and_saved_and_sent_one_by_one(
+    make: Make, tmp_path: Path, config: PreTrainedConfig
+) -> None:
+    tiny_models.build(config, seed=1).save_pretrained(tmp_path / "before")
+    engine, batch = make(path=str(tmp_path / "before")), token_batch([9, 4, 12])
+    batch["input_ids"] %= config.vocab_size
+    engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+    engine.save(SaveLoadMeta(str(tmp_path / "after")))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
+    trained, start = full_params(engine), AutoModelForCausalLM.from_pretrained(tmp_path / "before")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, trained[name]) and not torch.equal(parameter, start.get_parameter(name))
+    losses = [
+        one.eval_batch(batch, sft_loss_fn, count_loss_tokens) for one in (engine, make(path=str(tmp_path / "after")))
+    ]
+    assert losses[0] == losses[1]
+
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
+    assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
+    sent = [spec for bucket in engine.get_param_specs() for spec in bucket]
+    assert {spec.name: spec.shape for spec in sent} == {name: tuple(tensor.shape) for name, tensor in after.items()}
+    tokens, runner = torch.arange(2, 14)[None], ModelRunner(start, slots=1, context=32)
+    with torch.inference_mode():
+        runner.load_weights(after)
+        logits = runner.prefill([tokens[0].tolist()], [0])[0]
+        assert torch.allclose(logits, plain.eval()(tokens).logits[0, -1], atol=1e-5)
 
 
 def test_an_optimizer_of_one_parameter_group_is_refused_in_words(make: Make, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.generation.model_runner import ModelRunner
@@ -129,3 +129,5 @@ def test_experts_that_a_token_does_not_use_keep_nothing() -> None:
     shape = model_shape(model)
     assert shape.mlp == 2 * 96
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    with torch.device("meta"):
+        assert model_shape(build(MixtralConfig, num_local_experts=8, num_experts_per_tok=2)).mlp == 2 * 192
