@@ -103,11 +103,11 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # What became of it: one more evaluation, the final model, the report.
+    # What became of it: the final model, one more evaluation, the report.
+    saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     with stats.timer("eval"):
         stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))
     stats.commit(ft_spec.total_train_steps)
-    saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     stats.close()
 
 

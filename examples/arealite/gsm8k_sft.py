@@ -67,10 +67,10 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
             recover.save(step)
 
     # The final model, its held-out loss and the report.
+    saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     if valid_batch is not None:
         stats.add({"eval/loss": model.evaluate_lm(valid_batch)})
         stats.commit(ft_spec.total_train_steps)
-    saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     stats.close()
 
 
