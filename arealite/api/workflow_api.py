@@ -6,9 +6,13 @@ import abc
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict
 
     from arealite.api.engine_api import InferenceEngine
+
+
+_KEYS_OF_ROWS = ("rewards", "no_eos", "group_index")
 
 
 class RolloutWorkflow(abc.ABC):
@@ -25,4 +29,12 @@ class RolloutWorkflow(abc.ABC):
         `loss_mask [B, S]` (1 on sampled tokens), `logprobs [B, S]` (the server's; 0 elsewhere), `versions [B, S]`
         (the weights that sampled the token; -1 elsewhere), `rewards [B]`, and optionally `no_eos [B]` bool (the
         answer was cut off at the token limit).
+
+        Any other key `[B]` is a metric of the workflow: its mean is logged as `workflow/<key>` (as `<key>` if that has
+        a `/`) and in evaluations as `eval/<key>`.
         """
+
+
+def own_metrics(batch: TensorDict) -> dict[str, torch.Tensor]:
+    """Return the metrics of the workflow `[B]` by key."""
+    return {key: value for key, value in batch.items() if value.dim() == 1 and key not in _KEYS_OF_ROWS}

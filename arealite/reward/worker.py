@@ -70,7 +70,9 @@ def _shortened(text: str) -> str:
 def checked(value: Any) -> Reply:
     """Accept a finite real number (also of numpy or a tensor with one element)."""
     if not hasattr(type(value), "__float__"):
-        return "contract", f"reward must be a number: got {value!r:.200}. Return a float."
+        is_list = isinstance(value, list | tuple)
+        advice = "Score one completion, not a list as in TRL" if is_list else "Return a float"
+        return "contract", f"reward must be a number: got {value!r:.200}. {advice}."
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:

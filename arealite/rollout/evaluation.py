@@ -5,6 +5,8 @@ import math
 import torch
 from tensordict import TensorDict
 
+from arealite.api.workflow_api import own_metrics
+
 _Z = 1.96  # of a 95 % interval
 
 
@@ -32,6 +34,7 @@ def evaluation_metrics(batch: TensorDict, num_prompts: int) -> dict[str, float]:
         if len(rewards_P) > 1:
             half = _Z * rewards_P.std().item() / math.sqrt(len(rewards_P))
             metrics |= {"reward_low": value - half, "reward_high": value + half}
+    metrics |= {name: per_prompt(values_B).mean().item() for name, values_B in own_metrics(batch).items()}
     metrics["completion_tokens"] = per_prompt(batch["loss_mask"].bool().sum(1)).mean().item()
     if "no_eos" in set(batch.keys()):
         metrics["truncated_ratio"] = per_prompt(batch["no_eos"]).mean().item()

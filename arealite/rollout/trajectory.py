@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import MAX_LOGPROB
+from arealite.api.workflow_api import own_metrics
 from arealite.utils.tensors import concat_padded_tensors, split_balanced
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -100,6 +101,9 @@ def _check_numbers(trajectory: TensorDict) -> None:
         values = _array(trajectory, key)
         if not (right := is_right(values)).all():
             raise _broken(key, rule, values[~right][0], "Reject the episode or fix what computes it.")
+    for key in own_metrics(trajectory):
+        if not np.isfinite(values := _array(trajectory, key)).all():
+            raise _broken(key, "be finite, as it is a metric", values, "Use a number that fits rows without one.")
 
 
 def _check_versions(trajectory: TensorDict, head_version: int, newest_version: float) -> None:

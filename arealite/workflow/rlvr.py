@@ -8,6 +8,7 @@ and the episode fails with the original error: a group is trained on as a whole 
 
 import asyncio
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.reward.functions import check_signature
 from arealite.reward.runner import RewardRunner
 from arealite.utils.chat_template import prompt_tokens
 from arealite.utils.tensors import concat_padded_tensors
@@ -29,13 +32,15 @@ _NOT_FOR_REWARDS = {"prompt_id", "messages", "prompt", "completions", "prompt_id
 class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` completions of `data["messages"]` and scores each with `reward_fn`.
 
-    The reward function gets `prompt` (as rendered by the chat template), `completions` (the text of one completion
+    A reward function gets `prompt` (as rendered by the chat template), `completions` (the text of one completion
     without special tokens), `prompt_ids`, `completion_ids`, and the data set's columns other than `messages` by name.
+    With several and their weights, `{correct: 1.0, brief: 0.1}`, the reward is the weighted sum, and the mean of each
+    is logged as `rewards/<name>`.
     """
 
     def __init__(
         self,
-        reward_fn: RewardFunction,
+        reward_fn: RewardFunction | Mapping[RewardFunction, float],
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         enable_thinking: bool = False,
@@ -45,7 +50,16 @@ class RLVRWorkflow(RolloutWorkflow):
         self.gconfig = gconfig
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
-        self.reward = RewardRunner(reward_fn, timeout=reward_timeout, num_workers=num_reward_workers)
+        weights = reward_fn if isinstance(reward_fn, Mapping) else {reward_fn: 1.0}
+        for one in weights:
+            check_signature(one)
+        self.rewards = {
+            RewardRunner(one, timeout=reward_timeout, num_workers=num_reward_workers): weight
+            for one, weight in weights.items()
+        }
+        if len({runner.name for runner in self.rewards}) < len(self.rewards) or not self.rewards:
+            names = [runner.name for runner in self.rewards]
+            raise ConfigError(f"reward functions must have names of their own: got {names}. Rename one.")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Sample and score the group of one prompt."""
@@ -64,20 +78,25 @@ class RLVRWorkflow(RolloutWorkflow):
 
     def close(self) -> None:
         """End the reward function's processes."""
-        self.reward.close()
+        for runner in self.rewards:
+            runner.close()
 
     async def _sample(
         self, engine: InferenceEngine, request: ModelRequest, prompt: str, columns: dict[str, Any]
     ) -> TensorDict:
         response = await engine.agenerate(request)
-        reward = await self.reward(
-            prompt=prompt,
-            completions=self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
-            prompt_ids=response.input_tokens,
-            completion_ids=response.output_tokens,
-            **columns,
-        )
-        return trajectory_from_response(response, reward)
+        call = {
+            "prompt": prompt,
+            "completions": self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
+            "prompt_ids": response.input_tokens,
+            "completion_ids": response.output_tokens,
+        }
+        scores = {runner: await runner(**call, **columns) for runner in self.rewards}
+        reward = sum(weight * scores[runner] for runner, weight in self.rewards.items())
+        trajectory = trajectory_from_response(response, reward)
+        if len(scores) > 1:
+            trajectory.update({f"rewards/{runner.name}": torch.tensor([scores[runner]]) for runner in scores})
+        return trajectory
 
 
 def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:

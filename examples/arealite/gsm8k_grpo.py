@@ -18,7 +18,7 @@ from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.reward import gsm8k_reward_fn
+from arealite.reward import load_rewards
 from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
@@ -45,9 +45,10 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
     # How an episode runs: sample a group of completions, then score each.
+    rewards = load_rewards(config.reward)
     workflow, eval_workflow = (
         RLVRWorkflow(
-            gsm8k_reward_fn,
+            rewards,
             gconfig,
             tokenizer,
             reward_timeout=config.rollout.reward_timeout,

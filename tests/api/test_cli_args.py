@@ -573,3 +573,14 @@ def test_shipped_configs_load() -> None:
     assert (cpu.rollout.consumer_batch_size, cpu.gconfig.n_samples, cpu.rollout.max_head_offpolicyness) == (32, 8, 2)
     with pytest.raises(ConfigError, match=r"actor\.path must be given"):
         shipped("gsm8k_grpo_cpu.yaml", GRPOConfig)
+
+
+def test_rewards_are_named_one_or_several_with_weights(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL).reward == "arealite.reward:gsm8k_reward_fn"
+    assert load(tmp_path, MINIMAL, "reward=my.py:score").reward == "my.py:score"
+    several = MINIMAL + "\nreward: {my.py:score: 1, my.py:brevity: 0.1}\n"
+    assert load(tmp_path, several).reward == {"my.py:score": 1.0, "my.py:brevity": 0.1}
+    assert load(tmp_path, several, "reward=my.py:score").reward == "my.py:score"
+    assert load(tmp_path, MINIMAL, "reward={my.py:score: 2}").reward == {"my.py:score": 2.0}
+    assert "reward must be " in refusal(tmp_path, MINIMAL, "reward=[my.py:score]")
+    assert "reward must be a valid number" in refusal(tmp_path, MINIMAL, "reward={my.py:score: much}")

@@ -238,6 +238,8 @@ def test_metrics_of_an_on_policy_batch(make: Make) -> None:
     batch["logprobs"] = batch["proximal_logprobs"] * mask
     batch["versions"][5] = torch.where(mask[5], 2, -1)
     batch["no_eos"] = torch.tensor([True] * 2 + [False] * 6)
+    batch["turns"], batch["turns_max"] = torch.arange(8), torch.arange(8)
+    batch["rewards/brevity"] = torch.tensor([0.5] * 4 + [1.0] * 4)
     actor.set_version(3)
     actor.compute_advantages(batch)
     metrics = actor.ppo_update(batch)
@@ -250,6 +252,9 @@ def test_metrics_of_an_on_policy_batch(make: Make) -> None:
     assert metrics["rollout/prompt_tokens"] == 2.0
     assert metrics["rollout/completion_tokens"] == pytest.approx(sum(LENGTHS) / 8 - 2)
     assert metrics["rollout/truncated_ratio"] == 0.25
+    assert (metrics["workflow/turns"], metrics["workflow/turns_max"]) == (3.5, 7.0)
+    assert metrics["rewards/brevity"] == 0.75
+    assert not {name for name in metrics if "group_index" in name or "no_eos" in name}
     assert metrics["perf/processed_tokens"] == sum(LENGTHS)
     assert metrics["perf/trained_tokens"] == sum(LENGTHS) - 2 * len(LENGTHS)
     assert 0 < metrics["policy/entropy"] < 4

@@ -29,6 +29,12 @@ def test_every_prompt_has_one_vote() -> None:
     assert (metrics["accuracy"], metrics["completion_tokens"]) == (0.5, 5.0)
 
 
+def test_metrics_of_the_workflow_are_averaged_per_prompt() -> None:
+    batch = batch_of([[1.0] * 4, [0.0]])
+    batch["turns"] = torch.tensor([1, 1, 2, 2, 4])
+    assert evaluation_metrics(batch, num_prompts=2)["turns"] == 2.75
+
+
 @pytest.mark.parametrize(("right", "low", "high"), [(0, 0.0, 0.2775), (8, 0.4902, 0.9433), (10, 0.7225, 1.0)])
 def test_wilsons_interval_of_ten_prompts(right: int, low: float, high: float) -> None:
     """Numbers of statsmodels' `proportion_confint(right, 10, method="wilson")`."""

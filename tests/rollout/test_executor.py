@@ -559,6 +559,7 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         changed(logprobs=torch.zeros(1, 3, dtype=torch.bfloat16)),
         r"\['logprobs'\] must be .* that numpy has",
     ),
+    "metric nan": (changed(turns=torch.tensor([float("nan")])), r"\['turns'\] must be finite, as it is a metric"),
     "reward nan": (changed(rewards=torch.tensor([float("nan")])), r"\['rewards'\] must be finite: got nan"),
     "reward for each token": (changed(rewards=torch.zeros(1, 1)), r"\['rewards'\] must have the shape \[1\]"),
     "logprob -inf": (

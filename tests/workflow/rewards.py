@@ -11,5 +11,9 @@ def columns_reward(
     return len(completions) + len(prompt_ids) / 100 + len(completion_ids) / 10000
 
 
+def brevity(completions: str, **_: Any) -> float:
+    return -float(len(completions))
+
+
 def failing_reward(**_: Any) -> float:
     raise KeyError("oops")

@@ -10,7 +10,7 @@ from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import BackendName, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.config.schema import MISSING
-from arealite.api.config.types import Bool, ConfigBase, Name, NonNegativeInt, PositiveInt
+from arealite.api.config.types import Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt
 
 
 def _named(block: str, **sources: str) -> dict[str, str]:
@@ -163,6 +163,8 @@ class GRPOConfig(BaseExperimentConfig):
 
     async_training: Bool = True
     """False trains synchronously: `rollout.max_head_offpolicyness` becomes 0."""
+    reward: str | dict[str, Finite] = "arealite.reward:gsm8k_reward_fn"
+    """Reward function, `FILE.py:FUNCTION` or `module:FUNCTION`; several with their weights as a mapping."""
     gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(n_samples=8))
     """Sampling of training episodes."""
     eval_gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(greedy=True))

@@ -177,7 +177,7 @@ def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_u
             yield from _key_problems(value, f"{key.name}.", place, keys, ignore_unknown=ignore_unknown)
         elif key.is_mapping and value is None and not key.is_optional:
             del values[name]
-        elif value is not None and not _is_reference(value) and isinstance(value, dict) != key.is_mapping:
+        elif value is not None and not _is_reference(value) and key.is_mapping not in (isinstance(value, dict), None):
             article = _ARTICLES.get(key.type_name.partition(" ")[0], "")
             yield f"{key.name} must be {article}{key.type_name}: got {value!r} {place}. Correct it there."
 

@@ -23,7 +23,7 @@ class ConfigKey:
     owner: type
     default: Any
     block: type | None  # the dataclass of its own keys
-    is_mapping: bool  # whether its value has keys
+    is_mapping: bool | None  # whether its value has keys; None if it may
     is_optional: bool  # whether null is a value
     type_name: str  # in words
 
@@ -45,7 +45,8 @@ def config_keys(config_cls: type, parent: str = "", defaults: Any = None) -> Ite
         options, default = _options(hints[field.name]), getattr(defaults, field.name)
         classes = (option for option in options if isinstance(option, type))
         block = next((cls for cls in classes if dataclasses.is_dataclass(cls)), None)
-        is_mapping = block is not None or any(get_origin(option) is dict for option in options)
+        kinds = {get_origin(option) is dict for option in options if option is not type(None)}
+        is_mapping = block is not None or (None if len(kinds) == 2 else True in kinds)
         type_name = " or ".join(_in_words(option) for option in options)
         is_optional = type(None) in options
         key = ConfigKey(parent, field.name, config_cls, default, block, is_mapping, is_optional, type_name)

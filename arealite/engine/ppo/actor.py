@@ -19,6 +19,7 @@ from arealite.algorithms.kl import k3
 from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
 from arealite.algorithms.ppo import ppo_actor_loss_fn
 from arealite.api.cli_args import PPOActorConfig
+from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 from arealite.utils.stats import Reduction, reduction_of
@@ -176,7 +177,8 @@ class PPOActor:
         rows |= {f"rollout/completion_tokens{suffix}": sampled_B for suffix in ("", "_min", "_max")}
         if "no_eos" in batch:
             rows["rollout/truncated_ratio"] = batch["no_eos"]
-        metrics.add(torch.ones_like(lengths_B), rows)
+        own = {name if "/" in name else f"workflow/{name}": values_B for name, values_B in own_metrics(batch).items()}
+        metrics.add(torch.ones_like(lengths_B), own | rows)
         if "proximal_logprobs" in batch:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
             metrics.add(mask_BT, {"policy/mismatch_kl": k3(log_ratio_BT)})

@@ -1,0 +1,54 @@
+"""Reward functions by name, as a config gives them, and the signature that they must have."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from arealite.api.errors import ConfigError
+from arealite.api.reward_api import RewardFunction
+
+_GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
+
+
+def load_rewards(named: str | Mapping[str, float]) -> dict[RewardFunction, float]:
+    """Import `FILE.py:FUNCTION` or `module:FUNCTION`, one or several with weights."""
+    return {_load(name): weight for name, weight in ({named: 1.0} if isinstance(named, str) else named).items()}
+
+
+def _load(name: str) -> RewardFunction:
+    place, _, function = name.rpartition(":")
+    file = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if not place or (file is not None and not file.is_file()):
+        raise ConfigError(f"reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got {name}. Correct it.")
+    if file is not None:
+        sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # workers get it too
+    module = importlib.import_module(place if file is None else file.stem)
+    if file is not None and (other := getattr(module, "__file__", None)) != str(file):
+        raise ConfigError(f"the file of a reward must have a name of its own: got {file}, and {other}. Rename it.")
+    found: RewardFunction | None = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"{place} must have a function {function}: got none. Correct reward.")
+    return found
+
+
+def check_signature(reward_fn: RewardFunction) -> None:
+    """Refuse a function that can't be called with one completion and the columns of its row."""
+    name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
+    try:
+        signature = inspect.signature(reward_fn)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    if "prompts" in signature.parameters or "list" in str(signature.return_annotation).lower():
+        raise ConfigError(
+            f"reward function {name} must score one completion: got {name}{signature}, which takes and returns lists "
+            "as in TRL. Take prompt and completions, one text each, and return a float."
+        )
+    try:
+        signature.bind_partial(**dict.fromkeys(_GIVEN))
+    except TypeError as error:
+        raise ConfigError(
+            f"reward function {name} must take {', '.join(_GIVEN)} and columns by name: got {name}{signature}; "
+            f"{error}. Write def {name}(completions, answer, **others)."
+        ) from error
