@@ -46,8 +46,8 @@ def build_meta_model(path: str, attention: str) -> PreTrainedModel:
     parameters = dict(model.named_parameters())
     if as_in_checkpoint(model, parameters).keys() != revert_weight_conversion(model, parameters).keys():
         raise ValueError(
-            f"every tensor of a checkpoint must come from one parameter of the model: got {type(model).__name__}, which "
-            "can't be saved parameter by parameter. Train another architecture."
+            f"every tensor of a checkpoint must come from one parameter of the model: got {type(model).__name__}, "
+            "which can't be saved parameter by parameter. Train another architecture."
         )
     model.config.architectures = [type(model).__name__]
     return model
