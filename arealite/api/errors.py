@@ -57,9 +57,13 @@ class EpisodeTimeoutError(AReaLiteError, TimeoutError):
 class RewardError(AReaLiteError, RuntimeError):
     """A reward function raised, ran past its deadline, returned something that is not a finite number, or died."""
 
-    def __init__(self, message: str, kind: Literal["exception", "timeout", "contract", "crash"] = "exception") -> None:
+    def __init__(
+        self, message: str, kind: Literal["exception", "timeout", "contract", "crash"] = "exception", place: str = ""
+    ) -> None:
         super().__init__(message)
         self.kind = kind
+        self.place = place
+        """The user's line that raised, else the one that defines the function."""
 
 
 class TrajectoryError(AReaLiteError, ValueError):

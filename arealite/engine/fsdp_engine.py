@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model
 from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import PACKED_SDPA
@@ -52,6 +53,7 @@ class FSDPEngine(TrainEngine):
     """
 
     def __init__(self, config: TrainEngineConfig) -> None:
+        refuse_import()
         if config.optimizer is not None and config.dtype == "float16":
             raise ValueError(
                 "dtype of a trained model must be bfloat16 or float32: got float16, whose gradients underflow. "

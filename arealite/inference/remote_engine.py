@@ -4,6 +4,8 @@ joins while the trainer waits for a batch gets the current weights then, otherwi
 
 import asyncio
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -16,6 +18,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
+from arealite.api.script import refuse_import
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.backends import KINDS, Backend
 from arealite.inference.completions import Completions
@@ -31,7 +34,7 @@ from arealite.rollout.prompts import Row, ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import heartbeat
 from arealite.utils.distributed import global_rank
-from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+from arealite.utils.environment import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import ensure_secret, secret_of_environment
@@ -45,6 +48,7 @@ class RemoteInferenceEngine(InferenceEngine):
     protocol: type[Any] = Backend  # what the servers must speak
 
     def __init__(self, config: InferenceEngineConfig) -> None:
+        refuse_import()
         kind = KINDS[config.backend]
         if not issubclass(kind.backend, self.protocol):
             fitting = [one.name for one in KINDS.values() if issubclass(one.backend, self.protocol)]
@@ -82,6 +86,13 @@ class RemoteInferenceEngine(InferenceEngine):
                 f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers, or "
                 "rollout.num_servers say how many register: got none of them. Start through a launcher, or set "
                 "rollout.server_addrs=[host:port]."
+            )
+        if not addresses and REGISTRY_VARIABLE not in os.environ and "RANK" not in os.environ:
+            words = shlex.join(sys.argv)
+            raise ConfigError(
+                f"a script that samples must be started by a launcher, which starts its servers: got `python {words}`. "
+                f"Type `python3 -m arealite.launcher.local {words}`, or set rollout.server_addrs=[host:port] to use "
+                "servers that run already."
             )
         raise_file_limit()
         self._collector = QuietCollector()

@@ -31,10 +31,11 @@ import psutil
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
-from arealite.reward.worker import Reply, checked
+from arealite.reward.worker import Reply, checked, explained
 from arealite.utils import heartbeat
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.processes import describe_exit, exit_status, kill_tree
+from arealite.utils.source_lines import line_of
 
 logger = logging.getLogger("arealite.reward")
 
@@ -70,9 +71,13 @@ class RewardRunner:
         self.timeout = timeout
         self.max_growth_gib = max_growth_gib
         called = getattr(reward_fn, "__call__", None)  # noqa: B004
+        code = getattr(inspect.unwrap(reward_fn), "__code__", None)
+        self._place = "" if code is None else str(line_of(code, None))
         self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(called)
         if not self.is_async:
-            self._start_message = _start_message(reward_fn, self.name)
+            self._start_message = _start_message(
+                reward_fn, f"{self.name} at {self._place}" if self._place else self.name
+            )
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._lock = threading.RLock()
         self._workers: set[WorkerProcess] = set()  # all of them
@@ -89,13 +94,15 @@ class RewardRunner:
             kind, value = await asyncio.wrap_future(self._threads.submit(self._run_in_worker, call))
         if kind == "ok":
             return float(value)
+        place = ""
         if kind == "timeout":
             value = f"must return within {self.timeout:g} s: got no result. Make it faster or raise reward_timeout."
         elif kind == "exception":
+            place, _, value = value.partition("\n")
             value = f"must not raise: got {value.strip().splitlines()[-1]}\n{value}"
         elif kind == "crash":
             value = f"must run in a healthy process: got {value}."
-        raise RewardError(f"reward function {self.name} {value}", kind=kind)
+        raise RewardError(f"reward function {self.name} {value}", kind=kind, place=place or self._place)
 
     def close(self) -> None:
         with self._lock:
@@ -121,7 +128,7 @@ class RewardRunner:
                 raise
             if deadline.expired():
                 return "timeout", None
-            return "exception", traceback.format_exc()
+            return "exception", explained(error)
 
     def _run_in_worker(self, call: dict[str, Any]) -> Reply:
         worker = self._take()
@@ -189,7 +196,8 @@ def _start_message(reward_fn: RewardFunction, name: str) -> bytes:
     needs_main = b"__main__" in pickled
     if needs_main and not data.keys() & set(_MAIN):
         raise ValueError(
-            f"reward_fn must be defined in a file: got {name}, typed at a prompt or a notebook. Put it into a module."
+            f"reward_fn must be defined in a file: got {name}, typed at a prompt or a notebook. "
+            "Put it into a module, or make it an `async def`."
         )
     keys = _PREPARATION + _MAIN if needs_main else _PREPARATION
     return pickle.dumps(({key: data[key] for key in keys if key in data}, pickled))
@@ -236,7 +244,7 @@ class WorkerProcess:
         try:
             message = pickle.dumps(pickle.dumps(call))  # the outer one can be read without the classes of the inner one
         except Exception:
-            return "exception", traceback.format_exc()
+            return "exception", "\n" + traceback.format_exc()
         self._num_calls += 1
         try:
             self._send(message, deadline)

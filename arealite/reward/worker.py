@@ -18,6 +18,7 @@ from typing import Any
 
 from arealite.utils import heartbeat
 from arealite.utils.processes import die_with_parent
+from arealite.utils.source_lines import lines_of_error, users_line
 
 Reply = tuple[str, Any]  # `("ok", number)`, or the kind of a RewardError and an explanation
 _MAX_EXPLANATION = 20_000  # characters
@@ -40,8 +41,8 @@ def main() -> None:
             preparation, pickled_function = pickle.load(calls)
             multiprocessing.spawn.prepare(preparation)
             reward_fn = pickle.loads(pickled_function)
-        except BaseException:
-            reply(0, "exception", _shortened(traceback.format_exc()))
+        except BaseException as error:
+            reply(0, "exception", explained(error))
             return
         reply(0, "ready", "")
         for number in itertools.count(1):
@@ -56,15 +57,16 @@ def _answer(reward_fn: Any, call: bytes) -> Reply:
     try:
         value = reward_fn(**pickle.loads(call))
     except BaseException as error:
-        # The first frame is ours, the user's code begins below it.
-        below = error.__traceback__.tb_next if error.__traceback__ else None
-        return "exception", _shortened("".join(traceback.format_exception(type(error), error, below)))
+        return "exception", explained(error)
     return checked(value)
 
 
-def _shortened(text: str) -> str:
-    half = _MAX_EXPLANATION // 2
-    return text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
+def explained(error: BaseException) -> str:
+    """Return the user's line that raised, on a line of its own, and the traceback below our first frame."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    text, half = "".join(traceback.format_exception(type(error), error, below)), _MAX_EXPLANATION // 2
+    text = text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
+    return f"{users_line(lines_of_error(error)) or ''}\n{text}"
 
 
 def checked(value: Any) -> Reply:

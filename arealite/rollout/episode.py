@@ -142,7 +142,11 @@ class EpisodeRunner:
             may_retry = prompt.attempt < self.config.episode_retries and not isinstance(outcome, ContextOverflowError)
             what = f"episode {prompt.prompt_id} of {type(prompt.workflow).__name__}"
             what += f" failed in attempt {prompt.attempt} ({kind_of(outcome)})"
-            logger.warning("%s, %s: %s", what, "trying again" if may_retry else "dropped", describe(outcome))
+            num_alike = self.budgets.attempt(outcome)
+            if math.log10(num_alike).is_integer():
+                alike = f" ({num_alike} alike so far)" if num_alike > 1 else ""
+                what += f", {'trying again' if may_retry else 'dropped'}{alike}"
+                logger.warning("%s: %s", what, describe(outcome))
             if may_retry:
                 self.ledger.retry(prompt, kind_of(outcome))
                 prompt.attempt += 1

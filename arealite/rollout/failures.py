@@ -3,15 +3,16 @@
 Invariant: an episode that failed for good is counted exactly once, and never turns into a reward of 0.
 """
 
-import traceback
 from collections import Counter, deque
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import AReaLiteError, EpisodeError, RewardError
+from arealite.api.errors import AReaLiteError, EpisodeError, RewardError, UnreachableError
+from arealite.utils.source_lines import lines_of_error, users_line
 
 BY_WORKFLOW, BY_FILTER, OVERDUE = "workflow", "filter", "overdue"  # why an episode is rejected
 _SHOWN_CAUSES = 3
 _MAX_REJECTED_BATCHES = 20  # in a row
+_MIN_FIRST = 4  # episodes that fail alike before anything else end the run, or a batch of them if that is more
 
 
 class Budgets:
@@ -25,13 +26,24 @@ class Budgets:
         self._recent: deque[str | None] = deque([None] * config.failure_window, maxlen=config.failure_window)
         self._examples: dict[str, BaseException] = {}  # the last failure of each cause
         self._rejected: Counter[str] = Counter()
+        self._attempts: Counter[str] = Counter()  # that failed, by cause
+        self._num_first = max(_MIN_FIRST, config.consumer_batch_size)
+        self._num_ended = 0
+        self._first_causes: set[str | None] = set()  # None for one that may pass
+
+    def attempt(self, error: BaseException) -> int:
+        """Count an attempt that failed, and return how many have failed of that cause."""
+        self._attempts[cause := _cause_of(error)] += 1
+        return self._attempts[cause]
 
     def end(self, error: BaseException | None) -> None:
         """Count an episode that ended; `error` is why it failed for good."""
-        self._recent.append(None)
-        if error is not None:
-            self._recent[-1] = cause = _cause_of(error)
+        cause = None if error is None else _cause_of(error)
+        self._recent.append(cause)
+        if error is not None and cause is not None:
             self._examples[cause] = error
+        self._num_ended += 1
+        self._first_causes.add(None if isinstance(error, UnreachableError) else cause)
 
     def reject(self, reason: str) -> None:
         """Count a rejection by the workflow or a filter; nobody is to blame for an episode's age."""
@@ -50,6 +62,12 @@ class Budgets:
                 f"at most {self.max_failed} of the last {self.failure_window} episodes must fail: got "
                 f"{num_failed}. Fix the cause or raise rollout.max_failed_share.{causes}"
             ) from example
+        is_common = len(self._first_causes) == 1 and None not in self._first_causes
+        if is_common and self._num_ended >= self._num_first and self.max_failed < self.failure_window:
+            causes, example = self.causes()
+            raise EpisodeError(
+                f"the first {self._num_ended} episodes must not all fail: got one cause for all. Fix it.{causes}"
+            ) from example
         if self._rejected.total() > self.max_rejected_in_a_row:
             reasons = ", ".join(f"{count} by {reason}" for reason, count in self._rejected.most_common())
             raise EpisodeError(
@@ -62,10 +80,13 @@ class Budgets:
         """Return why recent episodes failed, the commonest cause first and below each other, and one of its errors."""
         causes = Counter(cause for cause in self._recent if cause is not None)
         shown, num_hidden = causes.most_common(_SHOWN_CAUSES), max(0, len(causes) - _SHOWN_CAUSES)
-        tracebacks = ["".join(traceback.format_exception(self._examples[cause])).rstrip() for cause, _ in shown]
-        lines = [f"\n{count} x {cause}, the last:\n{text}" for (cause, count), text in zip(shown, tracebacks)]
+        lines = [f"\n{count} x {_told(self._examples[cause])}" for cause, count in shown]
         lines += [f"\nand {num_hidden} other causes"] * (num_hidden > 0)
         return "".join(lines), self._examples[shown[0][0]] if shown else None
+
+
+def _told(error: BaseException) -> str:
+    return ". ".join([f"{kind_of(error)}: {describe(error)}", *getattr(first(error), "__notes__", [])])
 
 
 def kind_of(error: BaseException) -> str:
@@ -77,9 +98,13 @@ def kind_of(error: BaseException) -> str:
 def _cause_of(error: BaseException) -> str:
     """Return what failures of one cause share: kind, class, and the line that raised."""
     error = first(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{kind_of(error)} ({type(error).__name__}{place})"
+    lines = lines_of_error(error)
+    return f"{kind_of(error)} ({type(error).__name__} at {_place_of(error) or (lines[0] if lines else '?')})"
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the user's line that an error is about; empty if there is none."""
+    return error.place if isinstance(error, RewardError) else str(users_line(lines_of_error(error)) or "")
 
 
 def first(error: BaseException) -> BaseException:
@@ -93,4 +118,5 @@ def describe(error: BaseException) -> str:
         text = str(error).strip().partition("\n")[0].rstrip(".")
     except Exception as another:  # the class is the user's
         text = f"a message that raises {type(another).__name__}"
-    return f"{type(error).__name__}: {text[:300]}"
+    place = _place_of(error)
+    return f"{type(error).__name__}: {text[:300]}{', at ' if place else ''}{place}"

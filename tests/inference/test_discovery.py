@@ -398,3 +398,14 @@ def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, reg
     engine.config.setup_timeout = 1.0
     with pytest.raises(ServerError, match=r"weights of version 0 must be there within 1 s: got no server"):
         generate(engine)
+
+
+def test_a_script_that_nothing_started_says_at_once_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["my grpo.py", "--config", "c.yaml"])
+    monkeypatch.delenv(REGISTRY_VARIABLE, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    engine = RemoteInferenceEngine(InferenceEngineConfig(num_servers=1, **RUN))  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"Type `python3 -m arealite.launcher.local 'my grpo.py' --config c.yaml`, or"
+    ):
+        engine.initialize(None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
 import random
@@ -496,12 +497,44 @@ def test_too_many_failures_stop_the_run_with_their_cause(
     with pytest.raises(
         EpisodeError,
         match=r"(?s)at most 3 of the last 10 .* got [4-6]\."
-        rf".*[4-6] x workflow \({type(error).__name__} at .*\nTraceback",
+        rf".*\n[4-6] x workflow: {type(error).__name__}: reward / 0, at \S+:\d+ in .*$",
     ) as caught:
         calls[call]()
     assert caught.value.__cause__ is error
     with pytest.raises(EpisodeError):
         engine.executor.wait(1)
+
+
+def test_a_cause_that_all_first_episodes_share_ends_the_run(
+    start: Callable[..., IdleEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within the budget, which would let fifty of them fail; it is told once in ten."""
+
+    def score(engine: InferenceEngine, row: Row) -> TensorDict:
+        return undefined  # type: ignore[name-defined]  # noqa: F821
+
+    engine = start(consumer_batch_size=4, max_failed_share=0.5, episode_retries=2)
+    line = inspect.getsourcelines(score)[1] + 1
+    with pytest.raises(EpisodeError) as caught:
+        engine.executor.prepare_batch([rows(4)], WaitingWorkflow(score))
+    first, cause = str(caught.value).split("\n")
+    assert first == "the first 4 episodes must not all fail: got one cause for all. Fix it."
+    assert f"4 x workflow: NameError: name 'undefined' is not defined, at {__file__}:{line} in " in cause
+    assert len(caplog.messages) == 2 and "(10 alike so far)" in caplog.messages[1]
+
+
+@pytest.mark.parametrize("other", [None, UnreachableError("no server")])
+def test_first_episodes_that_fail_otherwise_leave_the_rest_to_the_budget(
+    start: Callable[..., IdleEngine], other: Exception | None
+) -> None:
+    def act(engine: InferenceEngine, row: Row) -> TensorDict | None:
+        if other is not None:
+            raise other
+        return None if row["prompt_id"].index == 0 else waiting_trajectory(12 // 0, 0)
+
+    engine = start(consumer_batch_size=4, max_failed_share=0.9, episode_retries=0)
+    with pytest.raises(EpisodeError, match="got none"):
+        engine.executor.run_all(rows(8), WaitingWorkflow(act))
 
 
 def test_an_episode_has_a_deadline(start: Callable[..., IdleEngine]) -> None:
@@ -630,7 +663,7 @@ def test_a_malformed_trajectory_fails_its_episode_alone(
 def test_the_budget_names_prompt_and_workflow_of_a_malformed_trajectory(start: Callable[..., IdleEngine]) -> None:
     engine = start(episode_retries=0, max_failed_share=0.0)
     with pytest.raises(
-        EpisodeError, match=r"(?s)1 x trajectory .*got dict.*returned for prompt 0-0 by WaitingW"
+        EpisodeError, match=r"(?s)1 x trajectory: .*got dict.*returned for prompt 0-0 by WaitingW"
     ) as caught:
         engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: waiting_trajectory(0, 0).to_dict()))
     assert isinstance(caught.value.__cause__, TrajectoryError)
@@ -770,8 +803,8 @@ def test_run_all_without_a_result_says_why(start: Callable[..., IdleEngine], is_
         engine.executor.run_all(rows(4), WaitingWorkflow(act), is_evaluation=is_evaluation)
     text = str(caught.value)
     assert f"at least one of 4 {'evaluation' if is_evaluation else 'training'} prompts must be accepted" in text
-    assert "3 x workflow (NameError at " in text and "return undefined if row" in text
-    assert text.endswith("NameError: name 'undefined' is not defined")
+    line = inspect.getsourcelines(act)[1] + 1
+    assert f"\n3 x workflow: NameError: name 'undefined' is not defined, at {__file__}:{line} in " in text
 
 
 def test_an_evaluation_says_how_many_prompts_have_no_result(
