@@ -1,15 +1,14 @@
 # Each target creates what it needs. PYTHON is any Python >= 3.11.
-# TORCH_INDEX is an extra package index for torch, e.g. https://download.pytorch.org/whl/cpu for the CPU build where
-# the default index serves CUDA. CONSTRAINTS= (empty) lets pip choose torch.
+# TORCH_INDEX is the package index of torch: without an NVIDIA GPU that of its CPU build (200 MB; the default index serves
+# CUDA's, 3 GB), if it can be reached. Empty is the default index. CONSTRAINTS= (empty) lets pip choose torch.
 PYTHON      ?= python3
 VENV        ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
-TORCH_INDEX ?=
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 ARGS        ?=
 VLLM_VENV   ?= $(VENV)-vllm
 SGLANG_VENV ?= $(VENV)-sglang
-PIP          = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-               $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
@@ -26,7 +25,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	@echo "installing AReaLite into $(VENV) (about a minute)"
+	@echo "installing AReaLite into $(VENV): a download of about $(if $(TORCH_INDEX),500 MB,3 GB)"
+	@$(if $(TORCH_INDEX),$(PIP) --retries 0 --timeout 10 --index-url $(TORCH_INDEX) torch || \
+		echo "$(TORCH_INDEX) can't be reached: torch comes from the default index",true)
 	$(PIP) -e .
 	@touch $@
 
@@ -86,16 +87,16 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 	fi
 
 test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four nodes and lose two of them (3 minutes)
-	$(PIP) -e '.[ray]'
+	$(PIP) --quiet -e '.[ray]'
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_ray
 
 test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job on Ray: nothing may be left (3 minutes)
-	$(PIP) -e '.[ray]'
+	$(PIP) --quiet -e '.[ray]'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/place/test_ray.py $(ARGS)
 
 install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, iptables (Debian, root)
 	sh tests/cluster/install.sh
-	$(PIP) -e '.[ray]'
+	$(PIP) --quiet -e '.[ray]'
 
 test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four nodes and lose one (3 minutes; root and Slurm, or it is skipped)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_slurm

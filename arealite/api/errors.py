@@ -1,5 +1,6 @@
 """The errors users meet. Each message reads `<what> must <rule>: got <value>. <what to change>`."""
 
+import sys
 from typing import Literal
 
 
@@ -82,3 +83,11 @@ class CheckpointError(AReaLiteError, RuntimeError):
 
 class LedgerError(AReaLiteError, RuntimeError):
     """The ledger of a run can't be written or read, or does not reach as far as asked."""
+
+
+def require_linux() -> None:
+    """Raise ConfigError elsewhere: processes, signals and networks are handled as only Linux can."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"AReaLite must run on Linux: got {sys.platform}. Use WSL2 on Windows, a container (Docker) elsewhere."
+        )

@@ -7,6 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.rollout.account.audit import Audit, Bias, audit
 
 _MAX_NAMES = 10
@@ -19,6 +21,11 @@ _TITLES = {
 
 def show_ledger(run_folder: str, *, as_json: bool) -> int:
     """Print what became of the prompts of a run and return 0, or 1 when one is lost, repeated or in no state."""
+    run = RunFolder(run_folder)
+    if run.metrics.exists() and not run.ledger.exists():
+        raise ConfigError(
+            f"a ledger belongs to a run that samples: got {run_folder}, whose run kept none (fine-tuning)."
+        )
     result = audit(run_folder)
     if as_json:
         print(json.dumps({**dataclasses.asdict(result), "adds_up": result.adds_up}))

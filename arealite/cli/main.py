@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from arealite import __version__
-from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.api.errors import AReaLiteError, ConfigError, require_linux
 from arealite.utils.files import FileError
 
 
@@ -15,10 +15,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     args = _parser().parse_args(argv)
     try:
+        require_linux()
         match args.command:
             case "quickstart":
                 return int(_example("quickstart").quickstart(args.overrides))
             case "tiny-model":
+                if Path(args.out).is_dir() and any(Path(args.out).iterdir()):
+                    raise ConfigError(f"--out must be an empty or a new folder: got {args.out}, which holds files.")
                 write = _example("tiny_model").write_tiny_model
                 print(write(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
             case "check":

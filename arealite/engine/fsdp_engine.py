@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model
@@ -156,7 +157,11 @@ class FSDPEngine(TrainEngine):
 
         The step is skipped (`update_successful` 0) when the gradient is not finite or nothing has a weight.
         """
-        assert self.config.optimizer is not None, "train_batch needs config.optimizer"
+        if self.config.optimizer is None:
+            raise ConfigError(
+                "optimizer must be given for a model that is trained: got null, as for a reference. Pass "
+                "optimizer=OptimizerConfig() to its config."
+            )
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
         self._has_trained = True
         self.optimizer.zero_grad()

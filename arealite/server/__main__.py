@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     try:
         check_exposed(args.host, secret_of_environment())
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        with socket.create_server((args.host, args.port), family=family):
+            pass  # a port that is in use is named before the model is loaded
         folder = local_folder(args.model_path)
         model = load_causal_lm(folder, dtype=DTYPES[args.dtype], local_files_only=True, attn_implementation="sdpa")
         runner = ModelRunner(model, slots=args.slots, context=args.context, deterministic=args.deterministic)

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.cli.main import main
+from arealite.launcher import local
 
 
 def arealite(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,4 +57,14 @@ def test_a_tiny_model_from_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixtur
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert len(tokenizer(" zebras", add_special_tokens=False)["input_ids"]) == 1, "the corpus shaped the vocabulary"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() < 300_000
+    assert main(["tiny-model", "--out", str(tmp_path / "model")]) == 2, "it might be a real one"
+    assert "--out must be an empty or a new folder" in capsys.readouterr().err
     assert main(["tiny-model", "--out", str(tmp_path / "none"), "--corpus", str(tmp_path / "missing")]) == 2
+
+
+def test_other_systems_are_told_what_to_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(["report", str(tmp_path)]) == local.main([str(tmp_path), "--config", "no.yaml"]) == 2
+    assert capsys.readouterr().err.count("ConfigError: AReaLite must run on Linux: got darwin. Use WSL2") == 2

@@ -84,3 +84,10 @@ def test_a_folder_without_a_ledger(tmp_path: Path) -> None:
     shown = arealite("ledger", str(tmp_path))
     assert shown.returncode == 2 and "LedgerError" in shown.stderr and "must exist" in shown.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_fine_tuning_has_no_ledger(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    shown = arealite("ledger", str(tmp_path))
+    assert shown.returncode == 2
+    assert "a ledger belongs to a run that samples" in shown.stderr and "(fine-tuning)" in shown.stderr

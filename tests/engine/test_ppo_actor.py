@@ -9,6 +9,7 @@ from training_cases import actor_config, trajectory_batch, write_model
 from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig, PreTrainedConfig, Qwen3Config
 
 from arealite.api.cli_args import GRPOConfig, OptimizerConfig, load_expr_config
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 
@@ -331,6 +332,10 @@ def test_a_reference_has_no_optimizer(make: Make) -> None:
     actor, ref = make(), make(optimizer=None)
     batch = trajectory_batch(LENGTHS, 2)
     assert torch.equal(actor.compute_logprobs(batch), ref.compute_logprobs(batch))
+    batch["proximal_logprobs"] = ref.compute_logprobs(batch)
+    ref.compute_advantages(batch)
+    with pytest.raises(ConfigError, match=r"optimizer must be given .* Pass optimizer=OptimizerConfig\(\)"):
+        ref.ppo_update(batch)
 
 
 def test_reward_rises(make: Make, model_path: str) -> None:

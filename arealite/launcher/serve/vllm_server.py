@@ -33,11 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_flags(flags: list[str]) -> tuple[argparse.Namespace, dict[str, object]]:
     """Return vLLM's arguments with our defaults, and which program it is and what it can do, or refuse the flags."""
-    import vllm
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import FlexibleArgumentParser, ServeSubcommand, make_arg_parser
-    from vllm.platforms import current_platform
-
+    try:
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.cli.serve import FlexibleArgumentParser, ServeSubcommand, make_arg_parser
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ConfigError(
+            f"the interpreter of the servers must have a working vLLM: got {sys.executable}, where importing it fails "
+            f"with {_one_line(error)}. Set launcher.server_python to that of vLLM's environment."
+        ) from error
     device = current_platform.device_type
     parser_class = strict(FlexibleArgumentParser, program="vLLM", block="vllm")
     parser = make_arg_parser(parser_class(prog="python -m arealite.launcher.serve.vllm_server", allow_abbrev=False))

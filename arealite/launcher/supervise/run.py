@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from arealite.api.config.run import load_run_config
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, require_linux
 from arealite.api.run_folder import OF_TRIAL
 from arealite.launcher.place.base import Place
 from arealite.launcher.plan.jobs import plan_lines
@@ -58,6 +58,7 @@ def command(
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
     args = parser.parse_intermixed_args(argv)
     try:
+        require_linux()
         script, words = entry_script(args.entry), ["--config", args.config, *args.overrides]
         config = load_run_config(words, script)
         return act(Run(config, checked_plan(config), script, words), args)

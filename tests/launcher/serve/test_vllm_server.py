@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,10 @@ def model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=1, max_position=1024, tie=False)
 
 
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
+def run(*flags: str, python: str = PYTHON) -> subprocess.CompletedProcess[str]:
     """Run the wrapper with the interpreter of vLLM's environment."""
     environment = os.environ | {"PYTHONPATH": str(Path(arealite.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
-    command = [PYTHON, "-m", "arealite.launcher.serve.vllm_server", *flags]
+    command = [python, "-m", "arealite.launcher.serve.vllm_server", *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False, cwd="/")
 
 
@@ -61,6 +62,14 @@ def test_tied_embeddings_on_a_cpu_are_refused():
         check_embeddings("models/m", is_tied=True, device="cpu")
     check_embeddings("models/m", is_tied=False, device="cpu")
     check_embeddings("models/m", is_tied=True, device="cuda")
+
+
+def test_an_interpreter_without_vllm_is_named():
+    shown = run("--help", python=sys.executable)
+    told = shown.stderr
+    assert shown.returncode == 2
+    assert "the interpreter of the servers must have a working vLLM: got" in told
+    assert "Set launcher.server_python" in told and len(told.splitlines()) == 1
 
 
 @needs_vllm
