@@ -38,6 +38,7 @@ class Run:
             *(f"actor.path={model}", f"cluster.fileroot={fileroot}", f"allocation_mode={allocation}"),
             *("experiment_name=recovered", "trial_name=t", "recover.mode=auto", "recover.freq_steps=2"),
             *("async_training=false", "lite.deterministic=true", "launcher.trainer_threads=1"),
+            "launcher.preflight=false",
             *(
                 "actor.group_reward_norm=false",
                 "actor.reward_bias=-0.5",

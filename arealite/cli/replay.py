@@ -42,6 +42,7 @@ def replay(run_folder: str, step: int) -> int:
             f"recover.freq_steps={_NEVER}",
             f"rollout.replay_from={run.path}",
             f"rollout.replay_step={step}",
+            "launcher.preflight=false",
             f"launcher.trainer_threads={threads_of(run.path, step + 1)}",
         ]
         return local.main([record["entry"], "--config", str(config_path), *overrides])

@@ -24,6 +24,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.place.slurm import ask_slurm
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, cpus_and_mebibytes
+from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.run import command
 from arealite.launcher.supervise.supervisor import NODE_LOST
 from arealite.utils.files import write_atomically
@@ -57,6 +58,7 @@ def _act(run: Run, args: argparse.Namespace) -> int:
         print("\n".join(plan_lines(run, by="Slurm")))
         print(f"\n{run.folder.path / 'job.sbatch'}:\n{script}", end="")
         return 0
+    preflight(run)
     job = _submit(folder, script)
     if args.no_wait:
         print(job)

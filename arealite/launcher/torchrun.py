@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import trainer_threads
 from arealite.launcher.plan.plan import Run
+from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.run import command
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.secret import ensure_secret
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print(run: Run, args: argparse.Namespace) -> int:
     if not args.dry_run:
+        preflight(run)
         try:
             run.folder.path.mkdir(parents=True, exist_ok=True)
             ensure_secret(run.folder.path)

@@ -31,6 +31,15 @@ def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, A
     return sinks
 
 
+def check_packages(config: StatsLoggerConfig) -> None:
+    """Raise ConfigError if a service that the config asks for can't be imported."""
+    if config.tensorboard.path is not None:
+        _import("tensorboard", key="stats_logger.tensorboard.path")
+    for service in SERVICES:
+        if getattr(config, service).get("mode", "disabled") != "disabled":
+            _import(service, key=f"stats_logger.{service}.mode")
+
+
 class TensorBoardSink:
     """Event files."""
 

@@ -65,7 +65,7 @@ class RLVRWorkflow(RolloutWorkflow):
         """Sample and score the group of one prompt."""
         (prompt_ids,) = prompt_tokens(self.tokenizer, [data["messages"]], enable_thinking=self.enable_thinking)
         request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1), rid=uuid.uuid4().hex)
-        columns = {key: value for key, value in data.items() if key not in _NOT_FOR_REWARDS}
+        columns = reward_columns(data)
         prompt = self.tokenizer.decode(prompt_ids)
         samples = [
             asyncio.create_task(self._sample(engine, request, prompt, columns)) for _ in range(self.gconfig.n_samples)
@@ -97,6 +97,11 @@ class RLVRWorkflow(RolloutWorkflow):
         if len(scores) > 1:
             trajectory.update({f"rewards/{runner.name}": torch.tensor([scores[runner]]) for runner in scores})
         return trajectory
+
+
+def reward_columns(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that a reward function gets by name."""
+    return {key: value for key, value in data.items() if key not in _NOT_FOR_REWARDS}
 
 
 def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:

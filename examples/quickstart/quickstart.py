@@ -88,6 +88,7 @@ def _split(overrides: Sequence[str]) -> tuple[int, list[str]]:
     sft_steps = SFT_STEPS
     argv = ["--config", str(EXAMPLES / "configs" / "gsm8k_grpo_cpu.yaml"), "experiment_name=quickstart"]
     argv += [f"trial_name={time.strftime('%Y%m%d-%H%M%S')}", f"train_dataset.path={word_problems.PATH}"]
+    argv += ["launcher.preflight=false"]  # model and data are our own
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "sft_steps":

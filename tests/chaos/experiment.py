@@ -96,6 +96,7 @@ class Experiment:
             "recover.freq_steps": self.checkpoint_steps,
             "recover.retries": self.retries,
             "launcher.stall_timeout": 90,
+            "launcher.preflight": False,
         }
         return [str(self.entry), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items())]
 

@@ -127,6 +127,7 @@ def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         trial_name: trial
         cluster: {{n_gpus_per_node: 0, fileroot: {tmp_path}/runs}}
         train_dataset: {{path: gsm8k, batch_size: 4}}
+        launcher: {{preflight: false}}
         """)
     )
 

@@ -81,7 +81,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory, small_disk: Path) -> Iterat
         "train_dataset": {"path": "gsm8k", "batch_size": 8},
         "gconfig": {"max_new_tokens": 100},
         "actor": {"path": model},
-        "launcher": {"stall_timeout": 8},
+        "launcher": {"stall_timeout": 8, "preflight": False},
     }
     (folder / "config.yaml").write_text(json.dumps(config))
     runs: dict[str, subprocess.Popen[bytes]] = {}

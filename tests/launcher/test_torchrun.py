@@ -22,6 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 def test_every_node_gets_its_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "gsm8k-grpo-cpu" / "trial0"
     words = [f"actor.path={tmp_path}", f"cluster.fileroot={tmp_path}", "launcher.trainer_threads=2"]
+    words += ["launcher.preflight=false"]
     words += ["allocation_mode=lite.d3+d3", "cluster.n_nodes=3", "launcher.trainer_env_vars=A=b c"]
     lines = printed(capsys, *words)
     arguments = f"--config {CONFIG} {' '.join(words[:-1])} 'launcher.trainer_env_vars=A=b c'"

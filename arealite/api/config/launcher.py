@@ -65,5 +65,7 @@ class LauncherConfig(ConfigBase):
     """Python interpreter of the environment in which SGLang or vLLM is installed; None is that of the launcher."""
     stall_timeout: Positive = 1800.0
     """Seconds without progress of any process after which a run is called stalled."""
+    preflight: bool = True
+    """Whether the launcher looks at model, tokenizer, data and reward before it starts anything."""
     on_stall: Literal["stop", "continue"] = "stop"
     """What the launcher does after its verdict on a stalled run."""

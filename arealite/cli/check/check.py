@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 
+import datasets
 from transformers.utils import logging as transformers_logging
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
@@ -17,6 +18,7 @@ from arealite.api.config.run import last_name, load_run_config, script_calls
 from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer, check_weights
+from arealite.cli.check.script import check_outputs, check_reward
 from arealite.inference.backends import kind_of
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace
@@ -28,24 +30,33 @@ _PROGRAM_S = 300.0  # for a server's parser to answer; importing SGLang or vLLM 
 _HEALTH_S = 10.0
 
 
-def check(entry: str, argv: Sequence[str]) -> int:
-    """Check the run that the launcher would start with these arguments, print the findings, return the exit status."""
+def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False) -> int:
+    """Check the run that the launcher would start with these arguments, print the findings, return the exit status.
+
+    `is_preflight` leaves out what is slow and what the launcher itself looks at, and prints problems and warnings only.
+    """
+    datasets.logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     script = entry_script(entry)
-    names = {last_name(call.func) for call in script_calls(script)}
-    config, found = load_run_config(argv, script), Findings()
-    plan = found.look("processes", _check_processes, config)
-    if plan is not None:
-        found.look("server", _check_server, config, plan)
+    calls = script_calls(script)
+    names = {last_name(call.func) for call in calls}
+    config, found = load_run_config(argv, script), Findings(is_brief=is_preflight)
+    if not is_preflight:
+        plan = found.look("processes", _check_processes, config)
+        if plan is not None:
+            found.look("server", _check_server, config, plan)
+    found.look("outputs", check_outputs, config)
     model = found.look("model", check_model, config)
     if model is not None:
         found.look("weights", check_weights, config, model)
-        longest = 0
+        longest, row = 0, None
         if (tokenizer := found.look("tokenizer", check_tokenizer, config, model)) is not None:
             found.look("template", check_template, config, model, tokenizer, names)
-            longest = found.look("data", check_data, config, model, tokenizer, names) or 0
-        found.look("memory", check_memory, config, model, longest)
+            longest, row = found.look("data", check_data, config, model, tokenizer, names) or (0, None)
+            found.look("reward", check_reward, config, script, calls, row, tokenizer)
+        if not is_preflight:
+            found.look("memory", check_memory, config, model, longest)
     return 1 if found.summarize() else 0
 
 

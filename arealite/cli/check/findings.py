@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Concatenate, Literal, ParamSpec, TypeVar
@@ -32,8 +33,10 @@ class Finding:
 class Findings:
     """The findings of all checks so far."""
 
-    def __init__(self) -> None:
-        self.console = Console(highlight=False)
+    def __init__(self, *, is_brief: bool = False) -> None:
+        """Print everything; if `is_brief`, only warnings and problems, each as one line, on stderr."""
+        self.is_brief = is_brief
+        self.console = Console(highlight=False, quiet=is_brief)
         self.all: list[Finding] = []
         self._topic = ""
 
@@ -54,6 +57,8 @@ class Findings:
     def add(self, level: Level, text: str, fix: str = "") -> None:
         """Print a finding of the check that is being made."""
         self.all.append(Finding(level, text, fix))
+        if self.is_brief and level != "ok":
+            print(" ".join(f"{level}: {self._topic}: {text} {fix}".split()), file=sys.stderr, flush=True)
         mark, style = _STYLES[level]
         line = Table.grid(Column(width=len("PROBLEM")), Column(width=9), Column(overflow="fold"), padding=(0, 1))
         line.add_row(Text(mark, style=style), Text(self._topic, style="bold"), Text(text))

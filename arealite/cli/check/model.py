@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.cli.check.findings import Findings, counted
 from arealite.dataset import load_datasets
+from arealite.dataset.loader import PromptLoader
 from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, pick_attention
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.plan import foreign_servers
@@ -125,22 +127,26 @@ def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]
     return {token for ids in eos if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
 
 
-def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> int:
-    """Read the first rows as the script will, and return the longest of prompts or demonstrations in tokens."""
+def check_data(
+    found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]
+) -> tuple[int, dict[str, Any] | None]:
+    """Read the first rows as the script will; return the longest prompt or demonstration in tokens, and the first."""
     if not calls & {"load_datasets", "get_custom_dataset"}:
         found.add("ok", "not checked: the script has data of its own")
-        return 0
+        return 0, None
     config = copy.deepcopy(config)
     blocks = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
     for block in filter(None, blocks.values()):
-        block.max_rows = min(block.max_rows or _MAX_ROWS, _MAX_ROWS)
-    longest = 0
+        block.max_rows = min(block.max_rows or sys.maxsize, max(_MAX_ROWS, block.batch_size))
+    longest, row = 0, None
     for (key, data), rows in zip(blocks.items(), load_datasets(config, tokenizer), strict=True):
         if data is None or rows is None:
             continue
         tokens = (row.get("input_ids") or prompt_tokens(tokenizer, [row["messages"]])[0] for row in rows)
         lengths = [len(ids) for ids in tokens]
-        longest = max(longest, *lengths)
+        longest, row = max(longest, *lengths), row or rows[0]
+        if key == "train_dataset" and "PromptLoader" in calls:
+            PromptLoader(rows, data.batch_size)  # refuses a batch that is larger
         what = "demonstrations" if data.type == "sft" else "prompts"
         found.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
     # The longest sequence that model and servers take, as far as the config tells.
@@ -158,4 +164,4 @@ def check_data(found: Findings, config: Config, model: PreTrainedModel, tokenize
             f"{'it does not fit' if is_hopeless else 'completions are cut before gconfig.max_new_tokens'}",
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
-    return longest
+    return longest, row

@@ -155,7 +155,7 @@ def _launch(run: Run, _: argparse.Namespace) -> int:
     place = SlurmPlace(ask_slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split())
     number = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     restart = f"Slurm has started the job again ({number})" if number else None
-    status = launch(run, place, restart=restart, lock_timeout_s=_OLD_LIFE_S)
+    status = launch(run, place, restart=restart, is_checked=True, lock_timeout_s=_OLD_LIFE_S)
     if status == NODE_LOST and run.config.recover.mode in ("auto", "fault"):
         _requeue(os.environ["SLURM_JOB_ID"], number, run.config.recover.retries)
     return status

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from arealite.api.run_folder import OF_TRIAL
 from arealite.launcher.place.base import Place
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
+from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, write_atomically, writing
 from arealite.utils.registry import Registry
@@ -65,14 +67,23 @@ def command(
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED
+    except KeyboardInterrupt:  # before the run, which has handlers of its own
+        return 128 + signal.SIGINT
 
 
-def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> int:
+def launch(
+    run: Run,
+    place: Place,
+    *,
+    restart: str | None = None,
+    is_checked: bool = False,
+    lock_timeout_s: float = _LOCK_TIMEOUT_S,
+) -> int:
     """Start a run, wait for its end and return the launcher's exit status. Raises ConfigError before anything starts.
 
-    `restart` tells why this is not the first start of the run, if it is not. Must be called from the main thread, which
-    takes SIGINT and SIGTERM meanwhile: a caller that gets 128 or more should end as well. The caller's other child
-    processes must not be started meanwhile.
+    `restart` tells why this is not the first start of the run, if it is not; `is_checked` that `preflight` has run.
+    Must be called from the main thread, which takes SIGINT and SIGTERM meanwhile: a caller that gets 128 or more should
+    end as well. The caller's other child processes must not be started meanwhile.
     """
     place.check(run.config, run.plan)
     if (
@@ -85,6 +96,8 @@ def launch(run: Run, place: Place, *, restart: str | None = None, lock_timeout_s
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
+            if not is_checked:
+                preflight(run)
             secret = _prepare_folder(run, is_restart=restart is not None)
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error

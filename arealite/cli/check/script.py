@@ -1,0 +1,102 @@
+"""Checks of what the script and its packages do: the reward function on the first row, and where metrics go."""
+
+import ast
+import asyncio
+import inspect
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arealite.api.cli_args import BaseExperimentConfig as Config
+from arealite.api.config.run import last_name
+from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
+from arealite.cli.check.findings import Findings
+from arealite.reward.worker import checked
+from arealite.trainer.sinks import check_packages
+from arealite.utils.chat_template import prompt_tokens
+from arealite.utils.source_lines import line_of, lines_of_error, users_line
+from arealite.workflow.rlvr import reward_columns
+
+_CALL_S = 10.0  # for one call of a reward function
+
+
+def check_outputs(found: Findings, config: Config) -> None:
+    """The run folder must be writable, and the packages of the loggers there."""
+    folder = RunFolder(config).path.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        why = f"{there} is {'not writable' if there.is_dir() else 'a file'}"
+        raise ConfigError(
+            f"cluster.fileroot must be a folder that can be written: got {config.cluster.fileroot}, and {why}. "
+            "Correct it."
+        )
+    check_packages(config.stats_logger)
+    found.add("ok", f"{folder} can be written")
+
+
+def check_reward(
+    found: Findings, config: Config, script: Path, calls: Sequence[ast.Call], row: dict[str, Any] | None, tokenizer: Any
+) -> None:
+    """Call the reward function that the script gives to RLVRWorkflow by name, with the first row's own answer."""
+    given = {
+        argument.id
+        for call in calls
+        if last_name(call.func) == "RLVRWorkflow"
+        for argument in [*call.args[:1], *(one.value for one in call.keywords if one.arg == "reward_fn")]
+        if isinstance(argument, ast.Name)
+    }
+    if row is None or "messages" not in row or len(given) != 1:
+        return found.add("ok", "not called: the script or its data do not tell which function gets what")
+    sys.argv, sys.path[0] = [str(script)], str(script.parent)
+    # As a process of the reward imports it. A script without a main guard is refused by what it calls then.
+    function = runpy.run_path(str(script), run_name="__mp_main__").get(*given)
+    if function is None:
+        return found.add("ok", f"not called: {', '.join(given)} is not a name of the script's top level")
+    prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
+    call = {
+        **reward_columns(row),
+        "prompt": tokenizer.decode(prompt_ids),
+        "completions": answer,
+        "prompt_ids": prompt_ids,
+        "completion_ids": tokenizer(answer, add_special_tokens=False)["input_ids"],
+    }
+    _call(found, function, call)
+
+
+def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = f"reward function {function.__name__} at {line_of(code, None)}" if code else f"reward function {function}"
+    try:
+        inspect.signature(function).bind(**call)
+    except TypeError as error:
+        told = f"{name} must take {', '.join(sorted(call))} as keywords: {error}"
+        return found.add("problem", told, "Name those it needs, and add **kwargs for the others.")
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, _CALL_S)
+    try:
+        value = function(**call)
+        kind, told = checked(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+    except Exception as error:
+        # What a service, which may not run yet, has to do with it may be different later.
+        is_bug = type(error).__module__ == "builtins" and not isinstance(error, OSError)
+        place = users_line(lines_of_error(error))
+        told = f"{name} must not raise: got {type(error).__name__}: {error}{', at ' if place else ''}{place or ''}"
+        return found.add("problem" if is_bug else "warning", told)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if kind != "ok":
+        return found.add("problem", f"{name}: {told}")
+    found.add("ok", f"{name} gives the first row's own answer {told:g}")
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _raise_timeout(number: int, frame: object) -> None:
+    raise TimeoutError(f"no result within {_CALL_S:g} s")

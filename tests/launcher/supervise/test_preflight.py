@@ -1,0 +1,99 @@
+"""What a launcher looks at before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from testing_quickstart import make_tiny_model
+
+ENTRY = """
+import sys
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.dataset import load_datasets
+from arealite.dataset.loader import PromptLoader
+from arealite.workflow.rlvr import RLVRWorkflow
+
+def score(completions, answer, **kwargs):
+    {body}
+
+def main(argv):
+    config, _ = load_expr_config(argv, GRPOConfig)
+    rows, _ = load_datasets(config, None)
+    PromptLoader(rows, 1)
+    RLVRWorkflow(score, config.gconfig, None)
+
+if __name__ == "__main__":
+    sys.exit("the script ran")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preflight")
+    make_tiny_model(folder / "tiny", layers=1)
+    config = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "allocation_mode": "lite.d1+d1",
+        "cluster": {"n_gpus_per_node": 0, "fileroot": str(folder / "runs")},
+        "gconfig": {"n_samples": 2, "max_new_tokens": 8},
+        "actor": {"path": str(folder / "tiny"), "dtype": "float32"},
+        "train_dataset": {"path": str(folder / "rows.jsonl"), "batch_size": 4},
+    }
+    (folder / "c.yaml").write_text(json.dumps(config))
+    (folder / "rows.jsonl").write_text("".join('{"question": "1 + 1?", "answer": "2"}\n' for _ in range(8)))
+    return folder
+
+
+def launch(folder: Path, *overrides: str, body: str = "return 1.0", launcher: str = "local") -> tuple[int, list[str]]:
+    (folder / "train.py").write_text(ENTRY.format(body=body))
+    command = [sys.executable, "-m", f"arealite.launcher.{launcher}", str(folder / "train.py")]
+    command += ["--config", str(folder / "c.yaml"), *overrides]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_problems_are_one_line_each_and_nothing_starts(folder: Path, launcher: str) -> None:
+    status, lines = launch(
+        folder, "train_dataset.batch_size=9", "stats_logger.wandb.mode=online", body="return data", launcher=launcher
+    )
+    assert status == 2
+    assert len(lines) == 4, lines
+    assert lines[0] == "checking model, data and reward (launcher.preflight=false skips it)"
+    assert lines[1].startswith("problem: outputs: stats_logger.wandb.mode must name a service whose package is inst")
+    assert lines[2].startswith("problem: data: ValueError: batch_size must lie in 1..8, the rows of the dataset: got 9")
+    assert lines[3] == "ConfigError: the problems above must be solved: nothing was started."
+    assert {path.name for path in (folder / "runs").rglob("*")} <= {"e", "t", ".launcher.lock"}
+
+
+def test_a_reward_is_called_with_the_first_row(folder: Path) -> None:
+    status, lines = launch(folder, body="return data")
+    assert status == 2
+    place = f"{folder}/train.py"
+    assert lines[1:-1] == [
+        f"problem: reward: reward function score at {place}:8 in score must not raise: got NameError: name 'data' is "
+        f"not defined, at {place}:9 in score"
+    ]
+
+
+@pytest.mark.parametrize("override", ["launcher.preflight=true", "launcher.preflight=false"])
+def test_a_run_without_problems_starts(folder: Path, override: str) -> None:
+    """Also one with a warning, and one whose check does not come to its end."""
+    body = "import os; os._exit(7)"
+    if override.endswith("true"):
+        body = "raise ConnectionError('the judge is not up yet')"
+    status, lines = launch(folder, override, "allocation_mode=d1", "rollout.server_addrs=[127.0.0.1:9]", body=body)
+    assert status == 1 and "the script ran" in lines
+    assert ("warning: reward: " in "\n".join(lines)) == override.endswith("true")
+
+
+def test_a_check_that_dies_does_not_stop_a_run(folder: Path) -> None:
+    arguments = ("allocation_mode=d1", "rollout.server_addrs=[127.0.0.1:9]")
+    status, lines = launch(folder, *arguments, body="import os; os._exit(7)")
+    assert status == 1 and "the script ran" in lines
+    assert "the check ended with exit status 7: the run starts without it" in lines
