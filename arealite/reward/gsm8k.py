@@ -35,7 +35,7 @@ _COMPARISON = re.compile(
 )
 _COMPARED = 60  # characters before a number in which a comparison with it may stand
 _STATED = re.compile(  # what introduces an answer, and the beginning of the line that follows
-    r"(?:####|\banswer\b(?:[^\n.:=#]{0,60}?(?:\bis\b|[:=])|[*_ ]*\n))"
+    r"(?:####+|\banswer\b(?:[^\n.:=#]{0,60}?(?:\bis\b|[:=])|[*_ ]*\n))"
     r"(?=(?:[\s:*_]*\n)?[ \t:]*(?:(?:\\\[|\$\$)\s*)?(.{0,1000}))",
     re.IGNORECASE,
 )

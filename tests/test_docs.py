@@ -1,0 +1,74 @@
+"""What docs/data-and-rewards.md tells to type, typed: its files written, its commands run, in an empty folder."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.cli_args import DatasetConfig
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = (REPOSITORY / "docs" / "data-and-rewards.md").read_text()
+pytestmark = pytest.mark.xdist_group("end_to_end")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which everything was typed."""
+    folder = tmp_path_factory.mktemp("empty")
+    for name, body in re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL):
+        (folder / name).write_text(body)
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    env = os.environ | {"E": str(REPOSITORY / "examples" / "arealite"), "PATH": f"{programs}:{os.environ['PATH']}"}
+    for commands in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
+        done = subprocess.run(["sh", "-ec", commands], cwd=folder, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{commands}\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
+    return folder
+
+
+def metrics(folder: Path, trial: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs/own" / trial / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_own_columns_and_weighted_rewards(folder: Path) -> None:
+    rows = metrics(folder, "first")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[:2]:
+        weighted = row["rewards/correct"] + 0.1 * row["rewards/brief"]
+        assert row["reward/mean"] == pytest.approx(weighted, abs=1e-6)
+        assert row["rewards/brief"] == pytest.approx(-row["rollout/completion_tokens"] / 100, abs=1e-6)
+    assert rows[0]["eval/rewards/brief"] < 0 and rows[0]["eval/num_samples"] == 5
+
+    def numbers(pattern: str) -> set[int]:
+        """Return the n of the rows that were sampled."""
+        files = (folder / "runs/own/first/rollouts").glob(pattern)
+        prompts = {json.loads(line)["prompt"] for file in files for line in file.read_text().splitlines()}
+        asked = re.compile(r"<\|user\|>Tom has (\d+) .* How many\? Think\.<\|end\|><\|assistant\|>")
+        found = [asked.fullmatch(prompt) for prompt in prompts]
+        return {int(match[1]) for match in found if match is not None}
+
+    assert numbers("eval_step_*.jsonl") == {*range(95, 100)}, "the last rows"
+    assert len(trained := numbers("step_*.jsonl")) == 16 and max(trained) < 95
+
+
+def test_conversations_are_learned(folder: Path) -> None:
+    assert [row["step"] for row in metrics(folder, "chats")] == [0, 1, 2]
+
+
+def test_metrics_of_a_workflow_are_averaged(folder: Path) -> None:
+    first, last = metrics(folder, "metrics")
+    assert 0 <= first["workflow/is_short"] <= 1 and 0 <= last["eval/is_short"] <= 1
+
+
+def test_every_key_of_the_table_exists() -> None:
+    keys = {key for cell in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE) for key in re.findall(r"`(\w+)`", cell)}
+    assert keys <= vars(DatasetConfig()).keys() and {"prompt_key", "split"} <= keys
