@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.files import writing
-from arealite.utils.hf import as_in_checkpoint, load_causal_lm
+from arealite.utils.hf import as_in_checkpoint, load_causal_lm, sdpa_required
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -38,7 +38,7 @@ def build_meta_model(path: str, attention: str) -> PreTrainedModel:
     if not os.path.isdir(path) and (not path or path[0] in "./~"):
         raise ValueError(f"path of a model must be an existing folder or a hub id: got {path!r}. Correct actor.path.")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    with torch.device("meta"):
+    with torch.device("meta"), sdpa_required():
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )

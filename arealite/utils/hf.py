@@ -1,6 +1,7 @@
 """Loading from Hugging Face folders and hub ids. Code that ships with a model is never run."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,25 @@ def local_folder(path: str) -> str:
     return snapshot_download(path, allow_patterns=_WEIGHTS_AND_TOKENIZER)
 
 
+@contextlib.contextmanager
+def sdpa_required() -> Iterator[None]:
+    """Say in one sentence that a model lacks the attention that we ask for, instead of whom to ask to add it."""
+    try:
+        yield
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        raise ValueError(
+            f"a model must have SDPA attention: got {str(error).split()[0]}, which has none. docs/models.md names "
+            "those that work."
+        ) from error
+
+
 def load_causal_lm(path: str, **options: Any) -> Any:
     """Load a model from safetensors files; other files of weights are pickles, which may run code."""
     try:
-        return AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
+        with sdpa_required():
+            return AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
     except OSError as error:
         if "safetensors" not in str(error):
             raise
