@@ -49,8 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(folder: Path, *overrides: str, body: str = "return 1.0", launcher: str = "local") -> tuple[int, list[str]]:
-    (folder / "train.py").write_text(ENTRY.format(body=body))
+def launch(
+    folder: Path, *overrides: str, body: str = "return 1.0", launcher: str = "local", entry: str = ENTRY
+) -> tuple[int, list[str]]:
+    (folder / "train.py").write_text(entry.format(body=body))
     command = [sys.executable, "-m", f"arealite.launcher.{launcher}", str(folder / "train.py")]
     command += ["--config", str(folder / "c.yaml"), *overrides]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
@@ -79,6 +81,28 @@ def test_a_reward_is_called_with_the_first_row(folder: Path) -> None:
         f"problem: reward: reward function score at {place}:8 in score must not raise: got NameError: name 'data' is "
         f"not defined, at {place}:9 in score"
     ]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            "def own(completions, answer, **kwargs):\n    return data",
+            "must not raise: got NameError: name 'data' is not",
+        ),
+        ("def own(completion, answer): ...", "must take prompt, completions, prompt_ids, completion_ids and columns"),
+        ("def own(completions, **kwargs) -> list[float]: ...", "must score one completion: got own"),
+        ("def own(completions, data, **kwargs): ...", "missing a required argument: 'data'"),
+        ("other = 1", "own_reward.py must have a function own: got none. Correct reward."),
+    ],
+)
+def test_rewards_that_the_config_names_are_called(folder: Path, body: str, told: str) -> None:
+    (folder / "own_reward.py").write_text(body)
+    entry = ENTRY.replace("RLVRWorkflow(score,", "RLVRWorkflow(load_rewards(config.reward),")
+    several = f"reward={{{folder}/own_reward.py:own: 1.0, arealite.reward:gsm8k_reward_fn: 0.5}}"
+    status, lines = launch(folder, several, entry=entry)
+    assert (status, len(lines)) == (2, 3), lines
+    assert lines[1].startswith("problem: reward: ") and told in lines[1]
 
 
 @pytest.mark.parametrize("override", ["launcher.preflight=true", "launcher.preflight=false"])
