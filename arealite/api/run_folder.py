@@ -1,5 +1,6 @@
 """Where a run keeps its files: below `<fileroot>/<experiment_name>/<trial_name>/`. Nothing is created here."""
 
+import json
 import os
 from pathlib import Path
 
@@ -42,6 +43,17 @@ class RunFolder:
         self.registry = self.path / "registry.json"  # where the registry of the run listens, while the run lasts
         self.launcher_lock = self.path / ".launcher.lock"
         self.trainer_lock = self.path / ".trainer.lock"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        summary = json.loads(self.summary.read_bytes()) if self.summary.exists() else {}
+        return isinstance(summary, dict) and summary.get("is_finished") is True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step of the run was done."""
+        return self.newest_checkpoint >= 0 or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     @property
     def newest_checkpoint(self) -> int:

@@ -9,6 +9,7 @@ is needed; all nodes must see the folder of runs.
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -33,6 +34,7 @@ _LOOK_S = 0.2  # between two looks at the job's output
 _ASK_S = 2.0  # between two questions to Slurm
 _SILENCE_S = 600.0  # so long may Slurm not answer; its controller may be started again meanwhile
 _CANCEL_S = 60.0
+_END_S = 30  # what the end of a run may take besides `stop_timeout`
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
@@ -81,7 +83,7 @@ def batch_script(run: Run) -> str:
         "--open-mode=append",
         f"--output={folder}/slurm-%j.log",
         f"--chdir={Path.cwd()}",
-        "--signal=B:TERM@60",  # a time limit ends in a clean stop
+        f"--signal=B:TERM@{math.ceil(launcher.stop_timeout) + _END_S}",  # a time limit ends in a clean stop
     ]
     if broken := [option for option in options if len(option.splitlines()) > 1]:
         raise ConfigError(

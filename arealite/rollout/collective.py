@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from arealite.api.errors import EpisodeError
-from arealite.utils import heartbeat
+from arealite.utils import heartbeat, stop
 from arealite.utils.distributed import is_agreed
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class _Message:
     part: Any = None
     error: str | None = None
     is_callback: bool = False
+    stops: bool = False
 
 
 class RankZeroExchange:
@@ -59,7 +60,8 @@ class RankZeroExchange:
             parts = split(collect(), self.num_ranks)
         except BaseException as error:
             if self._is_open and not self._has_left:
-                self._send([_Message(error=f"{type(error).__name__}: {error}")] * self.num_ranks)
+                stops = isinstance(error, stop.RunStopped)
+                self._send([_Message(error=f"{type(error).__name__}: {error}", stops=stops)] * self.num_ranks)
             raise
         finally:
             self._is_open = was_open
@@ -81,6 +83,8 @@ class RankZeroExchange:
                 except Exception as error:
                     if not is_agreed(error):  # else rank 0 fails too, and its error ends the wait
                         raise
+            elif message.stops:
+                raise stop.stopped()
             elif message.error is not None:
                 raise EpisodeError(f"rank 0 could not collect the batch: {message.error}")
             else:

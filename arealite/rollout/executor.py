@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tensordict import TensorDict
 
@@ -30,7 +30,7 @@ from arealite.rollout.prompts import Prompt, PromptSource, Row, ShouldAccept, na
 from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.trajectory import assemble_batch
 from arealite.rollout.unthrottled import UnthrottledBatches
-from arealite.utils import heartbeat
+from arealite.utils import heartbeat, stop
 from arealite.utils.tasks import BackgroundTasks
 
 T = TypeVar("T")
@@ -152,9 +152,14 @@ class RolloutExecutor:
         return self._hand_out(episodes, is_evaluation=is_evaluation)
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for what the loop does, and let servers catch up whenever they ask for it meanwhile."""
+        """Wait for what the loop does, and let servers catch up whenever they ask for it; RunStopped ends the wait."""
         self.loop.ask()  # some may have joined when nobody waited
-        return self.loop.run(coroutine, self.catch_up)
+        try:
+            wait: Any = stop.unless_asked(coroutine)
+            wait.__qualname__ = cast("Any", coroutine).__qualname__  # which a stall verdict shows
+            return cast("T", self.loop.run(wait, self.catch_up))
+        except stop.Interrupted:
+            raise stop.stopped() from None
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)

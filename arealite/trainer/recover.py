@@ -6,6 +6,7 @@ next steps. Invariants: a published checkpoint is whole (see `checkpoint`), and 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from arealite.api.run_folder import OF_LAUNCHER, RunFolder
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
 from arealite.trainer.records import scores_of_steps
-from arealite.utils import distributed
+from arealite.utils import distributed, stop
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.files import aside, empty_folder, explain, file_lock, fresh_folder, read_jsonl
 from arealite.utils.frequency import Frequency
@@ -67,6 +68,7 @@ class Recover:
         self._frequency = Frequency(config, ft_spec.steps_per_epoch)
         self._write: _Write | None = None
         self._lock = ExitStack()
+        self._after_step: _AfterStep | None = None
         self._found: Path | None = None
         if distributed.global_rank() == 0:
             self._lock.enter_context(file_lock(self._run.trainer_lock, timeout_s=LOCK_TIMEOUT_S))
@@ -105,48 +107,69 @@ class Recover:
         return step + 1
 
     def save(self, step: int) -> None:
-        """Start to write a checkpoint after step `step` if one is due; raise if the last one could not be written.
+        """Start to write a checkpoint after step `step` if one is due; raise if the last one could not be written, and
+        RunStopped on every rank if any was asked to stop (collective).
 
         With a rollout engine, call it after publish_weights: the ledger knows what was trained on by version.
         """
-        if self._config.mode == "disabled":
-            return
+        has_ended, continues = distributed.all_reduce_numbers(
+            [self._write is None or not self._write.thread.is_alive(), not stop.is_asked()], dist.ReduceOp.MIN
+        )
+        if self._config.mode != "disabled":
+            self._keep(step, has_ended=bool(has_ended))
+        if not continues:
+            raise stop.stopped()
+
+    def _keep(self, step: int, *, has_ended: bool) -> None:
         version = self._engine.get_version()
         if self._rollout is not None and version != step + 1:
             raise CheckpointError(
                 f"a checkpoint of step {step} must be taken at version {step + 1}: got {version}. "
                 "Call publish_weights(actor, rollout, version=step + 1) before recover.save(step)."
             )
-        self._settle(wait=False)
-        if self._frequency.check():
-            self._settle(wait=True)
-            # All that the next step changes is copied to memory.
-            facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
-            facts |= {name: part.state_dict() for name, part in self._parts.items()}
-            shards, path = self._engine.state_dict(), self._folder / f"step_{step}"
-            copied = tree_map_only(torch.Tensor, lambda shard: shard.detach().to("cpu", copy=True), shards)
-            self._write = _Write(path, facts, copied, rng_state(), self._group, self._config.keep_last)
+        if has_ended:
+            self._settle()
+        is_due = self._frequency.check()
+        facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
+        facts |= {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+        self._after_step = _AfterStep(facts, rng_state(), self._engine.num_changes)
+        if is_due:
+            self._settle()
+            self._start_write(self._after_step)
+
+    def _start_write(self, state: _AfterStep) -> None:
+        """Copy the tensors, which the next step changes, to memory, and have all written."""
+        shards, path = self._engine.state_dict(), self._folder / f"step_{state.facts['step']}"
+        copied = tree_map_only(torch.Tensor, lambda shard: shard.detach().to("cpu", copy=True), shards)
+        self._write = _Write(path, state.facts, copied, state.rng, self._group, self._config.keep_last)
+        self._after_step = None
 
     def __enter__(self) -> Recover:
+        self._lock.enter_context(stop.obeying())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait for the write under way, release the folder, and raise a failed write unless the run itself failed."""
-        failure = self._finish(WRITE_TIMEOUT_S if error is None else _FAILED_RANK_WRITE_TIMEOUT_S)
+        """Wait for the write under way, release the folder, and raise a failed write unless the run itself failed.
+
+        A run that was asked to stop leaves a checkpoint of its last step.
+        """
+        is_stop = isinstance(error, stop.RunStopped)
+        failure = self._finish(WRITE_TIMEOUT_S if error is None or is_stop else _FAILED_RANK_WRITE_TIMEOUT_S)
+        state = self._after_step
+        if is_stop and failure is None and state is not None and state.num_changes == self._engine.num_changes:
+            self._start_write(state)
+            failure = self._finish(WRITE_TIMEOUT_S)
         self._lock.close()
         if failure is not None:
             if error is None:
                 raise failure
             logger.error("%s", failure)
 
-    def _settle(self, *, wait: bool) -> None:
-        """Finish a write that has ended on every rank, or wait for it (collective)."""
-        if self._write is None:
-            return
-        (has_ended,) = distributed.all_reduce_numbers([wait or not self._write.thread.is_alive()], dist.ReduceOp.MIN)
-        if has_ended:
+    def _settle(self) -> None:
+        """Wait for the write under way, if any (collective)."""
+        if self._write is not None:
             distributed.raise_on_every_rank(self._finish(WRITE_TIMEOUT_S))
 
     def _finish(self, timeout_s: float) -> CheckpointError | None:
@@ -193,6 +216,15 @@ class Recover:
         else:  # a new rank
             seed_everything(random.Random(f"{self._engine.config.seed}-{rank}-{step}").getrandbits(63))
         return step
+
+
+@dataclass(frozen=True)
+class _AfterStep:
+    """What a checkpoint of the last step holds besides its tensors, which nothing changes before the next update."""
+
+    facts: dict[str, Any]
+    rng: dict[str, Any]
+    num_changes: int  # of the weights
 
 
 @dataclass

@@ -9,7 +9,9 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, masked, to_yaml
 from arealite.api.io_struct import FinetuneSpec
@@ -22,6 +24,7 @@ from arealite.utils import heartbeat
 from arealite.utils.distributed import global_rank
 from arealite.utils.files import read_jsonl, write_atomically, writing
 from arealite.utils.stats import Reduction, StatsTracker
+from arealite.utils.stop import RunStopped
 
 logger = logging.getLogger("arealite.stats")
 
@@ -79,7 +82,17 @@ class StatsLogger:
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Write `summary.json` (the run in a few numbers, plus `summary`) and `report.html`, and end all outputs."""
         if self._writer is not None:
-            self._writer.close(summary or {})
+            print(f"done: {self._writer.close({'is_finished': True} | dict(summary or {}))}", flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Write summary and report of a run that was asked to stop, which did not come to `close`."""
+        if self._writer is not None and isinstance(error, RunStopped):
+            self._writer.close({"is_finished": False})
 
 
 class _Writer:
@@ -121,10 +134,10 @@ class _Writer:
         for sink in self._sinks:
             sink.write(step, finite)
 
-    def close(self, summary: Mapping[str, Any]) -> None:
+    def close(self, summary: Mapping[str, Any]) -> Path:
         self._rows.close()
         for sink in self._sinks:
             sink.close()
         whole = summarize(read_jsonl(self._run.metrics), max_head_offpolicyness=self._bound) | dict(summary)
         write_atomically(self._run.summary, json.dumps(whole, indent=2) + "\n")
-        print(f"done: {write_report(self._run.path)}", flush=True)
+        return write_report(self._run.path)

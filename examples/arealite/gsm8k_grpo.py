@@ -76,9 +76,10 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     saver = Saver(config.saver, ft_spec)
 
     # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
-    cleanup.enter_context(recover)
     start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+    cleanup.enter_context(stats)
+    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
 
     # The servers started from `actor.path`; from here on they hold what the actor holds.
     publish_weights(actor, rollout, version=start_step)

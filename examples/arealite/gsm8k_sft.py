@@ -49,9 +49,10 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     saver = Saver(config.saver, ft_spec)
 
     # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
-    cleanup.enter_context(recover)
     start_step = recover.load(model, train_dataloader, clocks={"evaluation": evaluation, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+    cleanup.enter_context(stats)
+    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
 
     for step in range(start_step, ft_spec.total_train_steps):
         if valid_batch is not None and evaluation.check():

@@ -235,6 +235,78 @@ def test_sigterm(launch_script):
     assert run.end() == 143
 
 
+def test_ctrl_c_lets_the_trainer_end_its_step_while_servers_serve(launch_script):
+    run = launch_script(
+        """
+        import json, urllib.request
+        folder = pathlib.Path("runs/exp/trial")
+        rank, asked = os.environ["RANK"], []
+        signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+        (address,) = servers(1).values()
+        note(f"trainer-{rank}")
+        while not asked: time.sleep(0.02)
+        if rank == "1": sys.exit(143)
+        urllib.request.urlopen(f"http://{address}/health").close()
+        (folder / "recover/step_4").mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 4}) + "\\n")
+        (folder / "report.html").touch()
+        sys.exit(143)
+        """,
+        *("allocation_mode=sglang.d1+d2", "actor.path=tiny", "recover.mode=auto", "recover.freq_steps=100"),
+    )
+    run.wait_for("trainer-0", "trainer-1")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.output
+    assert run.output.endswith(
+        "received SIGINT: stopping everything\n"
+        f"launcher | stopped after step 4; report: {run.logs.parent}/report.html\n"
+        "launcher | the same command continues from step 5\n"
+    ), run.output
+
+
+def test_a_trainer_that_does_not_stop_in_time_is_ended(launch_script):
+    run = launch_script(
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAIT_FOREVER}", *SFT, "launcher.stop_timeout=0.1"
+    )
+    run.wait_for("trainer-0")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143, run.output
+    assert run.output.endswith(
+        "launcher | stopped before the first step was done\n"
+        "launcher | nothing is kept to continue from (recover.mode=disabled): the same command starts again\n"
+    ), run.output
+
+
+def test_a_mistake_at_the_start_is_not_tried_again(launch_script):
+    """Whatever `recover` says: what ended a script before its first step would end it again."""
+    run = launch_script("print('started')\nraise ZeroDivisionError", *SFT, "recover.mode=auto", "recover.freq_secs=600")
+    assert run.end() == 1, run.output
+    assert run.output.count("started") == 1 and "restart" not in run.output
+
+
+def test_a_finished_run_is_not_started_again(launch_script, tmp_path):
+    entry = """
+        import json, yaml
+        from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config, to_yaml
+        config, _ = load_expr_config(sys.argv[1:], SFTConfig)
+        folder = pathlib.Path("runs/exp/trial")
+        (folder / "config.yaml").write_text(to_yaml(config))
+        (folder / "summary.json").write_text('{"is_finished": true}')
+        (folder / "recover/step_9").mkdir(parents=True, exist_ok=True)
+        print("trained", config.total_train_steps)
+        """
+    again = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml", *SFT]
+    again += ["recover.mode=auto", "recover.freq_secs=600"]
+    run = launch_script(entry, *again[-len(SFT) - 2 :], "total_train_steps=10")
+    assert run.end() == 0, run.output
+    env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "PIDS": str(tmp_path / "pids")}
+    for steps, said in ((10, "this run has finished: "), (20, "trained 20")):
+        command = [*again, f"total_train_steps={steps}"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+        assert ("trial_name=... starts another" in done.stdout) == (steps == 10) == ("trained" not in done.stdout)
+
+
 def test_second_ctrl_c_does_not_wait(launch_script):
     run = launch_script(f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAIT_FOREVER}", *SFT)
     run.wait_for("trainer-0")

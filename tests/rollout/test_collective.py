@@ -17,6 +17,7 @@ from arealite.api.errors import EpisodeError
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.collective import RankZeroExchange
+from arealite.utils import stop
 from arealite.utils.distributed import agreed
 
 WORLD_SIZE = 2
@@ -48,6 +49,8 @@ def run_rank(test: Connection) -> None:
         def collect() -> str:
             if calls_back:
                 exchange.run_on_every_rank(callback)
+            if name == "step 6":
+                raise stop.RunStopped(130)
             if fails:
                 raise ZeroDivisionError("no rollouts today")
             return name
@@ -60,15 +63,15 @@ def run_rank(test: Connection) -> None:
     if rank == 0:
         exchange.run_on_every_rank(callback)
         assert called == [], "nobody listens"
-    for step in range(6):
+    for step in range(7):
         try:
-            outcomes.append(share(f"step {step}", calls_back=step > 2, fails=step == 1))
-        except (ArithmeticError, EpisodeError) as error:
+            outcomes.append(share(f"step {step}", calls_back=2 < step < 6, fails=step == 1))
+        except (ArithmeticError, EpisodeError, stop.RunStopped) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     outcomes.append(called)
     test.send(outcomes)
     with pytest.raises(ArithmeticError if rank else RuntimeError):  # who fails alone leaves, and the others notice
-        share("step 6", calls_back=True)
+        share("step 7", calls_back=True)
 
 
 def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
@@ -80,7 +83,8 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
         assert outcomes[rank][2] == f"step 2 part {rank} of 2"
         assert outcomes[rank][3] == f"step 3 part {rank} of 2" and outcomes[rank][5] == f"step 5 part {rank} of 2"
         assert "ArithmeticError: this one fails" in outcomes[rank][4]
-        assert outcomes[rank][6] == [3.0, 3.0, 3.0]
+        assert outcomes[rank][6].startswith("RunStopped: 1"), "every rank stops, whichever got the signal"
+        assert outcomes[rank][7] == [3.0, 3.0, 3.0]
     assert outcomes[0][1] == "ZeroDivisionError: no rollouts today"
     assert "rank 0" in outcomes[1][1] and "ZeroDivisionError: no rollouts today" in outcomes[1][1]
 

@@ -6,8 +6,10 @@ import asyncio
 import inspect
 import itertools
 import json
+import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import current_episode, sampling_seed
+from arealite.utils import stop
 
 Row = dict[str, Any]
 
@@ -985,3 +988,29 @@ def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEn
     with pytest.raises(OSError, match="rollouts"):
         engine.executor.close()
     engine.executor._store = RolloutStore(None)
+
+
+@pytest.mark.parametrize("call", ["prepare_batch", "run_all"])
+def test_a_wait_ends_when_the_run_is_asked_to_stop(start: Callable[..., IdleEngine], call: str) -> None:
+    """And what has run is neither consumed nor lost: the same prompts are there afterwards."""
+    engine, workflow = start(consumer_batch_size=2), WaitingWorkflow()
+    slow = [{**row, "delay_s": 3600.0} for row in rows(2)]
+    loader = itertools.repeat(slow)
+
+    def ask() -> None:
+        while not workflow.started:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=ask)
+    with stop.obeying():
+        thread.start()
+        with pytest.raises(stop.RunStopped) as stopped:
+            if call == "prepare_batch":
+                engine.executor.prepare_batch(loader, workflow)
+            else:
+                engine.executor.run_all(slow, workflow, is_evaluation=True)
+        thread.join()
+    assert stopped.value.code == 130
+    if call == "prepare_batch":
+        assert engine.executor.stats.running == 2 and engine.executor.stats.accepted == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
+from arealite.utils import stop
 
 SPEC = FinetuneSpec(1, 40, 4)
 LENGTHS = [9, 4, 12, 3, 7, 11]
@@ -65,6 +67,9 @@ def train(
     steps: int,
     stop_after: int | None = None,
     fail_after: int | None = None,
+    ask_in: int | None = None,
+    interrupt_in: int | None = None,
+    asked_rank: int = 0,
     trial_name: str = "t",
     publishes: bool = True,
     **config: Any,
@@ -83,7 +88,12 @@ def train(
         with recover:
             start = found["start"] = recover.load(engine, loader, rollout=rollout, clocks={"saver": saver})
             for step in range(start, steps):
-                batch = token_batch(LENGTHS, seed=next(batches)[0]["number"])
+                if step in (ask_in, interrupt_in) and rank == asked_rank:
+                    signal.raise_signal(signal.SIGTERM)
+                drawn = next(batches)  # as `prepare_batch` does before it waits
+                if step == interrupt_in:
+                    raise stop.stopped()
+                batch = token_batch(LENGTHS, seed=drawn[0]["number"])
                 rows = list(range(rank, len(LENGTHS), dist.get_world_size()))
                 metrics = engine.train_batch(batch[rows], sft_loss_fn, count_loss_tokens)
                 engine.step_lr_scheduler()
@@ -98,6 +108,9 @@ def train(
                     raise ZeroDivisionError
                 if step == stop_after:
                     break
+    except stop.RunStopped as error:
+        return found | {"status": error.code}
+    else:
         return found | {"state": state_of(engine), "noted": rollout.noted, "version": engine.get_version()}
     finally:
         engine.destroy()

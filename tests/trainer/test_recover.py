@@ -79,6 +79,27 @@ def test_resumed_equals_uninterrupted(model: str, whole: dict[str, Any], folder:
     assert checkpoints(folder) == ["step_3", "step_5"], "the newest two are kept"
 
 
+@pytest.mark.parametrize(("asked", "last"), [({"ask_in": 4}, 4), ({"interrupt_in": 5}, 4), ({"interrupt_in": 4}, 3)])
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_of_its_last_step(
+    model: str, whole: dict[str, Any], tmp_path: Path, asked: dict[str, int], last: int
+) -> None:
+    """At the end of a step, and while the next one waits for its batch; the one that goes on is the same run."""
+    stopped = train(model, tmp_path, steps=7, **asked)
+    assert stopped["status"] == 143 and checkpoints(tmp_path)[-1] == f"step_{last}"
+    found = train(model, tmp_path, steps=7)
+    assert found["start"] == last + 1
+    for key in ("losses", "draws"):
+        assert found[key] == {step: whole[key][step] for step in range(last + 1, 7)}
+    assert found["saved"] == [5]
+    assert_same_state(found, whole)
+    assert checkpoints(tmp_path) == ["step_3", "step_5"] if last == 3 else ["step_4", "step_5"], "its clock goes on"
+
+
+def test_a_run_without_checkpoints_stops_as_well(model: str, tmp_path: Path) -> None:
+    assert train(model, tmp_path, steps=7, ask_in=1, mode="disabled")["status"] == 143
+    assert not (tmp_path / "e/t/recover").exists()
+
+
 def test_what_is_newer_than_the_checkpoint_is_removed(model: str, folder: Path) -> None:
     (folder / "e/t/recover/.step_4.unfinished").mkdir()
     shutil.copytree(folder / "e/t/recover/step_1", folder / "e/t/recover/step_9")
@@ -294,7 +315,7 @@ def run_on_two_ranks(model: str, out: Path, runs: list[dict[str, Any]]) -> list[
 
 def test_two_ranks_and_a_change_of_ranks(model: str, whole: dict[str, Any], folder: Path) -> None:
     """On two ranks resumed equals uninterrupted, and a run goes on from two ranks to one and from one to two."""
-    uninterrupted, _, resumed, moved = run_on_two_ranks(
+    uninterrupted, _, resumed, moved, stopped, continued = run_on_two_ranks(
         model,
         folder,
         [
@@ -302,8 +323,14 @@ def test_two_ranks_and_a_change_of_ranks(model: str, whole: dict[str, Any], fold
             {"steps": 7, "stop_after": 4, "trial_name": "cut"},
             {"steps": 7, "trial_name": "cut"},
             {"steps": 6, "trial_name": "t"},
+            {"steps": 7, "ask_in": 2, "asked_rank": 1, "trial_name": "stopped"},
+            {"steps": 7, "trial_name": "stopped"},
         ],
     )
+    assert [found["status"] for found in stopped] == [143, 143], "every rank stops if any is asked to"
+    for found, expected in zip(continued, uninterrupted):
+        assert found["start"] == 3
+        assert_same_state(found, expected)
     for found, expected in zip(resumed, uninterrupted):
         assert found["start"] == 4
         for key in ("losses", "draws"):

@@ -103,7 +103,7 @@ def test_config_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     stats.close({"seed": 5})
     summary = json.loads((tmp_path / "exp/t0/summary.json").read_text())
     assert summary.pop("wall_s") == pytest.approx(sum(row["time/step_s"] for row in read(tmp_path)))
-    assert summary == {
+    assert summary == {"is_finished": True,
         "steps": 2, "trained_tokens": 20, "staleness_max": 1, "max_head_offpolicyness": 3,
         "accuracy_before": 0.25, "accuracy_after": 0.75, "seed": 5,
     }  # fmt: skip
@@ -131,7 +131,7 @@ def test_an_sft_run_has_no_staleness(tmp_path: Path) -> None:
     stats.add({"sft/loss": 1.0, "optim/grad_norm": 1.0})
     stats.commit(0)
     stats.close()
-    assert json.loads((tmp_path / "exp/t0/summary.json").read_text()).keys() == {"steps", "wall_s"}
+    assert json.loads((tmp_path / "exp/t0/summary.json").read_text()).keys() == {"steps", "wall_s", "is_finished"}
 
 
 def test_two_evaluations_are_not_averaged(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class LauncherConfig(ConfigBase):
     """CPU threads of one trainer process; None lets the launcher share out the cores."""
     server_python: str | None = None
     """Python interpreter of the environment in which SGLang or vLLM is installed; None is that of the launcher."""
+    stop_timeout: Positive = 60.0
+    """Seconds that the trainer has for a last checkpoint and report after Ctrl-C or SIGTERM; a second one ends it."""
     stall_timeout: Positive = 1800.0
     """Seconds without progress of any process after which a run is called stalled."""
     preflight: bool = True

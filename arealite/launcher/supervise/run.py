@@ -9,6 +9,9 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import yaml
+
+from arealite.api.cli_args import to_yaml
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError, require_linux
 from arealite.api.run_folder import OF_TRIAL
@@ -96,12 +99,26 @@ def launch(
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
+            if restart is None and _is_done(run):
+                print(
+                    f"this run has finished: {run.folder.report}. trial_name=... starts another one, more "
+                    "total_train_steps or total_train_epochs continue it."
+                )
+                return 0
             if not is_checked:
                 preflight(run)
             secret = _prepare_folder(run, is_restart=restart is not None)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(str(error)) from error
         return asyncio.run(_run(run, place, secret, restart))
+
+
+def _is_done(run: Run) -> bool:
+    """Tell whether a run that would resume has nothing left to do."""
+    if run.config.recover.mode not in ("auto", "resume") or not run.folder.is_finished:
+        return False
+    then, now = (yaml.safe_load(text) for text in (run.folder.config.read_text(), to_yaml(run.config)))
+    return all(then.get(key) == now[key] for key in ("total_train_epochs", "total_train_steps", "train_dataset"))
 
 
 def _prepare_folder(run: Run, *, is_restart: bool) -> str:
@@ -135,7 +152,8 @@ async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
             end = await Supervisor(run, place, registry, secret).supervise(restart, pause_s(num_restarts))
             if folder.newest_checkpoint > progress:
                 num_restarts, progress = 0, folder.newest_checkpoint
-            if not end.is_failure or end.status == CONFIG_FAILED or end.is_refusal or num_restarts == retries:
+            is_hopeless = end.is_refusal or end.status == CONFIG_FAILED or (end.is_mistake and not folder.has_begun)
+            if not end.is_failure or is_hopeless or num_restarts == retries:
                 return end.status
             num_restarts += 1
             restart = f"restart {num_restarts} of {retries}, because {end.reason}"

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from arealite.launcher.plan.jobs import server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
 from arealite.launcher.supervise.console import Console, Output
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
+from arealite.utils.files import read_jsonl
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
 from arealite.utils.registry import Registry
@@ -35,7 +36,9 @@ NODE_LOST = 5
 _GRACE_S = 5.0
 _CLEAN_UP_S = 15.0
 _WORD_S = 10.0  # between two words on what is waited for
-_REFUSAL = re.compile(r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: ")
+_REFUSAL = re.compile(
+    r"(\[rank\d+\]: )?arealite\.api\.errors\.(Config|Checkpoint|Ledger)Error: |.* ERROR arealite\.server: can't serve "
+)
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|gloo/transport|NCCL communicator was aborted")
 _CAUSE_S = 5.0  # how long a rank that has lost its peer is not blamed, as the peer may still be writing its traceback
 _SERVER_END_S = 0.5  # how long a server's end is waited for, which may be why the trainer failed
@@ -64,6 +67,11 @@ class ExitReason:
         return self.output is not None and any(_REFUSAL.match(line) for line in self.output.tail)
 
     @property
+    def is_mistake(self) -> bool:
+        """Whether a program ended by itself, rather than by a signal or with its node; it would again at the start."""
+        return self.status == 1
+
+    @property
     def is_consequence(self) -> bool:
         """Whether a rank failed because its connection to another one ended."""
         return self.output is not None and any(_LOST_PEER.search(line) for line in self.output.tail)
@@ -86,6 +94,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[str, Output] = {}
         self._running: dict[asyncio.Task[int], Slot] = {}  # the jobs that run, and where
+        self._slots_of_ranks: Sequence[Slot] = ()
         self._closing: list[asyncio.Task[None]] = []  # of slots whose jobs have ended
         self._addresses = {address: address for address in foreign_servers(run.config)}  # of servers once ready
         self._server_names = [one.name for one in run.plan.servers]
@@ -114,6 +123,8 @@ class Supervisor:
                 if slots is not None:
                     self._start(slots, is_restart=restart is not None)
                 reason = await self._first_end()
+                if self._signal.done() and reason is self._signal.result():
+                    await self._end_training()
             finally:
                 await self._stop()
             if (output := reason.output) is not None:
@@ -127,6 +138,8 @@ class Supervisor:
                 for line in output.unseen:
                     self._console.line(f"    {line}")
                 self._say(f"the whole log of {output.name}: {output.path}")
+            if self._signal.done() and self._plan.trainers:
+                self._say_what_is_kept()
         finally:
             self._log.close()
             self._console.close()
@@ -162,6 +175,7 @@ class Supervisor:
             self._registry.remove(one.name)  # what a killed server of the attempt before has left
             self._watch(self._serve(one, slots[one]))
         if self._plan.trainers:
+            self._slots_of_ranks = [slots[one] for one in self._plan.trainers]
             self._watch(self._train(slots, is_restart=is_restart))
             if self._console.is_terminal:
                 self._watch(self._draw())
@@ -347,6 +361,29 @@ class Supervisor:
         else:
             for slot in self._running.values():
                 slot.kill()
+
+    async def _end_training(self) -> None:
+        """After a signal let the trainer write its last checkpoint and report, while servers go on."""
+        ranks = {run: slot for run, slot in self._running.items() if slot in self._slots_of_ranks}
+        for slot in ranks.values():
+            slot.terminate()
+        if ranks:
+            await asyncio.wait(ranks, timeout=self._config.launcher.stop_timeout)
+
+    def _say_what_is_kept(self) -> None:
+        folder, mode = self._run.folder, self._config.recover.mode
+        report = f"; report: {folder.report}" if folder.report.exists() else ""
+        steps = [row["step"] for row in read_jsonl(folder.metrics)]
+        if folder.is_finished:
+            self._say(f"the run has finished{report}")
+            return
+        self._say((f"stopped after step {steps[-1]}" if steps else "stopped before the first step was done") + report)
+        if folder.newest_checkpoint < 0:
+            self._say(f"nothing is kept to continue from (recover.mode={mode}): the same command starts again")
+        elif mode in ("auto", "resume"):
+            self._say(f"the same command continues from step {folder.newest_checkpoint + 1}")
+        else:
+            self._say(f"recover.mode=auto continues from step {folder.newest_checkpoint + 1}")
 
     async def _stop(self) -> None:
         """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""
