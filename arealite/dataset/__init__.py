@@ -66,6 +66,11 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, R
             if is_own:
                 raise
         if held_out is None:
+            if len(rows) < 2:
+                raise ValueError(
+                    f"{train.path} must have a row for training and one to hold out: got one. Add rows, or set "
+                    "valid_dataset=null."
+                )
             num = max(1, round(_HELD_OUT * len(rows)))
             message = "%s has no test split: its last %d of %d rows are held out for evaluation, not trained on."
             logger.warning(message, train.path, num, len(rows))

@@ -52,6 +52,12 @@ def test_a_file_gives_its_last_rows_to_the_evaluation(load, tmp_path, caplog) ->
     assert (len(train), valid) == (100, None)
 
 
+def test_a_single_row_can_not_be_shared(load, tmp_path) -> None:
+    write(tmp_path / "own.jsonl", 0, 1)
+    with pytest.raises(ValueError, match=r"own.jsonl must have a row for training and one to hold out: got one\. Add"):
+        load(f"train_dataset.path={tmp_path / 'own.jsonl'}", *COLUMNS)
+
+
 def test_parts_of_a_file_can_be_named(load, tmp_path, caplog) -> None:
     write(tmp_path / "own.jsonl", 0, 10)
     path = f"train_dataset.path={tmp_path / 'own.jsonl'}"
