@@ -7,6 +7,7 @@ its weights by `eval/version`. A number that is not finite is stored as null.
 import json
 import logging
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from arealite.utils.stats import Reduction, StatsTracker
 from arealite.utils.stop import RunStopped
 
 logger = logging.getLogger("arealite.stats")
+
+_WHOLE_LINE = 1000  # characters
 
 
 class StatsLogger:
@@ -115,7 +118,9 @@ class _Writer:
         self._rows = run.metrics.open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
         self._line_freq_steps = config.line_freq_steps
-        self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=self._bound)
+        # COLUMNS is set where a launcher stands between us and a terminal; a file or pipe gets whole lines.
+        width = shutil.get_terminal_size((_WHOLE_LINE, 0)).columns
+        self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=self._bound, width=width)
         heartbeat.show(step=start_step, total_steps=ft_spec.total_train_steps, phase="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

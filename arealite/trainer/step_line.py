@@ -44,31 +44,48 @@ COLUMNS = (
     Column("staleness", ("staleness/mean",), 3, "{:.1f}".format),
     Column("rollout", ("time/rollout_s",), 5, "{:.1f}s".format, group="time"),
     Column("train", ("time/logprobs_s", "time/update_s", "time/train_s"), 5, "{:.1f}s".format, group="time"),
-    Column("tok/s", ("perf/tokens_per_s",), 5),
+    Column("processed", ("perf/tokens_per_s",), 7, lambda value: f"{compact(value)}/s"),
     Column("eval", ("eval/accuracy", "eval/reward"), 6),
     Column("eval", ("eval/loss",), 6),
 )
 
 
+_FIRST_TO_GO = ("mismatch_kl", "truncated", "processed", "loss", "length", "staleness", "train")
+"""What a narrow terminal does without; `metrics.jsonl` has it."""
+
+
 class StepLine:
     """Renders steps; a column appears with its first value, then keeps its place and shows `-` where there is none.
 
-    A row that trained nothing (a last evaluation) shows what it has.
+    A row that trained nothing (a last evaluation) shows what it has. Lines that would be wider than `width` leave out
+    columns, from then on.
     """
 
-    def __init__(self, *, total_steps: int, staleness_bound: int | None) -> None:
+    def __init__(self, *, total_steps: int, staleness_bound: int | None, width: int) -> None:
+        self._width = width
+        self._hidden: set[str] = set()
         self._total_steps = total_steps
         self._staleness_bound = staleness_bound
         self._seen: set[str] = set()
 
     def render(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the line of one step."""
+        line = self._line(step, metrics)
+        for label in _FIRST_TO_GO:
+            if len(line) > self._width:
+                self._hidden.add(label)
+                line = self._line(step, metrics)
+        return line
+
+    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         cells = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"]
         group = ""
         has_trained = any(key.startswith("optim/") for key in metrics)
         for column in COLUMNS:
             found = [metrics[key] for key in column.keys if key in metrics]
             value = sum(found) if found else None
+            if column.label in self._hidden:
+                continue
             if value is not None:
                 self._seen.add(column.label)
             elif column.label == "eval" or column.label not in self._seen or not has_trained:
@@ -85,6 +102,4 @@ class StepLine:
         number = "-" if value is None else column.render(value)
         if column.label == "staleness" and self._staleness_bound is not None and value is not None:
             number += f"/{self._staleness_bound}"
-        if column.label == "tok/s":
-            return f"{number.rjust(column.width)} {column.label}"
         return f"{column.label} {number.rjust(column.width)}"

@@ -45,7 +45,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     model = write_tiny_model(out=run.path / "tiny_model", corpus=None, seed=config.seed)
     console.print(f"a quarter million parameters in {model}")
 
-    console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns to write the steps, and mostly to skip them")
+    console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns the steps, and mostly to skip them")
     sft_began = time.monotonic()
     sft_trial = f"{config.trial_name}-sft"
     status = local.main(

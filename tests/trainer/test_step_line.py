@@ -32,26 +32,26 @@ def test_compact_is_the_number_to_a_few_digits(value: float) -> None:
 
 
 def test_the_line_and_its_order() -> None:
-    line = StepLine(total_steps=200, staleness_bound=4)
+    line = StepLine(total_steps=200, staleness_bound=4, width=200)
     assert line.render(12, ROW | {"eval/accuracy": 0.5}) == (
         "step  12/200 | reward  0.412 | loss -0.003 | length 312.4 | truncated   6% | mismatch_kl 4.0e-5"
-        " | staleness 1.3/4 | rollout 18.2s train  9.4s | 21.3k tok/s | eval  0.500"
+        " | staleness 1.3/4 | rollout 18.2s train  9.4s | processed 21.3k/s | eval  0.500"
     )
 
 
 def test_a_last_evaluation_shows_only_what_it_has() -> None:
-    line = StepLine(total_steps=200, staleness_bound=4)
+    line = StepLine(total_steps=200, staleness_bound=4, width=200)
     line.render(199, ROW)
     assert line.render(200, {"eval/accuracy": 0.5, "time/step_s": 1.0}) == "step 200/200 | eval  0.500"
 
 
 def test_a_reward_that_is_no_accuracy_is_shown() -> None:
-    line = StepLine(total_steps=200, staleness_bound=4)
+    line = StepLine(total_steps=200, staleness_bound=4, width=200)
     assert line.render(200, {"eval/reward": -0.75, "time/step_s": 1.0}) == "step 200/200 | eval -0.750"
 
 
 def test_columns_stay_where_they_are() -> None:
-    line = StepLine(total_steps=200, staleness_bound=4)
+    line = StepLine(total_steps=200, staleness_bound=4, width=200)
     small = {key: value / 1000 for key, value in ROW.items()}
     without_kl = {key: value for key, value in ROW.items() if "kl" not in key}
     lines = [line.render(step, row) for step, row in ((0, ROW), (99, small), (150, without_kl))]
@@ -61,9 +61,20 @@ def test_columns_stay_where_they_are() -> None:
 
 
 def test_what_a_run_never_has_takes_no_room() -> None:
-    line = StepLine(total_steps=5, staleness_bound=None)
+    line = StepLine(total_steps=5, staleness_bound=None, width=200)
     assert line.render(3, {"sft/loss": 2.5, "time/train_s": 0.25}) == "step 3/5 | loss  2.500 | train  0.2s"
 
 
 def test_a_number_that_is_not_finite_is_shown() -> None:
-    assert "loss    nan" in StepLine(total_steps=5, staleness_bound=None).render(0, {"policy/loss": math.nan})
+    assert "loss    nan" in StepLine(total_steps=5, staleness_bound=None, width=200).render(
+        0, {"policy/loss": math.nan}
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_a_line_fits_the_terminal_and_stays_aligned(width: int) -> None:
+    line = StepLine(total_steps=200, staleness_bound=4, width=width)
+    lines = [line.render(step, row) for step, row in ((0, ROW | {"eval/accuracy": 0.5}), (99, ROW))]
+    assert all(len(text) <= width and "reward" in text and "rollout" in text for text in lines)
+    assert "eval" in lines[0] and ("mismatch_kl" in lines[0]) is False
+    assert lines[0][12:].startswith(lines[1][12:])

@@ -35,7 +35,7 @@ class JobRun:
             self._guard = await asyncio.create_subprocess_exec(
                 *[sys.executable, "-m", "arealite.launcher.place.guard", *job.command],
                 cwd=job.folder,
-                env=os.environ | job.env,
+                env=os.environ | _terminal() | job.env,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=writer,
                 stderr=writer,
@@ -59,6 +59,11 @@ class JobRun:
         if self._guard is not None:
             assert self._guard.stdin is not None
             self._guard.stdin.close()
+
+
+def _terminal() -> dict[str, str]:
+    """Return the variable that tells a job how wide the terminal is that shows its lines."""
+    return {"COLUMNS": str(os.get_terminal_size(sys.stdout.fileno()).columns)} if sys.stdout.isatty() else {}
 
 
 class LocalSlot(JobRun):

@@ -194,12 +194,12 @@ def on_terminal(command: list[str | Path], **options) -> bytes:
 
 
 ENTRY = """
-import logging, sys, time
+import logging, shutil, sys, time
 from arealite.api.cli_args import StatsLoggerConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.heartbeat import PERIOD_S
-print("terminal", sys.stdout.isatty(), sys.stderr.isatty())
+print("terminal", sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size((7, 7)).columns)
 logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
 names = {"experiment_name": "e", "trial_name": "t", "fileroot": "runs"}
 stats = StatsLogger(StatsLoggerConfig(**names), FinetuneSpec(1, 4, 1))
@@ -240,14 +240,15 @@ def test_lines_scroll_above_the_bar_and_the_log_has_no_frames(tmp_path):
     (tmp_path / "entry.py").write_text(ENTRY)
     (tmp_path / "config.yaml").write_text(
         "{experiment_name: e, trial_name: t, model: {path: tiny}, train_dataset: {path: story}, allocation_mode: d1,"
-        "cluster: {n_gpus_per_node: 0, fileroot: runs}}"
+        "cluster: {n_gpus_per_node: 0, fileroot: runs}, launcher: {preflight: false}}"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    environment.pop("COLUMNS", None)
     command = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml"]
     written = on_terminal(command, cwd=tmp_path, env=environment).decode()
     assert "\x1b[2mlauncher |\x1b[0m" in written and "rollout" in written and "2/4" in written
     told = [text for step in range(4) for text in (f"log {step}", f"print {step}", f"step {step}/4")]
-    expected = ["terminal False False", *told, "done: runs/e/t/report.html"]
+    expected = ["terminal False False 101", *told, "done: runs/e/t/report.html"]
     seen = [line.split(" | ")[0] for line in screen(written.replace("\r\n", "\n\r"))]
     assert seen[1:] == expected and seen[0] == "launcher"
     log = (tmp_path / "runs" / "e" / "t" / "logs" / "trainer-0.log").read_text().splitlines()
