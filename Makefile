@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-mistakes test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -109,6 +109,9 @@ test-elastic: $(VENV)/.installed            ## let servers join, leave and die w
 
 test-hostile: $(VENV)/.installed            ## send junk to servers, client, files, workflows and rewards (5 minutes; ARGS=--short: 1.5)
 	PYTHONPATH=tests $(VENV)/bin/python -m hostile $(ARGS)
+
+test-mistakes: $(VENV)/.installed            ## make the mistakes that users make, and hold what they see to kept sentences (4 minutes)
+	PYTHONPATH=tests $(VENV)/bin/python -m mistakes $(ARGS)
 
 chaos: $(VENV)/.installed            ## kill processes of runs at random and break servers, then audit (20 minutes; ARGS=--short: 3)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos $(ARGS)

@@ -59,6 +59,8 @@ def load_hf_tokenizer(path: str | Path) -> Any:
     if not str(path):
         raise ValueError("tokenizer path must be a folder or a hub id: got ''. Set tokenizer_path or actor.path.")
     tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where the files are missing
+        raise ValueError(f"{path} must hold a tokenizer: got one without tokens. Add tokenizer.json.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from arealite.api.errors import AReaLiteError
+from arealite.utils.source_lines import lines_of_error, users_line
 
 Level = Literal["ok", "warning", "problem"]
 _STYLES = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold white on red")}
@@ -51,14 +52,17 @@ class Findings:
         except AReaLiteError as error:
             self.add("problem", str(error))
         except Exception as error:
-            self.add("problem", " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARS])
+            place = users_line(lines_of_error(error))
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARS]
+            self.add("problem", f"{told}, at {place}" if place else told)
         return None
 
     def add(self, level: Level, text: str, fix: str = "") -> None:
         """Print a finding of the check that is being made."""
         self.all.append(Finding(level, text, fix))
         if self.is_brief and level != "ok":
-            print(" ".join(f"{level}: {self._topic}: {text} {fix}".split()), file=sys.stderr, flush=True)
+            told = f"{level}: {self._topic}: {text.rstrip('.')}. {fix}"
+            print(" ".join(told.split()), file=sys.stderr, flush=True)
         mark, style = _STYLES[level]
         line = Table.grid(Column(width=len("PROBLEM")), Column(width=9), Column(overflow="fold"), padding=(0, 1))
         line.add_row(Text(mark, style=style), Text(self._topic, style="bold"), Text(text))

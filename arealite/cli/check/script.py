@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.api.cli_args import GRPOConfig
 from arealite.api.config.run import last_name
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.cli.check.findings import Findings
-from arealite.reward import load_rewards
-from arealite.reward.functions import check_signature
+from arealite.reward.functions import check_signature, load_rewards
 from arealite.reward.worker import checked
 from arealite.trainer.sinks import check_packages
 from arealite.utils.chat_template import prompt_tokens
@@ -45,10 +43,31 @@ def check_outputs(found: Findings, config: Config) -> None:
 def check_reward(
     found: Findings, config: Config, script: Path, calls: Sequence[ast.Call], row: dict[str, Any] | None, tokenizer: Any
 ) -> None:
-    """Call the reward functions that the config or the script names, with the first row's own answer."""
-    functions = _rewards(config, script, calls)
-    if row is None or "messages" not in row or not functions:
-        return found.add("ok", "not called: the script or its data do not tell which function gets what")
+    """Call the reward functions that the config names, or the one that the script does, with the first row's answer."""
+    names = {last_name(call.func) for call in calls}
+    # A name that the script gives to another one counts as that.
+    nodes = ast.walk(ast.parse(script.read_bytes()))
+    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
+    given = [
+        assigned.get(ast.unparse(argument), argument)
+        for call in calls
+        if last_name(call.func) == "RLVRWorkflow"
+        for argument in [*call.args[:1], *(one.value for one in call.keywords if one.arg == "reward_fn")]
+    ]
+    if row is None or "messages" not in row or not given:
+        return found.add("ok", "not called: the script has a workflow or data of its own")
+    sys.argv, sys.path[0] = [str(script)], str(script.parent)
+    # As a process of the reward imports it. A script without a main guard is refused by what it calls then.
+    top_level = runpy.run_path(str(script), run_name="__mp_main__")
+    if "load_rewards" in names and (named := getattr(config, "reward", None)):
+        functions = [*load_rewards(named)]
+    else:
+        functions = [top_level[one.id] for one in given if isinstance(one, ast.Name) and one.id in top_level]
+    for one in given:
+        if isinstance(one, ast.Lambda):
+            place = f"{script}:{one.lineno}"
+            told = f"reward_fn must be importable, because it runs in another process: got a lambda at {place}"
+            found.add("problem", told, "Define it at module level, or make it an `async def`.")
     prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
     call = {
         **reward_columns(row),
@@ -57,33 +76,14 @@ def check_reward(
         "prompt_ids": prompt_ids,
         "completion_ids": tokenizer(answer, add_special_tokens=False)["input_ids"],
     }
-    for function in functions:
-        check_signature(function)
+    for function in dict.fromkeys(functions):
         _call(found, function, call)
-
-
-def _rewards(config: Config, script: Path, calls: Sequence[ast.Call]) -> list[Any]:
-    """Return the functions of the key `reward`, or the one that the script gives to RLVRWorkflow by name, if any."""
-    sys.argv, sys.path[0] = [str(script)], str(script.parent)
-    if isinstance(config, GRPOConfig) and any(last_name(call.func) == "load_rewards" for call in calls):
-        return list(load_rewards(config.reward))
-    given = {
-        argument.id
-        for call in calls
-        if last_name(call.func) == "RLVRWorkflow"
-        for argument in [*call.args[:1], *(one.value for one in call.keywords if one.arg == "reward_fn")]
-        if isinstance(argument, ast.Name)
-    }
-    if len(given) != 1:
-        return []
-    # As a process of the reward imports it. A script without a main guard is refused by what it calls then.
-    function = runpy.run_path(str(script), run_name="__mp_main__").get(*given)
-    return [] if function is None else [function]
 
 
 def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
     code = getattr(inspect.unwrap(function), "__code__", None)
     name = f"reward function {function.__name__} at {line_of(code, None)}" if code else f"reward function {function}"
+    check_signature(function)
     try:
         inspect.signature(function).bind(**call)
     except TypeError as error:

@@ -79,7 +79,7 @@ def test_a_reward_is_called_with_the_first_row(folder: Path) -> None:
     place = f"{folder}/train.py"
     assert lines[1:-1] == [
         f"problem: reward: reward function score at {place}:8 in score must not raise: got NameError: name 'data' is "
-        f"not defined, at {place}:9 in score"
+        f"not defined, at {place}:9 in score."
     ]
 
 

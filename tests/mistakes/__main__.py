@@ -1,0 +1,77 @@
+"""Makes every mistake of `table.py` that needs a process, and holds what the user sees to `judge.py` and `golden.txt`.
+
+    PYTHONPATH=tests python -m mistakes [--write] [--only WORD ...]
+
+`--write` keeps the texts as the new golden ones. Ends with a table: mistake, exit status, lines. Exit status 1 if
+something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from testing_quickstart import make_tiny_model
+
+from mistakes.judge import golden, judge, normalised, write_golden
+from mistakes.table import OF_CONFIG, OF_DATA_AND_MODEL, OF_RUNS, Mistake, prepare
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 300.0
+PARTS = {"config": OF_CONFIG, "check": OF_DATA_AND_MODEL, "runs": OF_RUNS}
+
+
+def make(mistake: Mistake, folder: Path, model: Path) -> tuple[int, str]:
+    """Make a mistake as a user would, and return exit status and normalised output."""
+    folder.mkdir()
+    prepare(mistake, folder, model)
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    command = [sys.executable, *mistake.command, *mistake.arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False
+    )
+    return done.returncode, normalised(done.stdout.decode(errors="replace"), folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="mistakes", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="keep what is printed as the golden text")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="mistakes whose names have one of these words")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the table")
+    args = parser.parse_args()
+    chosen = [one for part in args.parts for one in PARTS[part]]
+    chosen = [one for one in chosen if not args.only or any(word in one.name for word in args.only)]
+    kept, texts, is_wrong = golden(), {}, False
+    with tempfile.TemporaryDirectory(prefix="arealite-mistakes-") as temporary, ThreadPoolExecutor(2) as threads:
+        base = Path(temporary).resolve()
+        model = make_tiny_model(base / "model", layers=1)
+        began = time.monotonic()
+        ends = threads.map(lambda one: make(one, base / one.name.replace(" ", "-").replace("'", ""), model), chosen)
+        for mistake, (status, text) in zip(chosen, ends, strict=True):
+            texts[mistake.name] = text
+            wrong = judge(mistake, status, text)
+            if not args.write and text != kept.get(mistake.name):
+                before = kept.get(mistake.name, "").splitlines()
+                wrong.append("other text than the golden one")
+                text = "\n".join(difflib.unified_diff(before, text.splitlines(), "golden", "now", lineterm=""))
+            print(f"{mistake.name:<44} exit {status:>3} {len(texts[mistake.name].splitlines()):>3} lines  "
+                  f"{'; '.join(wrong) or 'ok'}", flush=True)  # fmt: skip
+            if wrong:
+                is_wrong = True
+                print("    " + text.replace("\n", "\n    "), flush=True)
+        print(f"{len(chosen)} mistakes in {time.monotonic() - began:.0f} s")
+    if args.write:
+        found = golden() | texts
+        write_golden({one.name: found[one.name] for part in PARTS.values() for one in part if one.name in found})
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
