@@ -51,7 +51,7 @@ test-explore: $(VENV)/.installed-dev            ## run the property-based tests 
 test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
-test-recovery: $(VENV)/.installed-dev            ## resume killed runs on one rank and on two, bit-identical (3 minutes)
+test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk, bit-identical (6 minutes)
 	$(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py

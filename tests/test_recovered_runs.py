@@ -1,9 +1,11 @@
-"""Whole runs that are killed with SIGKILL and started again: they end as if nothing had happened, bit for bit."""
+"""Whole runs that are killed, stopped, or run out of disk, and started again: they end as if nothing had
+happened, bit for bit."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -48,9 +50,9 @@ class Run:
             *(f"gconfig.n_samples={GROUP}", "gconfig.max_new_tokens=12"),
         ]
 
-    def start(self, *overrides: str) -> subprocess.Popen[bytes]:
+    def start(self, *overrides: str, entry: Path = EXAMPLES / "gsm8k_grpo.py") -> subprocess.Popen[bytes]:
         """Start the launcher."""
-        command = [sys.executable, "-m", "arealite.launcher.local", EXAMPLES / "gsm8k_grpo.py"]
+        command: list[Any] = [sys.executable, "-m", "arealite.launcher.local", entry]
         command += ["--config", EXAMPLES / "configs" / "gsm8k_grpo_cpu.yaml", *self._arguments, *overrides]
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +80,11 @@ class Run:
         while all(row["step"] != step for row in self.rows):
             assert launcher.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.02)
+
+    @property
+    def trainer(self) -> int:
+        """The process of rank 0."""
+        return int((self.folder / ".trainer.lock").read_text().split()[0])
 
     def prompts(self, step: int) -> list[str]:
         lines = (self.folder / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
@@ -108,9 +115,10 @@ def assert_same_run(found: Run, expected: Run) -> None:
     for step in range(STEPS):
         assert found.prompts(step) == expected.prompts(step)
     files = [f"checkpoints/step_{STEPS - 1}/model.safetensors"]
-    files += [f"recover/{path.parent.name}/{path.name}" for path in (expected.folder / "recover").glob("*/__*")]
-    files += [f"recover/{path.parent.name}/{path.name}" for path in (expected.folder / "recover").glob("*/rng_*")]
-    assert len(files) >= 5
+    for step in {1, STEPS - 1} if (found.folder / "recover" / "step_1").exists() else {STEPS - 1}:
+        checkpoint = expected.folder / "recover" / f"step_{step}"
+        files += [f"recover/step_{step}/{path.name}" for path in (*checkpoint.glob("__*"), *checkpoint.glob("rng_*"))]
+    assert len(files) >= 3
     for name in files:
         assert (found.folder / name).read_bytes() == (expected.folder / name).read_bytes(), name
     assert all(row["optim/grad_norm"] > 0 for row in expected.rows[:STEPS]), "there must be something to get wrong"
@@ -142,7 +150,75 @@ def test_a_killed_rank_of_two(make_run: Callable[[str, str], Run]) -> None:
     whole.finish(whole.start())
     launcher = cut.start()
     cut.wait_for_row(2, launcher)
-    os.kill(int((cut.folder / ".trainer.lock").read_text().split()[0]), signal.SIGKILL)
+    os.kill(cut.trainer, signal.SIGKILL)
     cut.finish(launcher)
     assert "restart 1 of 3, because trainer-0 failed with exit status 137 (SIGKILL)" in cut.output
+    assert_same_run(cut, whole)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that nothing happened to."""
+    run = Run(model, tmp_path_factory.mktemp("whole"), "lite.d1p1t1+d1p1t1")
+    run.finish(run.start())
+    return run
+
+
+def test_ctrl_c_while_it_trains(make_run: Callable[[str, str], Run], whole: Run) -> None:
+    """The clocks go on too: the next checkpoint is of the step that it would have been of."""
+    cut = make_run("cut", "lite.d1p1t1+d1p1t1")
+    launcher = cut.start()
+    cut.wait_for_row(0, launcher)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(DEADLINE_S) == 130
+    last = cut.rows[-1]["step"]
+    assert f"launcher | stopped after step {last}; report: {cut.folder}/report.html\n" in cut.output
+    assert f"launcher | the same command continues from step {last + 1}\n" in cut.output
+    assert (cut.folder / "report.html").exists() and not json.loads((cut.folder / "summary.json").read_text())[
+        "is_finished"
+    ]
+    cut.finish(cut.start())
+    assert f"resuming after step {last} from " in cut.output
+    assert_same_run(cut, whole)
+    cut.finish(cut.start())
+    assert "this run has finished: " in cut.output
+
+
+def test_ctrl_c_in_the_last_evaluation(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
+    """The trained model is there already, and only the evaluation is done again."""
+    cut = make_run("cut", "lite.d1p1t1+d1p1t1")
+    script = (EXAMPLES / "gsm8k_grpo.py").read_text()
+    before, last = script.rsplit('    with stats.timer("eval"):', 1)
+    wait = f"""
+    import os, pathlib, time
+    from arealite.utils import stop
+    pathlib.Path({str(tmp_path / "evaluates")!r}).touch()
+    while not (stop.is_asked() or os.path.exists({str(tmp_path / "stopped")!r})):
+        time.sleep(0.01)
+    with stats.timer("eval"):"""
+    entry = tmp_path / "entry.py"
+    entry.write_text(before + wait + last)
+    launcher = cut.start(entry=entry)
+    while not (tmp_path / "evaluates").exists():
+        assert launcher.poll() is None, cut.output
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(DEADLINE_S) == 143
+    (tmp_path / "stopped").touch()
+    assert (cut.folder / "checkpoints" / f"step_{STEPS - 1}" / "model.safetensors").exists()
+    assert f"the same command continues from step {STEPS}\n" in cut.output
+    cut.finish(cut.start(entry=entry))
+    assert f"resuming after step {STEPS - 1} from " in cut.output
+    assert_same_run(cut, whole)
+
+
+def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: Run) -> None:
+    """A limit on the size of a file stands in for it."""
+    cut = make_run("cut", "lite.d1p1t1+d1p1t1")
+    launcher = cut.start()
+    cut.wait_for_row(2, launcher)
+    resource.prlimit(cut.trainer, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    if launcher.wait(DEADLINE_S) != 0:  # else the launcher started it again
+        cut.finish(cut.start())
+    assert "must be writable: got " in cut.output and "resuming after step 1 from " in cut.output
     assert_same_run(cut, whole)
