@@ -35,6 +35,7 @@ def normalised(text: str, folder: Path) -> str:
         (r"(\.py):\d+", r"\1:N"),
         (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
         (r"\b\d+(\.\d+)? s\b", "N s"),
+        (r"\d+\.\d (GiB|MiB)", r"N \1"),
         (r"\bpid \d+|process \d+", "PID"),
         (r"\b\d\d:\d\d:\d\d\b", "TIME"),
         (r"\b(episode|prompt) \d+-\d+", r"\1 E-I"),
