@@ -1,8 +1,8 @@
 """JSON over HTTP to inference servers.
 
 Invariant: every failure becomes a ServerError that names server, endpoint, status and body, by the deadline of the
-call. A `StatusError` below 500 is not worth a retry, all others are. No error leads back to one of aiohttp, whose repr
-shows the headers of the request and so the secret of the run.
+call. A `StatusError` below 500 is not worth a retry, all others are. No error shows the secret of the run: none leads
+back to one of aiohttp, whose repr has the headers of the request, and replies are read without what echoes the secret.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import orjson
 from yarl import URL
 
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.utils.secret import authorization
+from arealite.utils.secret import authorization, without_secret
 
 Json = dict[str, Any]
 
@@ -92,7 +92,7 @@ class ServerConnection:
                 asyncio.timeout_at(self.deadline) as timeout,
                 self.session.request(method, _url(self.address, endpoint), data=body, allow_redirects=False) as reply,
             ):
-                answer = await reply.read()
+                answer = without_secret(await reply.read(), self.session.headers.get("Authorization"))
         except (aiohttp.ClientError, ValueError) as error:  # a ValueError is of an address that is none
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                 raise OutOfFilesError(

@@ -25,7 +25,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from arealite.utils.files import FileError, reading, write_atomically
 from arealite.utils.http_server import HttpServer
 from arealite.utils.network import LOOPBACK, check_address
-from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal
+from arealite.utils.secret import authorization, check_exposed, is_authorized, refusal, without_secret
 
 POLL_S = 10.0  # longest time that the registry keeps a long-poll open
 DEADLINE_S = 5.0  # within which the registry must answer anything else
@@ -255,7 +255,7 @@ class RegistryClient:
                 aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
                 session.request(method, url, params=query, json=body) as reply,
             ):
-                answer = await reply.json()
+                answer = json.loads(without_secret(await reply.read(), self._headers.get("Authorization")))
                 if reply.status == 200:
                     return form.validate_python(answer)
                 refused = _REFUSED.validate_python(answer)["error"]

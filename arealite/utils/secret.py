@@ -61,6 +61,11 @@ def authorization(secret: str | None) -> dict[str, str]:
     return {"Authorization": f"{_SCHEME}{secret}"} if secret else {}
 
 
+def without_secret(body: bytes, header: str | None) -> bytes:
+    """Return what came in reply to an Authorization header without its secret: error pages echo requests."""
+    return body.replace(header.removeprefix(_SCHEME).encode(), b"***") if header else body
+
+
 def is_authorized(header: str | None, secret: str) -> bool:
     """Tell whether a request's Authorization header shows the secret, in constant time."""
     return hmac.compare_digest((header or "").encode(errors="replace"), f"{_SCHEME}{secret}".encode())

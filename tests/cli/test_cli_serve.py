@@ -174,7 +174,7 @@ def test_servers_of_another_kind_or_secret(
     run.registry.put("server-0", f"{LOOPBACK}:4242", backend="sglang")
     status, shown = dry(capsys, *join)
     assert status == 2 and "must be of the run's backend: got lite, and it has sglang" in shown
-    monkeypatch.setenv(SECRET_VARIABLE, "other")
+    monkeypatch.setenv(SECRET_VARIABLE, "other" * 4)
     status, shown = dry(capsys, *join)
     assert status == 2 and "must show the secret of the run: got none or another one" in shown
 

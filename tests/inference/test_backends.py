@@ -21,6 +21,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, Weigh
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import RemoteVLLMEngine
 from arealite.inference.backends import KINDS
+from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.backends.vllm import VLLMBackend
 from arealite.inference.remote_engine import RemoteInferenceEngine
 
@@ -221,3 +222,22 @@ def test_seeds_are_sent_to_servers_that_sample_by_them(backend: str, is_determin
     with connected(server, backend=backend) as engine:
         generate(engine, [5, 6], max_new_tokens=3)
     assert ("sampling_seed" in server.requests[0]["sampling_params"]) == sends
+
+
+@pytest.mark.parametrize(
+    ("tokens", "span", "rule"),
+    [
+        ([-1, 7], {}, "have tokens of at least 0"),
+        ([5, 7], {"end": 10**12}, "have contiguous spans"),
+        ([5, 7], {"end": -1}, "have contiguous spans"),
+        ([5, 7], {"end": "2"}, "have the fields of SGLang"),
+        ([5, 7], {"end": 1}, "have versions for its 2 tokens"),
+    ],
+)
+def test_a_completion_that_can_not_be_is_refused(tokens: list[int], span: dict[str, object], rule: str) -> None:
+    """A span of a terabyte is refused before it is a list."""
+    pairs = [[-0.5, token, None] for token in tokens]
+    spans = [{"version": "0", "start": 0, "end": 2} | span]
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": pairs, "weight_versions": spans}
+    with pytest.raises(ServerError, match=f"the reply of http://h:1/generate must {rule}"):
+        SGLangBackend(pause_mode="abort").parse_segment("h:1", {"output_ids": tokens, "meta_info": meta}, 4)

@@ -57,6 +57,22 @@ async def test_json_that_is_no_object_is_no_reply(body: bytes) -> None:
         await ask(address)
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 500 X\r\nContent-Length: %d\r\n\r\n%s",
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s",
+    ],
+)
+@pytest.mark.parametrize(
+    "body", [b"Authorization: Bearer s3cret", b'{"success": false, "got": "s3cret"}', b'["s3cret"]']
+)
+async def test_a_server_that_echoes_the_request_does_not_show_the_secret(reply: bytes, body: bytes) -> None:
+    with answering(reply % (len(body), body)) as address, pytest.raises(ServerError, match=r"\*\*\*") as caught:
+        await ask(address)
+    check_silent(caught.value)
+
+
 async def test_a_process_without_files_says_so_and_accuses_no_server() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with answering(json_reply(b"{}")) as address:

@@ -48,6 +48,7 @@ class Segment:
     def checked(cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int) -> Self:
         """Check what every server must return; versions are still missing."""
         require(type(tokens) is list and set(map(type, tokens)) <= {int}, "have a list of ints as tokens")
+        require(min(tokens, default=0) >= 0, "have tokens of at least 0")
         require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
         require(len(logprobs) == len(tokens), f"have {len(tokens)} logprobs, one per token")
         require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
@@ -61,9 +62,10 @@ class Segment:
         for span in spans:
             if span["version"] in ("default", None):  # a server that was started without one
                 return self
-            is_sound = span["start"] == len(versions) and str(span["version"]).isdecimal()
+            start, end = span["start"], span["end"]
+            is_sound = start == len(versions) <= end <= len(self.tokens) and str(span["version"]).isdecimal()
             require(is_sound, "have contiguous spans of integer versions")
-            versions += [int(span["version"])] * (span["end"] - span["start"])
+            versions += [int(span["version"])] * (end - start)
         require(len(versions) == len(self.tokens), f"have versions for its {len(self.tokens)} tokens")
         return replace(self, versions=versions)
 
