@@ -134,7 +134,7 @@ class DiskUpdateBody(VerifiedBody):
 class JoinGroupBody(Body):
     """POST /init_weights_update_group. SGLang has no `timeout_s`: the deadline of joining, and of each bucket."""
 
-    master_address: str
+    master_address: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:%\[\]-]+$", max_length=255)]  # torch logs it
     master_port: Annotated[int, Field(gt=0, lt=65536, strict=False)]
     rank_offset: int = Field(ge=1, lt=2**31)
     world_size: int = Field(ge=2, lt=2**31)

@@ -4,7 +4,7 @@ fails the sender too."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import torch
 
@@ -21,23 +21,21 @@ class MismatchError(ValueError):
 
 
 class WeightReceiver:
-    """The server's half of a weight update. One request at a time changes its state."""
+    """The server's half of a weight update. One request at a time changes its state; groups form beside them."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
-        self._groups: dict[str, BroadcastGroup] = {}
+        self._groups: dict[str, BroadcastGroup | None] = {}  # None while it forms
         self._staged: dict[str, torch.Tensor] | None = None  # None outside begin/end
         self._version: str | None = None
         self._lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Let other requests wait until the block ends; what a client can change is a ValueError (a 400)."""
+        """Let other requests wait until the block ends."""
         async with self._lock:
-            try:
+            with _refusing():
                 yield
-            except OSError as error:
-                raise ValueError(str(error)) from error
 
     async def load_from_disk(self, body: protocol.DiskUpdateBody) -> list[str]:
         """Load a checkpoint folder; return the tensors whose fingerprints differ from the sender's."""
@@ -50,14 +48,22 @@ class WeightReceiver:
             return wrong
 
     async def join(self, body: protocol.JoinGroupBody) -> None:
-        """Join the sender's broadcast group as rank `rank_offset`."""
-        async with self._turn():
-            if body.group_name in self._groups:
-                raise ValueError(f"group_name must be new: got {body.group_name}. Destroy that group first.")
-            place = body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name
-            self._groups[body.group_name] = await in_thread(
-                lambda: join_group(*place, backend=body.backend, timeout_s=body.timeout_s)
-            )
+        """Join the sender's broadcast group as rank `rank_offset`. Nobody waits for a group that never forms."""
+        name = body.group_name
+        if name in self._groups:
+            raise ValueError(f"group_name must be new: got {name}. Destroy that group first.")
+        self._groups[name] = None
+        place = body.master_address, body.master_port, body.rank_offset, body.world_size, name
+        try:
+            with _refusing():
+                group = await in_thread(lambda: join_group(*place, backend=body.backend, timeout_s=body.timeout_s))
+        finally:
+            is_wanted = name in self._groups
+            self._groups.pop(name, None)
+        if not is_wanted:
+            close_group(group)
+            raise ValueError(f"a group must not be destroyed before it has formed: got {name}. Join a new one.")
+        self._groups[name] = group
 
     async def leave(self, body: protocol.LeaveGroupBody) -> None:
         """Leave a group, after a transfer in progress."""
@@ -103,6 +109,15 @@ class WeightReceiver:
     def _close(self, group_name: str) -> None:
         if (group := self._groups.pop(group_name, None)) is not None:
             close_group(group)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn what a client can change into a ValueError (a 400)."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(str(error)) from error
 
 
 async def _verify(weights: dict[str, torch.Tensor], body: protocol.VerifiedBody) -> list[str]:

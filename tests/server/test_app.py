@@ -482,6 +482,30 @@ async def test_joining_nobody_ends_at_the_deadline(client: Client) -> None:
     assert (await client.get("/health"))[0] == 200
 
 
+async def test_a_group_that_does_not_form_keeps_nobody_waiting(client: Client) -> None:
+    port = held_port()
+    place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    joining = asyncio.create_task(client.post("/init_weights_update_group", place | {"group_name": "g"}))
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(60):
+        assert (await client.post("/begin_weight_update"))[0] == 200
+        assert (await client.generate([5, 6], max_new_tokens=2))["output_ids"]
+        status, reply = await client.post("/init_weights_update_group", place | {"group_name": "g"})
+        assert status == 400 and "group_name must be new" in reply["message"]
+        assert (await client.post("/destroy_weights_update_group", {"group_name": "g"}))[0] == 200
+    assert not joining.done()
+    close_group(await asyncio.to_thread(join_group, "127.0.0.1", port, 0, 2, "g"))
+    status, reply = await joining
+    assert status == 400 and "must not be destroyed before it has formed: got g" in reply["message"]
+
+
+@pytest.mark.parametrize("address", ["", "a" * 256, "../..", "a b"])
+async def test_a_group_is_at_an_address(client: Client, address: str) -> None:
+    place = {"master_address": address, "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
+    status, reply = await client.post("/init_weights_update_group", place | {"timeout_s": 0.1})
+    assert status == 400 and reply["message"].startswith("master_address: ")
+
+
 async def test_a_failed_engine_answers_500_and_is_unhealthy(client: Client) -> None:
     running = [
         asyncio.create_task(client.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 250}}))
