@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "arealite"
 
 MAY_IMPORT = {
-    "api": {"utils.source_lines"},
+    "api": {"utils.network", "utils.source_lines"},
     "utils": set(),
     "algorithms": {"utils.tensors"},
     "generation": {"api", "utils"},

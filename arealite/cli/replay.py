@@ -7,10 +7,14 @@ the step (or from the initial model); what the run sampled comes from its `rollo
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
+from pydantic import FilePath, TypeAdapter
 
+from arealite.api.config.types import Name
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.launcher import local
@@ -19,21 +23,37 @@ from arealite.trainer.records import config_of_step
 from arealite.utils.files import reading, require_object
 from arealite.weights.log import read_weights, threads_of
 
+T = TypeVar("T")
 _NEVER = 10**9  # steps
+
+
+@dataclass
+class _Command:
+    """What a replay needs of `run.json`."""
+
+    entry: FilePath
+
+
+@dataclass
+class _Names:
+    """What a replay needs of `config.yaml`."""
+
+    experiment_name: Name
+    trial_name: Name
 
 
 def replay(run_folder: str, step: int) -> int:
     """Replay a step and return the exit status: 0 the weights are bit-identical, 1 they differ, 2 it can't be done."""
     run = RunFolder(Path(run_folder).resolve())
-    record = _read(run.command)
+    command = _read(run.command, _Command)
     config_path = config_of_step(run, step)
-    config = _read(config_path)
+    names = _read(config_path, _Names)
     before = ((taken, path) for taken, path in checkpoints(run.recover) if taken < step and find_damage(path) is None)
     checkpoint = next(before, None)
     _check(run, first=0 if checkpoint is None else checkpoint[0] + 1, last=step)
     with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
         if checkpoint is not None:
-            recover = RunFolder(Path(scratch) / config["experiment_name"] / config["trial_name"]).recover
+            recover = RunFolder(Path(scratch) / names.experiment_name / names.trial_name).recover
             recover.mkdir(parents=True)
             (recover / checkpoint[1].name).symlink_to(checkpoint[1], target_is_directory=True)
         overrides = [
@@ -45,7 +65,7 @@ def replay(run_folder: str, step: int) -> int:
             "launcher.preflight=false",
             f"launcher.trainer_threads={threads_of(run.path, step + 1)}",
         ]
-        return local.main([record["entry"], "--config", str(config_path), *overrides])
+        return local.main([str(command.entry), "--config", str(config_path), *overrides])
 
 
 def _scratch_only(scratch: str) -> Iterator[str]:
@@ -79,7 +99,7 @@ def _check(run: RunFolder, *, first: int, last: int) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read(path: Path, form: type[T]) -> T:
     if not path.exists():
         raise ConfigError(
             f"a run folder must hold {path.name}: got none in {path.parent}. Name the folder of a run that a launcher "
@@ -87,4 +107,5 @@ def _read(path: Path) -> dict[str, str]:
         )
     with reading(path, yaml.YAMLError):
         text = path.read_text(encoding="utf-8")
-        return require_object(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
+        values = require_object(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
+        return TypeAdapter(form).validate_python(values)

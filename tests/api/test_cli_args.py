@@ -432,6 +432,7 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("actor.dtype=fp16", "actor.dtype must be 'float32', 'bfloat16' or 'float16': got 'fp16'."),
         ("gconfig.stop=a", "gconfig.stop must be a valid list: got 'a'."),
         ("rollout.server_addrs=a", "rollout.server_addrs must be host:port or http://host:port: got 'a'."),
+        ("rollout.server_addrs=a:99999", "rollout.server_addrs must be host:port or http://host:port: got 'a:99999'."),
         ("launcher.trainer_env_vars=A", "launcher.trainer_env_vars must be written as A=1,B=2: got 'A'."),
         ("trial_name=a/b", "trial_name must be made of letters"),
         ("trial_name=..", "trial_name must be made of letters"),
@@ -491,6 +492,8 @@ def test_pairs_given_together(tmp_path: Path) -> None:
     assert "gconfig.greedy must be false if gconfig.n_samples > 1" in greedy
     twice = refusal(tmp_path, MINIMAL, "actor.lr=1", "actor.optimizer.lr=1")
     assert "actor.optimizer.lr must be given once: got it as actor.lr too." in twice
+    followed = refusal(tmp_path, MINIMAL, "actor.optimizer=${ref.optimizer}", "actor.lr=3e-5")
+    assert "actor.optimizer.lr must stand in a block: got optimizer='${ref.optimizer}' and actor.lr." in followed
 
 
 def test_a_fault_is_told_once_and_all_faults_are_told(tmp_path: Path) -> None:
@@ -512,6 +515,8 @@ def test_keys_that_must_be_given(tmp_path: Path, key: str) -> None:
     [
         ("a: [", "must be a YAML file"),
         ("seed: 1\nseed: 2", "must be a YAML file"),
+        (f"seed: {'9' * 5000}", "must be a YAML file: got Exceeds the limit"),
+        ("[" * 100_000, "must be a YAML file: got blocks in blocks, more than 100 deep"),
         ("- a", "at the top level"),
         ("5", "must"),
     ],

@@ -1,5 +1,6 @@
 """What a replay refuses; `test_end_to_end.py` replays steps of real runs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from arealite.api.run_folder import RunFolder
 from arealite.cli.main import main
 from arealite.trainer.records import write_config
 
+COMMAND = json.dumps({"entry": __file__})
+CONFIG = "{experiment_name: e, trial_name: t, lr: 1}"
+
 
 def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def complaint() -> str:
@@ -15,9 +19,9 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
         return capsys.readouterr().err
 
     assert "a run folder must hold run.json" in complaint()
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text(COMMAND)
     assert "a run folder must hold config.yaml" in complaint()
-    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "config.yaml").write_text(CONFIG)
     assert "must hold steps 0 to 0: got no step_0.jsonl" in complaint()
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text("")
@@ -29,7 +33,10 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ("run.json", "{", "JSONDecodeError"),
         ("run.json", "[]", "TypeError: a list in place of an object"),
+        ("run.json", '{"entry": [5]}', "ValidationError"),
         ("config.yaml", "x: *y", "ComposerError"),
+        ("config.yaml", "experiment_name: e", "ValidationError"),
+        ("config.yaml", "{experiment_name: e, trial_name: ../../etc}", "ValidationError"),
         ("weights.jsonl", "{}\n", "KeyError: 'version'"),
     ],
 )
@@ -38,8 +45,8 @@ def test_a_damaged_file_is_named(
 ) -> None:
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").touch()
-    for whole in ("run.json", "config.yaml"):
-        (tmp_path / whole).write_text("{}")
+    (tmp_path / "run.json").write_text(COMMAND)
+    (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / name).write_text(content)
     assert main(["replay", str(tmp_path), "--step", "0"]) == 2
     told = f"FileError: {tmp_path / name} must be as its writer left it: got {cause}"
@@ -48,9 +55,9 @@ def test_a_damaged_file_is_named(
 
 def test_steps_before_and_after_a_change_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 0 and 1 have one config, later ones another: a replay can't start in one and end in the other."""
-    write_config(RunFolder(tmp_path), "lr: 1", start_step=0)
-    write_config(RunFolder(tmp_path), "lr: 2", start_step=2)
-    (tmp_path / "run.json").write_text("{}")
+    write_config(RunFolder(tmp_path), CONFIG, start_step=0)
+    write_config(RunFolder(tmp_path), CONFIG.replace("1", "2"), start_step=2)
+    (tmp_path / "run.json").write_text(COMMAND)
     assert main(["replay", str(tmp_path), "--step", "3"]) == 2
     error = capsys.readouterr().err
     assert "step 3 must have a checkpoint of its own configuration to start from: got none since" in error

@@ -177,8 +177,10 @@ def _put(tree: dict[str, Any], key: str, value: Any, old: str) -> None:
     """Set a dotted key that must not be there yet."""
     *parents, name = key.split(".")
     for parent in parents:
-        if not isinstance(tree.get(parent), dict):
+        if tree.get(parent) is None:
             tree[parent] = {}
+        if not isinstance(tree[parent], dict):
+            raise ConfigError(f"{key} must stand in a block: got {parent}={tree[parent]!r} and {old}. Remove {old}.")
         tree = tree[parent]
     if name in tree:
         raise ConfigError(f"{key} must be given once: got it as {old} too. Remove {old}.")

@@ -13,6 +13,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict
 
+from arealite.utils.network import check_address
+
 
 @dataclass
 class ConfigBase:
@@ -67,9 +69,10 @@ def _split_addresses(value: object) -> object:
 
 def _check_address(address: str) -> str:
     host_port = address.removeprefix("http://").rstrip("/")
-    if not re.fullmatch(r"[^/:\s]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}", host_port):
-        raise ValueError("host:port or http://host:port")
-    return host_port
+    try:
+        return check_address(host_port)
+    except ValueError:
+        raise ValueError("host:port or http://host:port") from None
 
 
 def _check_env_vars(text: str) -> str:
