@@ -109,8 +109,12 @@ class EpisodeRunner:
         try:
             returned = await _run_workflow(self.engine, episode, timeout_s=self.config.episode_timeout)
             return BY_WORKFLOW if returned is None else self._judged(episode, returned)
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling() > 0:
+                raise
+            failure = EpisodeError("a workflow or filter must not cancel itself: a task it awaited was cancelled.")
+            failure.__cause__ = error
+            return failure
         except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
             if interrupts := BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, SystemExit)):
                 raise first(interrupts) from None
@@ -185,8 +189,3 @@ async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s:
             f"an episode must end within rollout.episode_timeout = {timeout_s:g} s: prompt {prompt.prompt_id} did "
             "not. Raise it, or shorten the episode."
         ) from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling() > 0:
-            raise
-        raise EpisodeError("a workflow must not cancel itself: a task it awaited was cancelled.") from error

@@ -483,6 +483,19 @@ def test_dropped_episodes_are_counted_by_kind(
     assert engine.executor.metrics()[f"rollout/failed_{kind}"] == engine.executor.stats.failed == 1
 
 
+def test_a_filter_that_cancels_fails_its_prompt(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=2, episode_retries=0)
+
+    def accept(trajectory: TensorDict) -> bool:
+        if trajectory["input_ids"][0, 0] == 0:
+            raise asyncio.CancelledError
+        return True
+
+    batch = engine.executor.prepare_batch([rows(6)], WaitingWorkflow(), accept)
+    assert prompts_of(batch) == [1, 2]
+    assert engine.executor.stats.failed == 1 and engine.executor.stats.running == 0
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("reward / 0"), Panic("reward / 0")], ids=repr)
 @pytest.mark.parametrize("call", ["prepare_batch", "wait", "run_all"])
 def test_too_many_failures_stop_the_run_with_their_cause(
