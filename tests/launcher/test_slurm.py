@@ -14,6 +14,7 @@ import pytest
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher import slurm
+from arealite.launcher.place import slurm as place_slurm
 from arealite.launcher.place.slurm import step_command
 from arealite.launcher.plan.plan import Placement, Run, make_plan
 from arealite.utils.processes import wait_gone
@@ -208,6 +209,11 @@ def test_the_exit_status_is_that_of_the_run(scontrol, tmp_path, capfd, state, st
     output.write_text("launcher | done\n")
     assert slurm.follow("7", output) == status
     assert "launcher | done\n" in capfd.readouterr().out
+
+
+def test_the_program_of_the_batch_script_shows_its_plan_and_starts_nothing(capsys):
+    assert place_slurm.main([str(ENTRY), "--config", str(CONFIG), "allocation_mode=sglang.d1+d1", "--dry-run"]) == 0
+    assert "Slurm" in capsys.readouterr().out
 
 
 def test_without_slurm_nothing_is_submitted(tmp_path, monkeypatch, capsys):
