@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -27,6 +28,7 @@ DEADLINE_S = 120.0
 """For processes that must end; only a failing test waits so long."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()  # a start reads the status of all that have ended, and a second reader would get 255
 _PRELOADED = [module.__name__ for module in (server, publish, actor)]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
@@ -39,8 +41,16 @@ def preload(module: str) -> None:
 def start(program: Callable[..., object], *arguments: Any, **environment: str) -> ForkServerProcess:
     """Start `program(*arguments)` with changes to the environment that this session began with."""
     process = _CONTEXT.Process(target=_run, args=(environment, program, arguments), daemon=True)
-    process.start()
+    with _starting:
+        process.start()
     return process
+
+
+def status_of(process: ForkServerProcess, timeout_s: float) -> int | None:
+    """Wait for a process, also beside other threads that start some, and return its exit status; None: it runs."""
+    wait([process.sentinel], timeout_s)
+    with _starting:
+        return process.exitcode
 
 
 def _run(environment: dict[str, str], program: Callable[..., object], arguments: tuple[Any, ...]) -> None:

@@ -201,7 +201,8 @@ def junk_bodies(endpoints: Endpoints) -> Iterator[tuple[str, bytes]]:
         for key in fields:
             for value in JUNK:
                 yield line, dumped(line, right | {key: value})
-            yield line, dumped(line, {name: value for name, value in right.items() if name != key})
+            if key != "timeout_s":  # without it a group may take minutes to form
+                yield line, dumped(line, {name: value for name, value in right.items() if name != key})
         yield line, dumped(line, right | {"unknown": 1})
         for raw in _NO_JSON:
             yield line, raw
@@ -265,7 +266,16 @@ async def fire(report: Report, target: Target, inputs: list[tuple[bytes, bool, b
         elif status.startswith("5") or (is_whole and not status.isdecimal()):
             report.broken.append(f"{target.name} must answer {shown} with 200 or 4xx: got {status}")
 
+    async def go_on() -> None:
+        """Undo pauses, during which completions wait as they should."""
+        while True:
+            await exchange(target.address, whole("POST /continue_generation", b"{}"), DEADLINE_S)
+            await asyncio.sleep(0.2)
+
+    going_on = asyncio.create_task(go_on()) if "POST /continue_generation" in target.endpoints else None
     await asyncio.gather(*(shoot(*one) for one in inputs))
+    if going_on is not None:
+        going_on.cancel()
 
 
 async def exchange(address: str, data: bytes, timeout_s: float) -> str:
