@@ -60,6 +60,8 @@ def _act(run: Run, args: argparse.Namespace) -> int:
         print("\n".join(plan_lines(run, by="Slurm")))
         print(f"\n{run.folder.path / 'job.sbatch'}:\n{script}", end="")
         return 0
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch must be in PATH: it is not. Submit from a node of the Slurm cluster.")
     preflight(run)
     job = _submit(folder, script)
     if args.no_wait:
@@ -116,8 +118,6 @@ def _needs(run: Run) -> tuple[int, int]:
 
 def _submit(folder: Path, script: str) -> str:
     """Write the script, hand it to sbatch and return the number of the job."""
-    if shutil.which("sbatch") is None:
-        raise ConfigError("sbatch must be in PATH: it is not. Submit from a node of the Slurm cluster.")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
     write_atomically(path, script, mode=0o600)
