@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chaos.experiment import ENTRY, MARKER, Experiment
+from chaos.experiment import MARKER, Experiment
 from testing_quickstart import write_tiny_model
 
 from arealite.utils.processes import kill_tree
@@ -91,13 +91,7 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("AREALITE_SECRET", raising=False)
     model = write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
     (tmp_path / "failing.py").write_text(REWARD)
-    entry = tmp_path / "gsm8k_grpo.py"
-    entry.write_text(
-        ENTRY.read_text().replace(
-            "from arealite.reward import gsm8k_reward_fn", "from failing import reward as gsm8k_reward_fn"
-        )
-    )
-    experiment = Experiment(tmp_path / "run", model, "lite.d2+d1", entry=entry, retries=3)
+    experiment = Experiment(tmp_path / "run", model, "lite.d2+d1", reward=f"{tmp_path}/failing.py:reward", retries=3)
     run = experiment.run_folder
     run.mkdir(parents=True)
     (run / ".secret").touch(0o600)

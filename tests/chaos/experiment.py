@@ -48,6 +48,7 @@ class Experiment:
     weight_update: Literal["broadcast", "disk"] = "broadcast"
     checkpoint_steps: int = 1
     entry: Path = ENTRY
+    reward: str = "arealite.reward:gsm8k_reward_fn"
 
     @property
     def run_folder(self) -> Path:
@@ -72,6 +73,7 @@ class Experiment:
         """Return the arguments of a launcher: entry script, config, overrides."""
         overrides = {
             "actor.path": self.model,
+            "reward": self.reward,
             "cluster.fileroot": self.folder / "runs",
             "experiment_name": "chaos",
             "trial_name": "run",

@@ -2,12 +2,13 @@
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +57,28 @@ def check_reward(
     ]
     if row is None or "messages" not in row or not given:
         return found.add("ok", "not called: the script has a workflow or data of its own")
-    sys.argv, sys.path[0] = [str(script)], str(script.parent)
-    # As a process of the reward imports it. A script without a main guard is refused by what it calls then.
-    top_level = runpy.run_path(str(script), run_name="__mp_main__")
-    if "load_rewards" in names and (named := getattr(config, "reward", None)):
-        functions = [*load_rewards(named)]
-    else:
-        functions = [top_level[one.id] for one in given if isinstance(one, ast.Name) and one.id in top_level]
-    for one in given:
-        if isinstance(one, ast.Lambda):
-            place = f"{script}:{one.lineno}"
-            told = f"reward_fn must be importable, because it runs in another process: got a lambda at {place}"
-            found.add("problem", told, "Define it at module level, or make it an `async def`.")
-    prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
-    call = {
-        **reward_columns(row),
-        "prompt": tokenizer.decode(prompt_ids),
-        "completions": answer,
-        "prompt_ids": prompt_ids,
-        "completion_ids": tokenizer(answer, add_special_tokens=False)["input_ids"],
-    }
-    for function in dict.fromkeys(functions):
-        _call(found, function, call)
+    with _running(script):
+        # As a process of the reward imports it. A script without a main guard is refused by what it calls then.
+        top_level = runpy.run_path(str(script), run_name="__mp_main__")
+        if "load_rewards" in names and (named := getattr(config, "reward", None)):
+            functions = [*load_rewards(named)]
+        else:
+            functions = [top_level[one.id] for one in given if isinstance(one, ast.Name) and one.id in top_level]
+        for one in given:
+            if isinstance(one, ast.Lambda):
+                place = f"{script}:{one.lineno}"
+                told = f"reward_fn must be importable, because it runs in another process: got a lambda at {place}"
+                found.add("problem", told, "Define it at module level, or make it an `async def`.")
+        prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
+        call = {
+            **reward_columns(row),
+            "prompt": tokenizer.decode(prompt_ids),
+            "completions": answer,
+            "prompt_ids": prompt_ids,
+            "completion_ids": tokenizer(answer, add_special_tokens=False)["input_ids"],
+        }
+        for function in dict.fromkeys(functions):
+            _call(found, function, call)
 
 
 def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
@@ -105,6 +106,17 @@ def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
     if kind != "ok":
         return found.add("problem", f"{name}: {told}")
     found.add("ok", f"{name} gives the first row's own answer {told:g}")
+
+
+@contextlib.contextmanager
+def _running(script: Path) -> Iterator[None]:
+    """Let imports and arguments be as in a process that runs the script."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv, sys.path[0] = [str(script)], str(script.parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
 
 
 async def _awaited(value: Any) -> Any:
