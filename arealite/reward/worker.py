@@ -34,8 +34,11 @@ def main() -> None:
     with os.fdopen(descriptor, "rb") as calls, os.fdopen(os.dup(descriptor), "wb") as replies:
 
         def reply(number: int, kind: str, value: Any) -> None:
-            replies.write(json.dumps([number, kind, value]).encode() + b"\n")
-            replies.flush()
+            try:
+                replies.write(json.dumps([number, kind, value]).encode() + b"\n")
+                replies.flush()
+            except OSError:
+                os._exit(1)  # the function closed the socket, and its threads would hold up an orderly end
 
         try:
             preparation, pickled_function = pickle.load(calls)

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -98,6 +99,17 @@ def starts_a_program_and_dies(completions: str, **kwargs) -> float:
         time.sleep(600)
     Path(completions).write_text(str(program))
     os._exit(7)
+
+
+def closes_files(completions: str, **kwargs) -> float:
+    """Leave a child that holds the socket and a thread that never ends, and close everything."""
+    program = os.fork()
+    if program == 0:
+        time.sleep(600)
+    Path(completions).write_text(str(program))
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    os.closerange(0, 1000)
+    return 1.0
 
 
 def forks_and_returns_twice(completions: str, **kwargs) -> float:
@@ -330,6 +342,12 @@ async def test_a_crash_is_seen_at_once_even_if_a_child_holds_the_socket(runner_o
     error = await failure(runner_of(starts_a_program_and_dies, timeout=120), completions=str(note))
     os.kill(int(note.read_text()), signal.SIGKILL)
     assert error.kind == "crash" and "exit status 7" in str(error)
+
+
+async def test_a_worker_that_can_not_answer_ends_at_once_whatever_threads_it_has(runner_of, tmp_path) -> None:
+    note = tmp_path / "pid"
+    error = await failure(runner_of(closes_files, timeout=120), completions=str(note))
+    assert error.kind == "crash" and not wait_gone([int(note.read_text())], 10)
 
 
 async def test_a_fork_that_returns_too_shifts_no_reward(runner_of) -> None:
