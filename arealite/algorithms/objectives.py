@@ -1,0 +1,130 @@
+"""Objectives of policy gradients: one loss per token.
+
+Each is `f(logprobs [N], batch, settings) -> (token losses [N], statistics)` over `[N]` tensors of a packed micro-batch:
+`proximal_logprobs`, `rollout_logprobs`, `advantages`, `loss_mask`, `segment_ids` (row of a token). The actor averages
+over tokens and multiplies by the off-policy correction, because both depend on the whole batch. Invariants: the loss of
+a token depends on tokens of its own row only; tokens outside of the mask have loss and gradient 0, whatever they hold;
+where all ratios are 1 the gradient of an answer is -advantage. Statistics are `[N]` and carry no gradient.
+"""
+
+# N packed tokens, S answers of the micro-batch
+
+from collections.abc import Mapping
+
+import torch
+
+from arealite.algorithms.kl import k3
+from arealite.algorithms.ratios import answer_means, check_choice, masked_log_ratio
+
+Batch = Mapping[str, torch.Tensor]
+TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+MAX_DPPO_RATIO = 20.0
+
+
+def ppo(
+    logprobs: torch.Tensor,
+    batch: Batch,
+    *,
+    eps_clip: float,
+    eps_clip_higher: float,
+    c_clip: float | None = None,
+    level: str = "token",
+) -> TokenLosses:
+    """Return max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_higher) A) with r = pi / pi_prox, arXiv:1707.06347.
+
+    `c_clip` (dual clip, arXiv:1912.09729) bounds the loss of a token with a negative advantage at c_clip * |A|. With
+    `level="sequence"`, r is the geometric mean over the answer, for all of its tokens (GSPO, arXiv:2507.18071).
+    """
+    check_choice("level", level, ("token", "sequence"))
+    mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
+    statistics = _ratio_statistics(log_ratio_N)
+    if level == "sequence":
+        log_ratio_N = answer_means(log_ratio_N, mask_N, batch["segment_ids"])[batch["segment_ids"].long()]
+        statistics["ratio"] = log_ratio_N.detach().exp()
+    ratio_N = log_ratio_N.exp()
+    unclipped_N = -advantages_N * ratio_N
+    clipped_N = -advantages_N * ratio_N.clamp(1.0 - eps_clip, 1.0 + eps_clip_higher)
+    losses_N = torch.maximum(unclipped_N, clipped_N)
+    statistics |= _clip_statistics(unclipped_N < clipped_N, advantages_N)
+    if c_clip is not None:
+        bound_N = c_clip * advantages_N.abs()
+        statistics["dual_clip_ratio"] = losses_N > bound_N
+        losses_N = torch.minimum(losses_N, bound_N)
+    return losses_N, statistics
+
+
+def reinforce(logprobs: torch.Tensor, batch: Batch) -> TokenLosses:
+    """Return -A log pi: REINFORCE, without a ratio. The statistics compare with the proximal policy."""
+    mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
+    return -advantages_N * torch.where(mask_N, logprobs, 0.0), _ratio_statistics(log_ratio_N)
+
+
+def cispo(logprobs: torch.Tensor, batch: Batch, *, cispo_max: float) -> TokenLosses:
+    """Return -min(r, cispo_max) A log pi with r = pi / pi_prox, which carries no gradient, arXiv:2506.13585.
+
+    There is no lower bound, and `cispo_max` is a ratio, not a distance from 1.
+    """
+    mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
+    ratio_N = log_ratio_N.detach().exp()
+    losses_N = -ratio_N.clamp(max=cispo_max) * advantages_N * torch.where(mask_N, logprobs, 0.0)
+    return losses_N, _ratio_statistics(log_ratio_N) | _clip_statistics(ratio_N > cispo_max, advantages_N)
+
+
+def sapo(logprobs: torch.Tensor, batch: Batch, *, tau_positive: float, tau_negative: float) -> TokenLosses:
+    """Return -A (4 / tau) sigmoid(tau (r - 1)) with r = pi / pi_prox: a soft clip, arXiv:2511.20347.
+
+    tau is `tau_positive` where A > 0, `tau_negative` elsewhere.
+    """
+    _, advantages_N, log_ratio_N = _inputs(logprobs, batch)
+    tau_N = torch.where(advantages_N > 0, torch.full_like(advantages_N, tau_positive), tau_negative)
+    losses_N = -advantages_N * 4.0 / tau_N * torch.sigmoid(tau_N * log_ratio_N.expm1())
+    return losses_N, _ratio_statistics(log_ratio_N)
+
+
+def gmpo(logprobs: torch.Tensor, batch: Batch, *, eps_log: float) -> TokenLosses:
+    """Return -A times the geometric mean over the answer of clipped ratios r = pi / pi_prox, arXiv:2507.20673.
+
+    A token's log ratio is clipped to +-`eps_log` where that makes the objective smaller, before the mean. The advantage
+    must be the same for all tokens of an answer.
+    """
+    mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
+    sign_N = advantages_N.sign()
+    kept_N = sign_N * torch.minimum(sign_N * log_ratio_N, sign_N * log_ratio_N.clamp(-eps_log, eps_log))
+    mean_N = answer_means(kept_N, mask_N, batch["segment_ids"])[batch["segment_ids"].long()]
+    is_clipped_N = sign_N * log_ratio_N > eps_log
+    return -advantages_N * mean_N.exp(), _ratio_statistics(log_ratio_N) | _clip_statistics(is_clipped_N, advantages_N)
+
+
+def dppo(logprobs: torch.Tensor, batch: Batch, *, delta: float) -> TokenLosses:
+    """Return -min(u, 20) A log pi with u = pi / pi_rollout, which carries no gradient, arXiv:2602.04879.
+
+    Tokens whose probability has moved by more than `delta` from that of the rollout, the way their advantage points,
+    have loss 0 (total variation). The ratio holds the off-policy correction already.
+    """
+    mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
+    weight_N = masked_log_ratio(logprobs.detach(), batch["rollout_logprobs"], mask_N).exp().clamp(max=MAX_DPPO_RATIO)
+    moved_N = torch.where(mask_N, logprobs.detach().exp() - batch["rollout_logprobs"].exp(), 0.0)
+    is_dropped_N = torch.where(advantages_N > 0, moved_N > delta, moved_N < -delta)
+    losses_N = -weight_N * advantages_N * torch.where(mask_N & ~is_dropped_N, logprobs, 0.0)
+    return losses_N, _ratio_statistics(log_ratio_N) | _clip_statistics(is_dropped_N, advantages_N)
+
+
+def _inputs(logprobs_N: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return mask, advantages and the log ratio to the proximal policy `[N]`, both 0 outside of the mask."""
+    mask_N = batch["loss_mask"].bool()
+    log_ratio_N = masked_log_ratio(logprobs_N, batch["proximal_logprobs"], mask_N)
+    return mask_N, torch.where(mask_N, batch["advantages"], 0.0), log_ratio_N
+
+
+def _ratio_statistics(log_ratio_N: torch.Tensor) -> dict[str, torch.Tensor]:
+    log_ratio_N = log_ratio_N.detach()
+    return {"ratio": log_ratio_N.exp(), "approx_kl": k3(-log_ratio_N)}
+
+
+def _clip_statistics(is_clipped_N: torch.Tensor, advantages_N: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "clip_ratio": is_clipped_N,
+        "clip_ratio_high": is_clipped_N & (advantages_N > 0),
+        "clip_ratio_low": is_clipped_N & (advantages_N < 0),
+    }

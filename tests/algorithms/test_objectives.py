@@ -1,0 +1,235 @@
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import Answer, Token
+from tensordict import TensorDict
+
+from arealite.algorithms import objectives
+from arealite.utils.tensors import pack_rows
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ppo": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.2}),
+    "clip_higher": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.28}),
+    "dual_clip": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.2, "c_clip": 3.0}),
+    "gspo": ("ppo", {"eps_clip": 3e-4, "eps_clip_higher": 4e-4, "level": "sequence"}),
+    "gspo_wide": ("ppo", {"eps_clip": 0.5, "eps_clip_higher": 0.5, "level": "sequence"}),
+    "gmpo": ("gmpo", {"eps_log": 0.4}),
+    "cispo": ("cispo", {"cispo_max": 5.0}),
+    "sapo": ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),
+    "reinforce": ("reinforce", {}),
+    "dppo": ("dppo", {"delta": 0.2}),
+}
+every_objective = pytest.mark.parametrize("case", CASES)
+Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def objective_of(case: str) -> Objective:
+    name, settings = CASES[case]
+    return partial(getattr(objectives, name), **settings)
+
+
+def token(log_ratio: float, log_weight: float, advantage: float, proximal: float = -1.0) -> Token:
+    logprob = proximal + log_ratio
+    return Token(logprob, logprob, proximal, proximal - log_weight, advantage)
+
+
+def five_tokens() -> list[Answer]:
+    """The table of the design: an answer of two tokens with advantage 1, one of three with advantage -1."""
+    columns = zip((1.1, 1.5, 0.7, 1, 4), (1, 2.5, 0.8, 1, 0.4), (1, 1, -1, -1, -1), (-1, -0.5, -2, -0.2, -2.2))
+    tokens = [token(math.log(r), math.log(w), advantage, proximal) for r, w, advantage, proximal in columns]
+    return [tokens[:2], tokens[2:]]
+
+
+SEQUENCE_MEAN = torch.tensor([1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6], dtype=torch.float64)
+TABLE = {
+    "ppo": ([-1.1, -1.2, 0.8, 1, 4], 0.7, 0.3916667, [-0.275, 0, 0, 0.1666667, 0.6666667]),
+    "clip_higher": ([-1.1, -1.28, 0.8, 1, 4], 0.684, 0.3716667, [-0.275, 0, 0, 0.1666667, 0.6666667]),
+    "dual_clip": ([-1.1, -1.2, 0.8, 1, 3], 0.5, 0.225, [-0.275, 0, 0, 0.1666667, 0]),
+    "gspo": ([-1.0004] * 2 + [1.40946] * 3, 0.4455158, 0.2045299, [0, 0] + [0.23491] * 3),
+    "gspo_wide": ([-1.284523] * 2 + [1.40946] * 3, 0.3318665, 0.06246824, [-0.3211308] * 2 + [0.23491] * 3),
+    "gmpo": ([-1.281018] * 2 + [1.40946] * 3, 0.3332686, 0.06422086, [-0.3202545, 0] + [0.23491] * 3),
+    "cispo": (
+        [0.9951588, 0.1418023, -1.649672, -0.2, -3.254823],
+        *(-0.7935068, -0.5665089, [-0.275, -0.375, 0.1166667, 0.1666667, 0.6666667]),
+    ),
+    "sapo": (
+        [-2.099917, -2.489837, 1.607218, 1.904762, 3.652986],
+        *(0.5150423, 0.04672243, [-0.2743136, -0.3525056, 0.1138198, 0.1666667, 0.1050741]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_five_tokens_by_hand(case: str) -> None:
+    losses, token_mean, sequence_mean, gradient = TABLE[case]
+    logprobs, batch = reference.packed(five_tokens())
+    ours, _ = objective_of(case)(logprobs, batch)
+    assert ours.tolist() == pytest.approx(losses, abs=1e-6)
+    assert ours.mean().item() == pytest.approx(token_mean, abs=1e-7)
+    total = (ours * SEQUENCE_MEAN).sum()
+    assert total.item() == pytest.approx(sequence_mean, abs=1e-7)
+    total.backward()
+    assert logprobs.grad.tolist() == pytest.approx(gradient, abs=1e-7)
+
+
+def test_reinforce_and_dppo_by_hand() -> None:
+    logprobs, batch = reference.packed(five_tokens())
+    losses, _ = objectives.reinforce(logprobs, batch)
+    torch.testing.assert_close(losses, -batch["advantages"] * logprobs)
+    losses, statistics = objectives.dppo(logprobs, batch, delta=0.2)
+    assert statistics["clip_ratio"].tolist() == [False, True, False, False, False]  # t1: from 0.24 to 0.91
+    (losses * SEQUENCE_MEAN).sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-1.1 / 4, 0, 0.56 / 6, 1 / 6, 1.6 / 6])
+
+
+def test_statistics_by_hand() -> None:
+    logprobs, batch = reference.packed(five_tokens())
+    statistics = objectives.ppo(logprobs, batch, eps_clip=0.2, eps_clip_higher=0.2, c_clip=3.0)[1]
+    assert statistics["ratio"].tolist() == pytest.approx([1.1, 1.5, 0.7, 1, 4])
+    assert statistics["approx_kl"].tolist() == pytest.approx([r - 1 - math.log(r) for r in (1.1, 1.5, 0.7, 1, 4)])
+    assert statistics["clip_ratio_high"].tolist() == [False, True, False, False, False]
+    assert statistics["clip_ratio_low"].tolist() == [False, False, True, False, False]
+    assert statistics["clip_ratio"].tolist() == [False, True, True, False, False]
+    assert statistics["dual_clip_ratio"].tolist() == [False, False, False, False, True]
+    statistics = objective_of("gspo")(logprobs, batch)[1]
+    assert statistics["ratio"].tolist() == pytest.approx([1.284523] * 2 + [1.40946] * 3, rel=1e-6)
+    assert statistics["clip_ratio"].tolist() == [True, True, False, False, False]
+    statistics = objective_of("gmpo")(logprobs, batch)[1]
+    assert statistics["clip_ratio_high"].tolist() == [False, True, False, False, False]
+    assert not statistics["clip_ratio_low"].any()
+    statistics = objectives.cispo(logprobs, batch, cispo_max=3.9)[1]
+    assert statistics["clip_ratio"].tolist() == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize("log_ratio, weight", [(math.log(4), 4.0), (math.log(0.01), 0.01), (math.log(6), 5.0)])
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_cispo_has_one_bound_and_it_is_a_ratio(log_ratio: float, weight: float, advantage: float) -> None:
+    logprobs, batch = reference.packed([[token(log_ratio, 0.0, advantage)]])
+    objectives.cispo(logprobs, batch, cispo_max=5.0)[0].sum().backward()
+    assert logprobs.grad.item() == pytest.approx(-weight * advantage)
+
+
+def test_a_level_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="level must be one of token, sequence: got 'row'"):
+        objectives.ppo(*reference.packed(five_tokens()), eps_clip=0.2, eps_clip_higher=0.2, level="row")
+
+
+# A grid whose values, and whose means over up to four tokens, stay clear of every bound, where gradients jump.
+log_ratios = st.integers(-40, 40).map(lambda k: 0.0371 * k + 0.00117)
+tokens_of_an_answer = st.lists(st.tuples(log_ratios, log_ratios, st.integers(-30, -1)), min_size=1, max_size=4)
+answers = st.lists(
+    st.tuples(tokens_of_an_answer, st.sampled_from([-1.7, -0.3, 0.0, 0.4, 2.0])), min_size=1, max_size=4
+).map(lambda rows: [[token(x, w, advantage, p / 10) for x, w, p in row] for row, advantage in rows])
+
+
+@every_objective
+@given(answers=answers)
+def test_losses_and_gradients_equal_the_slow_reference(case: str, answers: list[Answer]) -> None:
+    name, settings = CASES[case]
+    losses, gradient = reference.losses_and_gradients(getattr(reference, name), answers, settings)
+    logprobs, batch = reference.packed(answers)
+    ours, statistics = objective_of(case)(logprobs, batch)
+    assert ours.tolist() == pytest.approx(losses, rel=1e-9, abs=1e-12)
+    (ours * torch.arange(1, len(losses) + 1)).sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-6, abs=1e-6)
+    assert not any(value.requires_grad for value in statistics.values())
+    assert {value.shape for value in statistics.values()} == {logprobs.shape}
+
+
+@every_objective
+@given(answers=answers)
+def test_where_all_policies_are_equal_the_gradient_is_minus_the_advantage(case: str, answers: list[Answer]) -> None:
+    logprobs, batch = reference.packed(answers)
+    batch["proximal_logprobs"] = batch["rollout_logprobs"] = logprobs.detach()
+    lengths = torch.bincount(batch["segment_ids"])[batch["segment_ids"]]
+    (objective_of(case)(logprobs, batch)[0] / lengths).sum().backward()
+    torch.testing.assert_close(logprobs.grad, -batch["advantages"] / lengths, rtol=1e-9, atol=1e-12)
+
+
+POISON = [math.nan, math.inf, -math.inf, 1e30]
+
+
+@every_objective
+@given(answers=answers, seed=st.integers(0, 2**31))
+def test_packing_order_and_masked_tokens_do_not_matter(case: str, answers: list[Answer], seed: int) -> None:
+    """Of rows with prompts, replies of an environment and padding that hold NaN, in micro-batches in any order."""
+    clean_logprobs, clean = reference.packed(answers)
+    expected, _ = objective_of(case)(clean_logprobs, clean)
+    expected.sum().backward()
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(len(answer) for answer in answers)
+    width = 2 * longest + 3
+    places = [torch.randperm(width - 2, generator=generator)[: len(a)].sort().values + 1 for a in answers]
+    rows = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
+    spots = (rows, torch.cat(places))
+    poison = torch.randint(len(POISON), (5, len(answers), width), generator=generator)
+    columns = torch.tensor(POISON, dtype=torch.float64)[poison]
+    names = ("proximal_logprobs", "rollout_logprobs", "advantages")
+    batch = dict(zip(("logprobs", *names), columns))
+    for name, values in {"logprobs": clean_logprobs.detach(), **{name: clean[name] for name in names}}.items():
+        batch[name][spots] = values
+    batch["loss_mask"] = torch.zeros(len(answers), width, dtype=torch.bool)
+    batch["loss_mask"][spots] = True
+    batch["attention_mask"] = torch.ones(len(answers), width, dtype=torch.bool)
+    batch["attention_mask"][:, -1] = batch["loss_mask"][:, -1]  # padding
+    logprobs = batch["logprobs"].requires_grad_()
+    padded = TensorDict(batch, batch_size=[len(answers)])
+    order = torch.randperm(len(answers), generator=generator).tolist()
+    cut = int(torch.randint(len(answers) + 1, (1,), generator=generator))
+    losses = torch.full(padded["loss_mask"].shape, math.nan, dtype=torch.float64)
+    for indices in filter(None, (order[:cut], order[cut:])):
+        packed = pack_rows(padded, indices).packed
+        one, statistics = objective_of(case)(packed["logprobs"], packed)
+        assert (one[~packed["loss_mask"]] == 0).all()
+        assert all(value.double().isfinite().all() for value in statistics.values())
+        one.sum().backward()
+        for row, index in enumerate(indices):
+            losses[index][padded["attention_mask"][index]] = one[packed["segment_ids"] == row].detach()
+    torch.testing.assert_close(losses[spots], expected.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(logprobs.grad[spots], clean_logprobs.grad, rtol=1e-9, atol=1e-12)
+    assert (logprobs.grad[~padded["loss_mask"]] == 0).all()
+
+
+@every_objective
+@pytest.mark.parametrize("gap", [21.0, 100.0, 9998.0, math.inf])
+@pytest.mark.parametrize("far", ["logprobs", "proximal_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_one_extreme_token_leaves_loss_and_gradient_finite(case: str, far: str, gap: float, advantage: float) -> None:
+    """In float32, in an answer of its own and in one with another token; the gradients of other answers stay."""
+    plain, batch = reference.packed([*five_tokens(), [token(0.1, 0.1, advantage)], [token(0.1, 0.1, advantage)]])
+    batch = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
+    batch["segment_ids"] = torch.tensor([0, 0, 1, 1, 1, 2, 1])
+    batch["advantages"][6] = -1.0
+    gradients = []
+    for reach in (0.0, gap):
+        columns = batch | {"logprobs": plain.detach().float()}
+        columns[far] = columns[far].clone()
+        columns[far][5:] -= reach if far != "logprobs" else min(reach, 1e6)  # logits are finite
+        logprobs = columns.pop("logprobs").requires_grad_()
+        losses, statistics = objective_of(case)(logprobs, columns)
+        assert losses.isfinite().all() and all(value.isfinite().all() for value in statistics.values())
+        losses.sum().backward()
+        assert logprobs.grad.isfinite().all()
+        gradients.append(logprobs.grad)
+    torch.testing.assert_close(gradients[1][:2], gradients[0][:2])
+
+
+def test_ratios_are_bounded_by_the_exponential_of_20() -> None:
+    logprobs, batch = reference.packed([[token(98.0, 0.0, -1.0, -99.0)]])
+    losses, statistics = objectives.ppo(logprobs, batch, eps_clip=0.2, eps_clip_higher=0.2)
+    assert losses.item() == statistics["ratio"].item() == pytest.approx(math.exp(20))
+
+
+@every_objective
+def test_no_tokens_and_no_trained_tokens(case: str) -> None:
+    logprobs, batch = reference.packed(five_tokens())
+    batch["loss_mask"] = torch.zeros(5, dtype=torch.bool)
+    assert objective_of(case)(logprobs, batch)[0].tolist() == [0.0] * 5
+    assert objective_of(case)(*reference.packed([]))[0].shape == (0,)
