@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from arealite.algorithms.ratios import check_choice, masked_log_ratio
+
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -28,16 +30,77 @@ def spread(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and deviation `[G]` of the `values [N]` of each group; a group without values gets NaN."""
     values_N = values.double()  # so that a group of one, or of equal values, deviates by exactly 0
-    mean_G = _group_mean(values_N, groups, num_groups, reduce)
-    return mean_G, _group_mean((values_N - mean_G[groups]).square(), groups, num_groups, reduce).sqrt()
+    weights_N = torch.ones_like(values_N)
+    mean_G = _group_mean(values_N, weights_N, groups, num_groups, reduce)
+    return mean_G, _group_mean((values_N - mean_G[groups]).square(), weights_N, groups, num_groups, reduce).sqrt()
 
 
-def _group_mean(values_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int, reduce: Reduce) -> torch.Tensor:
+def _group_mean(
+    values_N: torch.Tensor, weights_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int, reduce: Reduce
+) -> torch.Tensor:
     sums_2G = torch.zeros(2, num_groups, dtype=torch.float64, device=values_N.device)
-    sums_2G[0].index_add_(0, groups_N, values_N)
-    sums_2G[1].index_add_(0, groups_N, torch.ones_like(values_N))
+    sums_2G[0].index_add_(0, groups_N, values_N * weights_N)
+    sums_2G[1].index_add_(0, groups_N, weights_N)
     sums_2G = reduce(sums_2G)
     return sums_2G[0] / sums_2G[1]
+
+
+def reward_advantages(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    num_groups: int,
+    *,
+    baseline: str = "group_mean",
+    scale: str = "group_std",
+    lengths: torch.Tensor | None = None,
+    reduce: Reduce = torch.clone,
+) -> torch.Tensor:
+    """Return the advantage `[B]` of each answer: (reward - baseline) / scale, of `rewards [B]` in `groups [B]`.
+
+    Baselines: none, group_mean (GRPO), leave_one_out (the mean of the other answers: RLOO, arXiv:2402.14740) and
+    length_weighted (by the trained tokens, `lengths [B]`, the baseline of least variance: arXiv:2505.23585). Scales:
+    none, group_std, batch_std (arXiv:2508.08221) and group_mean (for rewards >= 0: MaxRL, arXiv:2602.02710). Deviations
+    are of the population. A group of one, or whose rewards are all equal, gets 0 with any baseline but none.
+    """
+    check_choice("baseline", baseline, ("none", "group_mean", "leave_one_out", "length_weighted"))
+    check_choice("scale", scale, ("none", "group_std", "batch_std", "group_mean"))
+    rewards_B = centred_B = rewards.double()
+    mean_G, deviation_G = spread(rewards_B, groups, num_groups, reduce=reduce)
+    if baseline == "length_weighted":
+        if lengths is None:
+            raise ValueError("lengths must be given with baseline length_weighted: got None. Give the trained tokens.")
+        baseline_G = _group_mean(rewards_B, lengths.double(), groups, num_groups, reduce)
+        centred_B = rewards_B - baseline_G.nan_to_num()[groups]
+    elif baseline != "none":
+        centred_B = rewards_B - mean_G[groups]
+    if baseline == "leave_one_out":
+        sizes_B = reduce(torch.bincount(groups, minlength=num_groups).double())[groups]
+        centred_B = centred_B * sizes_B / (sizes_B - 1).clamp(min=1)
+    if scale == "group_mean":
+        centred_B = torch.where(mean_G[groups] > 0, centred_B / mean_G[groups], 0.0)
+    elif scale != "none":
+        if scale == "batch_std":
+            deviation_G = spread(rewards_B, torch.zeros_like(groups), 1, reduce=reduce)[1].expand(num_groups)
+        centred_B = centred_B / (deviation_G[groups] + 1e-6)
+    return centred_B.to(rewards.dtype)
+
+
+def distillation_advantages(
+    teacher_logprobs: torch.Tensor, student_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """Return log pi_teacher - log pi_student per token, `[B, T]` like the arguments, of tokens sampled by the student.
+
+    With it a policy gradient is that of -KL(student || teacher), token by token.
+    """
+    return masked_log_ratio(teacher_logprobs, student_logprobs, loss_mask.bool()).detach()
+
+
+def overlong_penalty(lengths: torch.Tensor, *, longest: int, buffer: int) -> torch.Tensor:
+    """Return `[B]`: 0 for `lengths [B]` up to longest - buffer, then falling to -1 at `longest`, arXiv:2503.14476.
+
+    To be added to rewards before their baseline is taken.
+    """
+    return ((longest - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
 
 
 def scale_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float | None = None) -> torch.Tensor:
@@ -59,12 +122,18 @@ def token_rewards(
 
 
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, loss_mask: torch.Tensor, *, discount: float, gae_lambda: float
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    discount: float,
+    gae_lambda: float | torch.Tensor,
 ) -> torch.Tensor:
     """Return generalised advantage estimates `[B, T]` from `[B, T]` tensors, arXiv:1506.02438.
 
     A_t = sum_k (discount * lambda)^k delta_(t+k) with delta_t = r_t + discount * V_(t+1) - V_t. Time counts sampled
-    tokens only: those of prompts and of an environment's replies neither discount nor get an advantage.
+    tokens only: those of prompts and of an environment's replies neither discount nor get an advantage. After the last
+    one there is no value, also if the answer was truncated. `gae_lambda` may be `[B]`, one for each row.
     """
     mask_BT = loss_mask.bool()
     advantages_BT = torch.zeros_like(rewards)
@@ -76,3 +145,16 @@ def gae(
         next_value_B = torch.where(is_action_B, values[:, t], next_value_B)
         advantages_BT[:, t] = torch.where(is_action_B, carried_B, 0.0)
     return advantages_BT
+
+
+def gae_returns(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    discount: float,
+    gae_lambda: float | torch.Tensor,
+) -> torch.Tensor:
+    """Return the targets `[B, T]` of a critic: advantages of `gae`, not whitened, plus values; 0 where masked."""
+    advantages_BT = gae(rewards, values, loss_mask, discount=discount, gae_lambda=gae_lambda)
+    return torch.where(loss_mask.bool(), advantages_BT + values, 0.0)

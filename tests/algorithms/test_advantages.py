@@ -1,12 +1,18 @@
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from two_ranks import Reduce, on_two_ranks
 
-from arealite.algorithms.advantages import gae, scale_rewards, token_rewards, whiten
+from arealite.algorithms.advantages import (
+    gae,
+    gae_returns,
+    overlong_penalty,
+    reward_advantages,
+    scale_rewards,
+    token_rewards,
+    whiten,
+)
 
 
 def test_two_groups_by_hand() -> None:
@@ -27,21 +33,12 @@ def test_equal_rewards_and_groups_of_one_normalise_to_exactly_zero(value: float)
 def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]]) -> None:
     values, groups, is_on_rank0 = (torch.tensor(column) for column in zip(*rows))
     whole = whiten(values, groups, 4)
-    meeting, shares = threading.Barrier(2, timeout=30), {}
 
-    def run(rank: int) -> torch.Tensor:
-        def sum_over_ranks(local: torch.Tensor) -> torch.Tensor:
-            shares[rank] = local
-            meeting.wait()
-            total = shares[0] + shares[1]
-            meeting.wait()
-            return total
-
+    def of_rank(rank: int, reduce: Reduce) -> torch.Tensor:
         mine = is_on_rank0 == (rank == 0)
-        return whiten(values[mine], groups[mine], 4, reduce=sum_over_ranks)
+        return whiten(values[mine], groups[mine], 4, reduce=reduce)
 
-    with ThreadPoolExecutor(2) as threads:
-        on_rank0, on_rank1 = threads.map(run, range(2))
+    on_rank0, on_rank1 = on_two_ranks(of_rank)
     torch.testing.assert_close(on_rank0, whole[is_on_rank0], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(on_rank1, whole[~is_on_rank0], atol=1e-6, rtol=1e-5)
 
@@ -101,3 +98,136 @@ def test_no_rows_and_no_tokens() -> None:
     nothing = torch.zeros(0, 0)
     assert gae(nothing, nothing, nothing, discount=1.0, gae_lambda=1.0).shape == (0, 0)
     assert whiten(torch.zeros(0), torch.zeros(0, dtype=torch.long), 1).shape == (0,)
+
+
+REWARDS, GROUPS = torch.tensor([1.0, 0, 0, 0, 0.5, 0.9], dtype=torch.float64), torch.tensor([0, 0, 0, 0, 1, 1])
+LENGTHS = torch.tensor([1, 1, 2, 4, 3, 1])
+
+
+@pytest.mark.parametrize(
+    "baseline, scale, expected",  # the first two of the first group, then the second group
+    [
+        ("none", "none", [1, 0, 0.5, 0.9]),
+        ("group_mean", "group_std", [1.732051, -0.5773503, -1, 1]),
+        ("group_mean", "none", [0.75, -0.25, -0.2, 0.2]),
+        ("leave_one_out", "none", [1, -0.3333333, -0.4, 0.4]),
+        ("group_mean", "batch_std", [1.751623, -0.5838742, -0.4670994, 0.4670994]),
+        ("group_mean", "group_mean", [3, -1, -0.2857143, 0.2857143]),
+        ("length_weighted", "none", [0.875, -0.125, -0.1, 0.3]),
+    ],
+)
+def test_advantages_of_six_rewards_by_hand(baseline: str, scale: str, expected: list[float]) -> None:
+    ours = reward_advantages(REWARDS, GROUPS, 2, baseline=baseline, scale=scale, lengths=LENGTHS)
+    assert ours[[0, 1, 4, 5]].tolist() == pytest.approx(expected, rel=6e-6)  # those of 0.2 / (0.2 + 1e-6)
+
+
+BASELINES = ("none", "group_mean", "leave_one_out", "length_weighted")
+SCALES = ("none", "group_std", "batch_std", "group_mean")
+rewarded = st.tuples(st.integers(0, 20).map(lambda k: k / 10), st.integers(0, 3), st.integers(0, 4), st.booleans())
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@given(rows=st.lists(rewarded, min_size=1, max_size=10), scale=st.sampled_from(SCALES))
+def test_advantages_equal_their_definition_on_any_split_over_ranks(
+    baseline: str, rows: list[tuple[float, int, int, bool]], scale: str
+) -> None:
+    def deviation(values: list[float]) -> float:
+        mean = sum(values) / len(values)
+        return (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+
+    expected = []
+    for index, (reward, group, _, _) in enumerate(rows):
+        peers = [row for row in rows if row[1] == group]
+        others = [row[0] for at, row in enumerate(rows) if row[1] == group and at != index]
+        mean = sum(row[0] for row in peers) / len(peers)
+        tokens = sum(row[2] for row in peers)
+        subtracted = {
+            "none": 0.0,
+            "group_mean": mean,
+            "leave_one_out": sum(others) / len(others) if others else reward,
+            "length_weighted": sum(row[0] * row[2] for row in peers) / tokens if tokens else 0.0,
+        }[baseline]
+        divisor = {
+            "none": 1.0,
+            "group_std": deviation([row[0] for row in peers]) + 1e-6,
+            "batch_std": deviation([row[0] for row in rows]) + 1e-6,
+            "group_mean": mean or torch.inf,
+        }[scale]
+        expected.append((reward - subtracted) / divisor)
+    rewards, groups, lengths, is_on_rank0 = (torch.tensor(column) for column in zip(*rows))
+
+    def of_rank(rank: int, reduce: Reduce) -> torch.Tensor:
+        mine = is_on_rank0 == (rank == 0)
+        settings = {"baseline": baseline, "scale": scale, "lengths": lengths[mine], "reduce": reduce}
+        return reward_advantages(rewards[mine].double(), groups[mine], 4, **settings)
+
+    on_rank0, on_rank1 = on_two_ranks(of_rank)
+    expected_B = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(on_rank0, expected_B[is_on_rank0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(on_rank1, expected_B[~is_on_rank0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES[1:3])
+def test_near_constant_groups_and_groups_of_one(baseline: str, scale: str) -> None:
+    same, alone = torch.full((8,), 0.1), torch.tensor([0.7])
+    assert reward_advantages(same, torch.zeros(8).long(), 1, baseline=baseline, scale=scale).tolist() == [0.0] * 8
+    assert reward_advantages(alone, torch.zeros(1).long(), 1, baseline=baseline, scale=scale).tolist() == [0.0]
+
+
+def test_the_deviation_of_near_constant_rewards_is_not_lost_to_rounding() -> None:
+    groups = torch.zeros(8, dtype=torch.long)
+    ours = reward_advantages(torch.tensor([0.35] * 7 + [0.95]), groups, 1)
+    assert ours.tolist() == pytest.approx([-1 / 7**0.5] * 7 + [7**0.5], rel=1e-5)
+    offset = reward_advantages(torch.tensor([1e4] * 7 + [1e4 + 2**-9]), groups, 1)
+    assert offset.tolist() == pytest.approx([-1 / 7**0.5] * 7 + [7**0.5], rel=3e-3)  # that of 1e-6 beside 6e-4
+
+
+def test_unknown_baselines_and_missing_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"baseline must be one of none, .*: got 'mean'"):
+        reward_advantages(REWARDS, GROUPS, 2, baseline="mean")
+    with pytest.raises(ValueError, match=r"scale must be one of none, .*: got 'std'"):
+        reward_advantages(REWARDS, GROUPS, 2, scale="std")
+    with pytest.raises(ValueError, match="lengths must be given with baseline length_weighted: got None"):
+        reward_advantages(REWARDS, GROUPS, 2, baseline="length_weighted")
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    mask = torch.arange(4) < LENGTHS[:, None]
+    rewards = token_rewards(REWARDS, mask)
+    to_go = gae(rewards, torch.zeros_like(rewards), mask, discount=1.0, gae_lambda=1.0)
+    whitened = whiten(to_go[mask], torch.zeros(12, dtype=torch.long), 1)
+    ours = torch.zeros_like(rewards).masked_scatter(mask, whitened)
+    assert ours[[0, 1, 4, 5], 0].tolist() == pytest.approx([1.96472, -0.7767498, 0.5939852, 1.690573], rel=6e-6)
+
+
+@pytest.mark.parametrize(
+    "discount, gae_lambda, advantages, returns",
+    [
+        (1.0, 0.95, [0, 0.551, 0.58, 0, 0.4], [0, 1.051, 0.98, 0, 1]),
+        (0.9, 0.8, [0, 0.26816, 0.428, 0, 0.4], [0, 0.76816, 0.828, 0, 1]),
+    ],
+)
+def test_gae_and_returns_of_the_design(
+    discount: float, gae_lambda: float, advantages: list[float], returns: list[float]
+) -> None:
+    """Position 3 is an environment's reply; what it holds plays no part, and time stands still over it."""
+    mask = torch.tensor([[0, 1, 1, 0, 1]])
+    for poison in (9.0, torch.nan, torch.inf):
+        rewards, values = torch.tensor([[0, 0.1, 0, poison, 1]]), torch.tensor([[poison, 0.5, 0.4, poison, 0.6]])
+        settings = {"discount": discount, "gae_lambda": gae_lambda}
+        assert gae(rewards, values, mask, **settings)[0].tolist() == pytest.approx(advantages, rel=1e-6)
+        assert gae_returns(rewards, values, mask, **settings)[0].tolist() == pytest.approx(returns, rel=1e-6)
+
+
+def test_every_row_may_have_its_own_lambda() -> None:
+    rewards, values, mask = torch.rand(2, 4), torch.rand(2, 4), torch.ones(2, 4)
+    both = gae(rewards, values, mask, discount=0.9, gae_lambda=torch.tensor([0.3, 0.8]))
+    for row, gae_lambda in enumerate((0.3, 0.8)):
+        one = gae(rewards[[row]], values[[row]], mask[[row]], discount=0.9, gae_lambda=gae_lambda)
+        torch.testing.assert_close(both[row], one[0])
+
+
+def test_long_answers_lose_reward_within_the_buffer() -> None:
+    penalties = overlong_penalty(torch.tensor([5, 6, 7, 8, 10, 12]), longest=10, buffer=4)
+    assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]

@@ -1,0 +1,111 @@
+"""Corrections for data of another policy: factors of token losses, and what to leave out.
+
+The rollout policy is that of the server, with its numerics and older weights; the proximal policy is that of the
+trainer before the update. All of this is computed once per batch, before it is split, and carries no gradient. What is
+left out leaves the sum of the losses, but not the count that they are divided by.
+"""
+
+# B answers, T padded tokens, N trained tokens of this rank
+
+import math
+
+import torch
+
+from arealite.algorithms.advantages import Reduce
+from arealite.algorithms.kl import kl_estimates
+from arealite.algorithms.ratios import MAX_LOG_RATIO, check_choice, masked_log_ratio
+
+
+@torch.no_grad()
+def correction_factors(
+    proximal_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    level: str = "token",
+    action: str = "truncate",
+    lower: float | None = None,
+    upper: float | None = None,
+    metric: str = "ratio",
+) -> torch.Tensor:
+    """Return the factor `[B, T]` of each token's loss, from `[B, T]` tensors; 0 outside of the mask.
+
+    The weight is w = pi_prox / pi_rollout of the token, at level sequence their product over the answer, at level
+    geometric their geometric mean. Truncate bounds it (TIS). Mask keeps it where it is within the bounds, and is 0
+    elsewhere (IcePop); at level geometric the factor of an answer's tokens is then their own w. `metric` k1, k2 or k3
+    bounds estimates of KL(pi_rollout || pi_prox) instead: per token, summed, or averaged over the answer. A factor that
+    no bound keeps below e^MAX_LOG_RATIO is 0: one such token would own the step.
+    """
+    check_choice("level", level, ("token", "sequence", "geometric"))
+    check_choice("action", action, ("truncate", "mask"))
+    if action == "truncate":
+        check_choice("the metric of action truncate", metric, ("ratio",))
+    mask_BT = loss_mask.bool()
+    low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
+    log_weights_BT = masked_log_ratio(proximal_logprobs, rollout_logprobs, mask_BT)
+    pooled_BT = _pool(log_weights_BT, mask_BT, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if action == "truncate":
+        is_kept_BT = mask_BT & ((pooled_BT < MAX_LOG_RATIO) | (high < math.inf))
+        return torch.where(is_kept_BT, pooled_BT.exp().clamp(low, high), 0.0)
+    if metric == "ratio":
+        bounded_BT = pooled_BT.exp()
+    else:
+        bounded_BT = _pool(kl_estimates(-log_weights_BT, metric), mask_BT, level)
+    log_factors_BT = log_weights_BT if level == "geometric" else pooled_BT
+    is_kept_BT = mask_BT & (low <= bounded_BT) & (bounded_BT <= high) & (log_factors_BT < MAX_LOG_RATIO)
+    return torch.where(is_kept_BT, log_factors_BT.exp(), 0.0)
+
+
+@torch.no_grad()
+def drifted_answers(
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    delta: float,
+) -> torch.Tensor:
+    """Return `[B]`: whether an answer has negative advantages, and a mean of log(pi_rollout / pi) above `delta`.
+
+    Their arguments are `[B, T]`. What the policy has moved away from already need not be pushed further: the sequence
+    mask of DeepSeek-V3.2, arXiv:2512.02556.
+    """
+    mask_BT = loss_mask.bool()
+    lengths_B = mask_BT.sum(dim=1).clamp(min=1)
+    drift_B = masked_log_ratio(rollout_logprobs, logprobs, mask_BT).sum(dim=1) / lengths_B
+    return (drift_B > delta) & (torch.where(mask_BT, advantages, 0.0).sum(dim=1) < 0)
+
+
+@torch.no_grad()
+def second_moment_mask(
+    proximal_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    max_moment: float,
+    reduce: Reduce = torch.clone,
+) -> torch.Tensor:
+    """Return the bool mask `[B, T]` of tokens to keep: all but those with the largest squared log ratios.
+
+    As few are left out as bring the mean of log(pi_prox / pi_rollout)^2 over the kept tokens of all ranks to
+    `max_moment` (M2PO, arXiv:2510.01161); of equal ones, all or none.
+    """
+    mask_BT = loss_mask.bool()
+    squares_BT = masked_log_ratio(proximal_logprobs, rollout_logprobs, mask_BT).float().square()
+    bits_BT = squares_BT.view(torch.int32)  # ordered like the floats that they encode, as none is negative
+    squares_N, bits_N = squares_BT[mask_BT].double(), bits_BT[mask_BT]
+    end = 0  # the largest for which the mean of what is encoded below it is within the bound, found bit by bit
+    for bit in reversed(range(31)):
+        squares_of_kept_N = squares_N[bits_N < end + (1 << bit)]
+        moment = reduce(torch.stack([squares_of_kept_N.sum(), squares_of_kept_N.new_tensor(len(squares_of_kept_N))]))
+        if moment[0] <= max_moment * moment[1]:
+            end += 1 << bit
+    return mask_BT & (bits_BT < end)
+
+
+def _pool(values_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
+    """Return values, or their sums (level sequence) or means (geometric) over answers, `[B, T]`."""
+    if level == "token":
+        return values_BT
+    divisor_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1) if level == "geometric" else 1
+    return (values_BT.sum(dim=1, keepdim=True) / divisor_B1).expand_as(values_BT)

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from two_ranks import Reduce, on_two_ranks
+
+from arealite.algorithms.aggregation import token_weights
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
+LENGTHS, GROUPS = (1, 3, 2, 4), torch.tensor([0, 0, 1, 1])
+MASK = torch.tensor([[t < n for t in range(5)] for n in LENGTHS])
+LOSSES = torch.zeros(4, 5).masked_scatter(MASK, torch.arange(1.0, 11.0))
+
+
+@pytest.mark.parametrize("aggregation, expected", list(zip(AGGREGATIONS, (5.5, 4.5, 5.0, 1.375))))
+def test_ten_losses_by_hand(aggregation: str, expected: float) -> None:
+    weights = token_weights(MASK, GROUPS, 2, aggregation=aggregation, loss_constant=10)
+    assert (weights * LOSSES).sum().item() == pytest.approx(expected)
+    assert (weights[~MASK] == 0).all()
+
+
+def test_means_of_micro_batches_are_other_numbers() -> None:
+    """So that the test of splits below could fail: rows 1 + 3, each part with counts of its own."""
+    for aggregation, expected in zip(AGGREGATIONS, (3.5, 3.333333, 3.125, 0.95)):
+        parts = [
+            (token_weights(MASK[rows], GROUPS[rows], 2, aggregation=aggregation, loss_constant=10) * LOSSES[rows]).sum()
+            for rows in (slice(0, 1), slice(1, 4))
+        ]
+        assert (sum(parts) / 2).item() == pytest.approx(expected, rel=1e-6)
+
+
+rows = st.lists(st.tuples(st.lists(st.booleans(), min_size=4, max_size=4), st.integers(0, 3)), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(rows=rows, is_first=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_weights_equal_their_definition_on_any_split_over_ranks(
+    aggregation: str, rows: list[tuple[list[bool], int]], is_first: list[bool]
+) -> None:
+    answers = [(sum(mask), group) for mask, group in rows if any(mask)]  # the others are no part of any count
+    num_groups = len({group for _, group in answers})
+    expected = []
+    for mask, group in rows:
+        of_group = sum(length for length, other in answers if other == group)
+        divisor = {
+            "token_mean": sum(length for length, _ in answers),
+            "sequence_mean": len(answers) * sum(mask),
+            "prompt_mean": num_groups * of_group,
+            "constant": len(answers) * 7.0,
+        }[aggregation]
+        expected.append([1 / divisor if trained else 0.0 for trained in mask])
+    masks, groups = torch.tensor([mask for mask, _ in rows]), torch.tensor([group for _, group in rows])
+    is_mine = torch.tensor(is_first[: len(rows)])
+
+    def weights(rank: int, reduce: Reduce) -> torch.Tensor:
+        mine = is_mine == (rank == 0)
+        constant = {"aggregation": aggregation, "loss_constant": 7.0}
+        return token_weights(masks[mine], groups[mine], 4, reduce=reduce, **constant)
+
+    on_rank0, on_rank1 = on_two_ranks(weights)
+    torch.testing.assert_close(on_rank0, torch.tensor(expected)[is_mine], rtol=1e-6, atol=0)
+    torch.testing.assert_close(on_rank1, torch.tensor(expected)[~is_mine], rtol=1e-6, atol=0)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"aggregation must be one of token_mean, .*: got 'mean'"):
+        token_weights(MASK, GROUPS, 2, aggregation="mean")
+    for constant in (None, 0.0, -1.0):
+        with pytest.raises(ValueError, match=f"loss_constant must be positive .*: got {constant}"):
+            token_weights(MASK, GROUPS, 2, aggregation="constant", loss_constant=constant)
