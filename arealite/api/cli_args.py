@@ -1,5 +1,6 @@
 """Every knob of a run, under the path of the original; `arealite.api.config` holds the classes, one family per file."""
 
+from arealite.api.config.algorithm import resolve_choices as resolve_choices
 from arealite.api.config.data import DatasetConfig as DatasetConfig
 from arealite.api.config.data import EvaluatorConfig as EvaluatorConfig
 from arealite.api.config.data import RecoverConfig as RecoverConfig
@@ -15,6 +16,7 @@ from arealite.api.config.launcher import SlurmLauncherConfig as SlurmLauncherCon
 from arealite.api.config.loader import load_expr_config as load_expr_config
 from arealite.api.config.loader import masked as masked
 from arealite.api.config.loader import to_yaml as to_yaml
+from arealite.api.config.model import CorrectionConfig as CorrectionConfig
 from arealite.api.config.model import FSDPEngineConfig as FSDPEngineConfig
 from arealite.api.config.model import FSDPWrapPolicy as FSDPWrapPolicy
 from arealite.api.config.model import MicroBatchSpec as MicroBatchSpec

@@ -90,7 +90,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("rollout"):
             batch = rollout.prepare_batch(train_dataloader, workflow=workflow)
         with stats.timer("logprobs"):
-            if config.actor.recompute_logprob:
+            if config.actor.proximal == "recompute":
                 batch["proximal_logprobs"] = actor.compute_logprobs(batch)
             if ref is not None:
                 batch["ref_logprobs"] = ref.compute_logprobs(batch)

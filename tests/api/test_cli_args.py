@@ -464,8 +464,16 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("gconfig.min_new_tokens=20000", "gconfig.min_new_tokens must be at most gconfig.max_new_tokens"),
         ("actor.group_size=2", "actor.group_size must equal gconfig.n_samples: got 2 and 8."),
         ("actor.temperature=0.5", "actor.temperature must equal gconfig.temperature: got 0.5 and 1.0."),
-        ("actor.use_decoupled_loss=true", "actor.recompute_logprob must be true if actor.use_decoupled_loss is"),
-        ("gconfig.n_samples=1", "actor.group_reward_norm must be false if gconfig.n_samples is 1"),
+        (
+            "actor={use_decoupled_loss: true, recompute_logprob: false}",
+            "actor.recompute_logprob must be true if actor.use_decoupled_loss is",
+        ),
+        (
+            "gconfig.n_samples=1",
+            "actor.baseline must be none and actor.reward_scale must be none if gconfig.n_samples is 1: got group_mean "
+            "and group_std. A group of one has no spread; raise gconfig.n_samples or set actor.baseline=none and "
+            "actor.reward_scale=none.",
+        ),
         (
             "actor.ppo_n_minibatches=9",
             "actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got 9 and 8",
@@ -552,7 +560,7 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for cls in (GRPOConfig, SFTConfig, CustomConfig):
         assert [key.name for key in config_keys(cls) if not key.doc] == []
     assert "actor.c_clip (number or null; default None)\n    Dual clipping" in config_help(GRPOConfig)
-    assert "actor.adv_norm (true or false; default False)" in config_help(GRPOConfig)
+    assert "actor.adv_norm (true or false or null; default None)" in config_help(GRPOConfig)
     assert "train_dataset.type (sft or rl; default 'sft')" in config_help(SFTConfig)
     with pytest.raises(SystemExit) as stopped:
         load_expr_config(["--help"], GRPOConfig)

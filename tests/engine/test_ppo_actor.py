@@ -14,6 +14,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 
 CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"
+CHOICES = ("group_size", "baseline", "reward_scale", "adv_norm")
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
 
 
@@ -67,7 +68,7 @@ def test_shipped_configs_and_defaults_are_grpo(make: Make, tmp_path: Path, confi
     file.write_text("{experiment_name: e, trial_name: t, train_dataset: {path: p, batch_size: 8}}")
     path = str(file if config_file is None else CONFIGS / config_file)
     config = load_expr_config(["--config", path, "actor.path=m", "gconfig.n_samples=4"], GRPOConfig)[0].actor
-    objective = {name: getattr(config, name) for name in ("group_size", "group_reward_norm", "adv_norm", "reward_clip")}
+    objective = {name: getattr(config, name) for name in (*CHOICES, "reward_clip")}
     batch = trajectory_batch([5, 9, 4, 7] * 3, 4)
     batch["rewards"] = torch.tensor([1.0] * 4 + [0.0] * 4 + [1.0, 0.0, 0.0, 0.0])
     make(**objective).compute_advantages(batch)
@@ -83,15 +84,15 @@ def test_rewards_are_clipped_if_asked(make: Make, clip: float | None) -> None:
     assert batch["advantages"][:, -1].tolist() == ([100.0, 30.0] if clip is None else [clip, clip])
 
 
-def test_cut_off_answers_can_get_zero(make: Make) -> None:
+def test_cut_off_answers_can_get_zero_before_rewards_are_shaped(make: Make) -> None:
     batch = trajectory_batch(LENGTHS, 2)
-    actor = make(mask_no_eos_with_zero=True, adv_norm=False)
-    with pytest.raises(ValueError, match="must have 'no_eos' with mask_no_eos_with_zero"):
+    actor = make(mask_no_eos_with_zero=True, adv_norm=False, reward_bias=-0.5, reward_scaling=10.0)
+    with pytest.raises(ValueError, match="must have 'no_eos' with truncated: zero"):
         actor.compute_advantages(batch)
     batch["no_eos"] = torch.tensor([True] + [False] * 7)
     actor.compute_advantages(batch)
-    expected = batch["rewards"].masked_fill(batch["no_eos"], 0.0)[:, None] * batch["loss_mask"]
-    torch.testing.assert_close(batch["advantages"], expected)
+    rewards = batch["rewards"].masked_fill(batch["no_eos"], 0.0)
+    torch.testing.assert_close(batch["advantages"], (rewards[:, None] - 0.5) * 10.0 * batch["loss_mask"])
 
 
 def test_the_kl_penalty_needs_a_reference_and_lowers_returns(make: Make) -> None:
@@ -324,7 +325,7 @@ def test_tokens_whose_logprob_the_server_does_not_know_are_left_out_and_counted(
 def test_decoupled_loss_needs_proximal_logprobs(make: Make) -> None:
     actor, batch = make(use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
     actor.compute_advantages(batch)
-    with pytest.raises(ValueError, match="must have 'proximal_logprobs' with use_decoupled_loss"):
+    with pytest.raises(ValueError, match="must have 'proximal_logprobs' with proximal: recompute"):
         actor.ppo_update(batch)
 
 

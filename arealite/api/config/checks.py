@@ -184,24 +184,29 @@ def check_sampling(gconfig: GenerationHyperparameters) -> None:
 
 
 def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, rollout: InferenceEngineConfig) -> None:
-    """The objective must have its parts and agree with the sampling."""
+    """Resolved choices must have what they need and agree with the sampling."""
     check_equal("actor.group_size", actor.group_size, "gconfig.n_samples", gconfig.n_samples)
     check_equal("actor.temperature", actor.temperature, "gconfig.temperature", gconfig.temperature)
-    require(
-        actor.recompute_logprob or not actor.use_decoupled_loss,
-        "actor.recompute_logprob must be true if actor.use_decoupled_loss is: got false. "
-        "The decoupled loss needs the recomputed logprobs; set actor.recompute_logprob=true.",
-    )
+    if actor.max_new_tokens is not None:
+        check_equal("actor.max_new_tokens", actor.max_new_tokens, "gconfig.max_new_tokens", gconfig.max_new_tokens)
     if not actor.disable_dropout:
         logger.warning("actor.disable_dropout=false has no effect: dropout would make the ratios of policies noise.")
-    if actor.behav_imp_weight_cap is not None and not actor.use_decoupled_loss:
-        logger.warning("actor.behav_imp_weight_cap has no effect: actor.use_decoupled_loss is false.")
-    for name in ("group_reward_norm", "group_adv_norm"):
-        require(
-            gconfig.n_samples > 1 or not getattr(actor, name),
-            f"actor.{name} must be false if gconfig.n_samples is 1: got true. A group of one has no spread; "
-            f"raise gconfig.n_samples or set actor.{name}=false.",
-        )
+    needs_group = {
+        "baseline": actor.baseline in ("group_mean", "leave_one_out", "length_weighted"),
+        "reward_scale": actor.reward_scale in ("group_std", "group_mean"),
+        "group_adv_norm": actor.group_adv_norm,
+        "dynamic_sampling": actor.dynamic_sampling,
+    }
+    off = {"baseline": "none", "reward_scale": "none"}
+    given = [name for name, is_on in needs_group.items() if is_on and gconfig.n_samples == 1]
+    require(
+        not given,
+        " and ".join(f"actor.{name} must be {off.get(name, 'false')}" for name in given)
+        + f" if gconfig.n_samples is 1: got {' and '.join(str(getattr(actor, name)) for name in given)}. "
+        "A group of one has no spread; raise gconfig.n_samples or set "
+        + " and ".join(f"actor.{name}={off.get(name, 'false')}" for name in given)
+        + ".",
+    )
     require(
         actor.ppo_n_minibatches <= rollout.consumer_batch_size,
         f"actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got {actor.ppo_n_minibatches} "

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, cast
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
+from arealite.api.config.algorithm import GRPO_DEFAULTS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
@@ -151,6 +152,7 @@ class GRPOConfig(BaseExperimentConfig):
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.DEFAULTS_FROM,
         **_named("actor", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
+        "actor.max_new_tokens": "gconfig.max_new_tokens",
         "actor.node_timeout": "launcher.node_timeout",
         **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
         "ref.node_timeout": "launcher.node_timeout",
@@ -171,10 +173,8 @@ class GRPOConfig(BaseExperimentConfig):
     """Sampling of evaluations; what is not given follows `gconfig`, but greedy and with one sample."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """Episodes and servers."""
-    actor: PPOActorConfig = field(
-        default_factory=lambda: PPOActorConfig(optimizer=OptimizerConfig(), group_reward_norm=True, adv_norm=False)
-    )
-    """The policy."""
+    actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(optimizer=OptimizerConfig()))
+    """The policy and its algorithm."""
     ref: PPOActorConfig | None = None
     """The reference of the KL penalty; None is no reference. Path, dtype and memory settings follow `actor`."""
 
@@ -191,8 +191,9 @@ class GRPOConfig(BaseExperimentConfig):
         return self.ref is not None
 
     def validate(self) -> None:
-        """Apply `async_training` and refuse contradictions."""
+        """Apply `async_training`, fill in the choices of the algorithm, and refuse contradictions."""
         super().validate()
+        self.actor = resolve_choices(self.actor, GRPO_DEFAULTS)
         if not self.async_training:
             self.rollout.max_head_offpolicyness = 0
         checks.check_training(self.actor, "actor", self.train_dataset, "rl")

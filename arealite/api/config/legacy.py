@@ -66,8 +66,6 @@ DEPRECATED = {
     ),
     "*.init_critic_from_actor": DeprecatedKey("there is no critic", (False,)),
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
-    "actor.max_new_tokens": DeprecatedKey("gconfig.max_new_tokens bounds completions"),
-    "actor.dynamic_sampling": DeprecatedKey("pass should_accept to prepare_batch", (False,)),
     "*.use_lora": DeprecatedKey("LoRA is not supported yet", (False,)),
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
     "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
@@ -84,14 +82,9 @@ DEPRECATED = {
     ),
 }
 
-NORMS: dict[tuple[str, str | None], tuple[str, bool]] = {
-    ("reward_norm", "group"): ("group_reward_norm", True),
-    ("reward_norm", None): ("group_reward_norm", False),
-    ("adv_norm", "batch"): ("adv_norm", True),
-    ("adv_norm", "group"): ("group_adv_norm", True),
-    ("adv_norm", None): ("adv_norm", False),
-}
-"""AReaL's blocks of `mean_level` and `std_level`, which must be equal, and our key."""
+MEANS = {None: "none", "group": "group_mean"}
+DEVIATIONS = {None: "none", "group": "group_std", "batch": "batch_std"}
+"""Levels of AReaL's `reward_norm` and `adv_norm`, and our `baseline` and `reward_scale`."""
 
 ONCE_NULL = ("*gconfig.stop", "*_dataset.type")
 """Keys whose default was null; a stored config may spell it out."""
@@ -114,17 +107,14 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
     given = copy.deepcopy(given)
     names = ("rollout", "actor", "model", "ref")
     blocks: dict[str, dict[str, Any]] = {name: given[name] for name in names if isinstance(given.get(name), dict)}
-    for (norm, level), (ours, value) in NORMS.items():
-        for name, block in blocks.items():
-            levels = {} if block.get(norm) is None else block[norm]
-            if (
-                norm in block
-                and isinstance(levels, dict)
-                and levels.get("mean_level") == level == levels.get("std_level")
-            ):
-                logger.warning("%s.%s is now %s.%s: %s. Rename it.", name, norm, name, ours, str(value).lower())
+    for name, block in blocks.items():
+        for norm in ("adv_norm", "reward_norm"):
+            choices = _norm_choices(norm, block)
+            if choices:
+                words = ", ".join(f"{key}: {str(value).lower()}" for key, value in choices.items())
+                logger.warning("%s.%s is now %s. Rename it.", name, norm, words)
                 del block[norm]
-                block[ours] = value
+                block |= {key: value for key, value in choices.items() if key not in block}
     sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name != "ref"}
     sizes = {name: size for name, size in sizes.items() if re.fullmatch(r"(fsdp|sglang|vllm):\w+", size)}
     if sizes.keys() - {"rollout"} and "allocation_mode" not in given:
@@ -136,6 +126,25 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
         given["allocation_mode"] = mode.replace("fsdp:", "").replace(":", ".")
         logger.warning("allocation_mode is now %s. Rename it.", given["allocation_mode"])
     return given
+
+
+def _norm_choices(norm: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what AReaL's block of a mean and a deviation is here; nothing if it is none, or has no counterpart.
+
+    `adv_norm` with two levels stands for an algorithm, e.g. LitePPO: group mean, deviation of the batch.
+    """
+    levels = block.get(norm)
+    if norm not in block or not isinstance(levels, dict if norm == "adv_norm" else dict | None):
+        return {}
+    mean, deviation = ((levels or {}).get(f"{one}_level") for one in ("mean", "std"))
+    if norm == "adv_norm" and mean == deviation:
+        whitened: dict[Any, dict[str, Any]] = {"batch": {"adv_norm": True}, "group": {"group_adv_norm": True}}
+        return whitened.get(mean, {})
+    if mean not in MEANS or deviation not in DEVIATIONS or (norm == "adv_norm" and block.get("reward_norm")):
+        return {}
+    is_left_out = mean == "group" and levels is not None and levels.get("mean_leave1out")
+    choices = {"baseline": "leave_one_out" if is_left_out else MEANS[mean], "reward_scale": DEVIATIONS[deviation]}
+    return choices | ({"adv_norm": False} if norm == "adv_norm" else {})
 
 
 def _sort(

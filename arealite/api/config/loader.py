@@ -198,7 +198,8 @@ def _unknown(name: str, value: Any, place: str, keys: Keys) -> Iterator[str]:
     """Yield a sentence on an unknown key; on those of its own keys that we know by another name, if it is a block."""
     experiment = next(iter(keys.values())).owner.__name__
     names = [name]
-    if isinstance(value, dict) and hint(name, keys) is None:
+    blocks = {one: key for one, key in keys.items() if key.is_mapping is not False}
+    if isinstance(value, dict) and hint(name, blocks) is None:
         names = [path for path, _, _ in _leaves(value, f"{name}.") if hint(path, keys)] or names
     for one in names:
         advice = hint(one, keys) or "Remove it; --help lists all keys."

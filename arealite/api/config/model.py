@@ -108,44 +108,135 @@ class TrainEngineConfig(RunBlock):
 
 
 @dataclass
+class CorrectionConfig(ConfigBase):
+    """Factor of the objective that corrects for sampling with other weights: w = proximal / rollout probability."""
+
+    action: Literal["none", "truncate", "mask"] | None = None
+    """`truncate`: min(w, upper). `mask`: w, or 0 outside of the bounds. None is `none`: no factor."""
+    level: Literal["token", "sequence", "geometric"] | None = None
+    """What the bounds apply to: w of a token, its product over the completion, or its geometric mean over the
+    completion, which masks completions and leaves token weights to the others. None is token."""
+    metric: Literal["ratio", "k1", "k2", "k3"] | None = None
+    """What is compared with the bounds of `mask`: w itself, or an estimate of the divergence. None is ratio."""
+    lower: Finite | None = None
+    """Lower bound of `mask`; None is no bound."""
+    upper: Finite | None = None
+    """Upper bound; None is no bound."""
+
+
+Algorithm = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "ppo",
+    "sapo",
+    "gmpo",
+    "lite_ppo",
+    "max_rl",
+    "dppo",
+    "opd",
+]
+
+
+@dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """The policy and its objective (PPO and GRPO)."""
+    """The policy and its algorithm. Choices that are null are filled in by `resolve_choices`; docs/algorithms.md."""
 
     disable_dropout: Bool = True
     """Always on: dropout would make the ratios of policies noise."""
     group_size: PositiveInt = 1
     """Samples per prompt; must equal `gconfig.n_samples`, from which it is filled in."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest completion; must equal `gconfig.max_new_tokens`, from which it is filled in."""
     ppo_n_minibatches: PositiveInt = 4
     """Optimizer steps per batch."""
-    eps_clip: OpenFraction = 0.2
-    """Ratio of the new to the proximal probability is clipped to [1 - eps_clip, 1 + eps_clip]."""
-    c_clip: AboveOne | None = None
-    """Dual clipping: bound of the loss for negative advantages, as a multiple of them; None is off."""
     temperature: Positive = 1.0
     """Temperature of the logprobs; must equal `gconfig.temperature`, from which it is filled in."""
-    reward_scaling: Finite = 1.0
-    """Rewards become (reward + reward_bias) * reward_scaling."""
+    algorithm: Algorithm | None = None
+    """Preset that fills in choices that are not given; None is the default of each."""
     reward_bias: Finite = 0.0
     """Added to rewards before scaling."""
+    reward_scaling: Finite = 1.0
+    """Rewards become (reward + reward_bias) * reward_scaling."""
     reward_clip: Positive | None = None
     """Largest absolute value of a scaled reward; None is no limit."""
-    group_reward_norm: Bool = False
-    """Normalise rewards to mean 0 and deviation 1 within each group."""
-    mask_no_eos_with_zero: Bool = False
-    """Give reward 0 to completions truncated at the token limit."""
-    discount: Fraction = 1.0
-    """Gamma of the advantage estimate."""
-    gae_lambda: Fraction = 1.0
-    """Lambda of the advantage estimate."""
-    adv_norm: Bool = True
-    """Normalise advantages over all trained tokens of the batch."""
+    truncated: Literal["keep", "zero", "mask"] | None = None
+    """Completions truncated at the token limit: `keep` their reward, `zero` the raw reward, or `mask` them from the
+    loss. None is keep."""
+    overlong_buffer: PositiveInt | None = None
+    """Tokens before `max_new_tokens` within which the reward falls linearly (DAPO); None is off."""
+    overlong_penalty: NonNegative = 1.0
+    """What the longest completion loses through `overlong_buffer`."""
+    dynamic_sampling: Bool | None = None
+    """Reject groups whose raw rewards are all equal and sample others (DAPO); the script passes it to prepare_batch as
+    should_accept. None is false."""
+    baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted", "critic"] | None = None
+    """What is subtracted from rewards. None is group_mean in GRPOConfig, else none."""
+    reward_scale: Literal["none", "group_std", "batch_std", "group_mean"] | None = None
+    """What rewards minus the baseline are divided by. None is group_std in GRPOConfig, else none."""
+    adv_norm: Bool | None = None
+    """Normalise advantages over all trained tokens of the batch. None is false in GRPOConfig, else true."""
     group_adv_norm: Bool = False
     """Normalise advantages within each group instead."""
+    discount: Fraction | None = None
+    """Gamma of the advantage estimate. None is 1."""
+    gae_lambda: Fraction | None = None
+    """Lambda of the advantage estimate. None is 1."""
+    objective: Literal["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"] | None = None
+    """Loss of a token. None is ppo."""
+    importance_sampling_level: Literal["token", "sequence"] | None = None
+    """Whether ppo clips the ratio of a token or its geometric mean over the completion (GSPO). None is token."""
+    eps_clip: OpenFraction | None = None
+    """ppo: ratio of the new to the proximal probability is clipped to [1 - eps_clip, 1 + eps_clip_higher]. None is
+    0.2."""
+    eps_clip_higher: Positive | None = None
+    """ppo: distance of the upper bound; None is `eps_clip`."""
+    c_clip: AboveOne | None = None
+    """Dual clipping (ppo): bound of the loss for negative advantages, as a multiple of them; None is off."""
+    cispo_max: Positive | None = None
+    """cispo: upper bound of the ratio; there is no lower one. None is 5."""
+    sapo_tau_positive: Positive | None = None
+    """sapo: temperature for positive advantages. None is 1."""
+    sapo_tau_negative: Positive | None = None
+    """sapo: temperature for other advantages. None is 1.05."""
+    gmpo_eps_log: Positive | None = None
+    """gmpo: log ratios of tokens are clipped to [-gmpo_eps_log, gmpo_eps_log]. None is 0.4."""
+    dppo_delta: OpenFraction | None = None
+    """dppo: change of a token's probability above which it is left out. None is 0.2."""
+    proximal: Literal["recompute", "current", "rollout"] | None = None
+    """Policy to clip around: logprobs recomputed before the update, those of the update itself (exact with one
+    optimizer step per batch, and a forward pass cheaper), or the server's (no correction). None is rollout."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Off-policy correction of the objective."""
+    sequence_mask_delta: Positive | None = None
+    """Completions with a negative advantage and a mean log(rollout / proximal) above this are left out; None is off."""
+    second_moment_limit: Positive | None = None
+    """Tokens with the largest (log w)^2 are left out until its mean over the batch is at most this; None is off."""
+    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] | None = None
+    """What weighs equally in the loss: tokens, completions, prompts; `constant` divides the sum of a completion by
+    `loss_constant`. None is token_mean."""
+    loss_constant: Positive | None = None
+    """Divisor of aggregation constant. None is `max_new_tokens`."""
     kl_ctl: NonNegative = 0.0
     """Weight of the KL penalty to the reference; above 0 it needs a `ref` block."""
-    recompute_logprob: Bool = False
-    """Recompute logprobs with the trainer before each update (the proximal policy)."""
-    use_decoupled_loss: Bool = False
-    """Clip around the proximal policy and weigh by its ratio to the sampling policy; needs `recompute_logprob`."""
+    kl_in: Literal["reward", "loss"] | None = None
+    """Where the KL penalty acts. None is reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the KL divergence per token; k1 has no gradient in the loss. None is k1."""
+    entropy_ctl: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    group_reward_norm: Bool | None = None
+    """Older key: true is baseline group_mean with reward_scale group_std, false is none for both."""
+    mask_no_eos_with_zero: Bool | None = None
+    """Older key: true is truncated zero."""
+    recompute_logprob: Bool | None = None
+    """Older key: true is proximal recompute, false is rollout."""
+    use_decoupled_loss: Bool | None = None
+    """Older key: true is proximal recompute with correction.action mask at token level."""
     behav_imp_weight_cap: Positive | None = None
-    """Tokens whose weight (of the decoupled loss) is above this are left out; None keeps all."""
+    """Older key: correction.upper of `use_decoupled_loss`."""

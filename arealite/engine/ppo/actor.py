@@ -18,7 +18,7 @@ from arealite.algorithms.advantages import gae, scale_rewards, spread, token_rew
 from arealite.algorithms.kl import k3
 from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
 from arealite.algorithms.ppo import ppo_actor_loss_fn
-from arealite.api.cli_args import PPOActorConfig
+from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
@@ -39,8 +39,9 @@ class PPOActor:
     """Runs the algorithm on an engine. Every method is collective."""
 
     def __init__(self, config: PPOActorConfig, engine: FSDPEngine) -> None:
-        self.config = config
+        self.config = resolve_choices(config)
         self.engine = engine
+        _require_built(self.config)
 
     def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
         """Return the logprob `[B, T]` of every token under the current weights, 0 for padding and first tokens.
@@ -64,14 +65,15 @@ class PPOActor:
         """
         config = self.config
         groups_B, num_groups = self._groups(batch)
+        rewards_B = batch["rewards"]
+        if config.truncated == "zero":
+            _require(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
+            rewards_B = rewards_B.masked_fill(batch["no_eos"].bool(), 0.0)
         scores_B = scale_rewards(
-            batch["rewards"], scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip
+            rewards_B, scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip
         )
-        if config.group_reward_norm:
+        if config.reward_scale == "group_std":
             scores_B = whiten(scores_B, groups_B, num_groups, reduce=self._sum_over_ranks)
-        if config.mask_no_eos_with_zero:
-            _require(batch, "no_eos", "mask_no_eos_with_zero", "Let the workflow mark truncated completions")
-            scores_B = scores_B.masked_fill(batch["no_eos"].bool(), 0.0)
         mask_BT = _trained_tokens(batch)
         kl_BT = None
         if config.kl_ctl > 0:
@@ -79,6 +81,7 @@ class PPOActor:
             kl_BT = self._old_logprobs(batch)[1] - batch["ref_logprobs"]
         rewards_BT = token_rewards(scores_B, mask_BT, kl_BT, kl_ctl=config.kl_ctl)
         values_BT = batch["values"] if "values" in batch else torch.zeros_like(rewards_BT)
+        assert config.discount is not None and config.gae_lambda is not None
         advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=config.discount, gae_lambda=config.gae_lambda)
         if config.group_adv_norm or config.adv_norm:
             groups_BT = groups_B[:, None].expand_as(mask_BT)
@@ -104,6 +107,8 @@ class PPOActor:
         columns["loss_mask"] = _trained_tokens(batch)
         columns["proximal_logprobs"], columns["rollout_logprobs"] = proximal_BT, rollout_BT
         metrics = MaskedMetrics()
+        eps_clip = config.eps_clip
+        assert eps_clip is not None
 
         def loss_fn(logits_NV: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
             logprobs_N, entropy_N = packed_logprobs_entropy(
@@ -114,10 +119,10 @@ class PPOActor:
                 micro_batch["proximal_logprobs"],
                 micro_batch["rollout_logprobs"],
                 micro_batch["advantages"],
-                config.eps_clip,
+                eps_clip,
                 micro_batch["loss_mask"],
                 config.c_clip,
-                config.behav_imp_weight_cap,
+                config.correction.upper,
             )
             statistics["entropy"] = entropy_N
             mask_N = micro_batch["loss_mask"]
@@ -149,17 +154,17 @@ class PPOActor:
     def _old_logprobs(self, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the proximal logprobs, to clip around, and those of the policy that sampled.
 
-        Decoupled: the recomputed ones and the server's. Otherwise both are the recomputed ones if there are any (which
-        leaves out the numerical gap to the server), else the server's.
+        With a correction: the recomputed ones and the server's. Without, both are the recomputed ones with `proximal:
+        recompute` (which leaves out the numerical gap to the server), else the server's.
         """
         for old, new in RENAMED_KEYS.items():
             if old in batch:
                 raise ValueError(f"the key {old!r} of a batch must be called {new!r}: got {old!r}. Rename it.")
-        if self.config.use_decoupled_loss:
-            _require(batch, "proximal_logprobs", "use_decoupled_loss", "Set it to actor.compute_logprobs(batch)")
-            return batch["proximal_logprobs"], batch["logprobs"]
-        logprobs_BT = batch["proximal_logprobs"] if "proximal_logprobs" in batch else batch["logprobs"]
-        return logprobs_BT, logprobs_BT
+        if self.config.proximal != "recompute":
+            return batch["logprobs"], batch["logprobs"]
+        _require(batch, "proximal_logprobs", "proximal: recompute", "Set it to actor.compute_logprobs(batch)")
+        proximal_BT = batch["proximal_logprobs"]
+        return proximal_BT, proximal_BT if self.config.correction.action == "none" else batch["logprobs"]
 
     def _describe(self, batch: TensorDict, mask_BT: torch.Tensor, metrics: "MaskedMetrics") -> dict[str, float]:
         """Describe the global batch: add what can be reduced value by value to `metrics`, and return the rest.
@@ -167,7 +172,7 @@ class PPOActor:
         `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
         the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
         `policy/ref_kl` is that between the sampling policy, or the recomputed one without the decoupled loss, and the
-        reference. A dead group, whose rewards are all equal, teaches nothing under `group_reward_norm`.
+        reference. A dead group, whose rewards are all equal, teaches nothing with baseline group_mean.
         """
         version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
         staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)
@@ -271,6 +276,29 @@ def _merge(totals: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) 
 def _trained_tokens(batch: TensorDict) -> torch.Tensor:
     """Return the bool mask `[B, T]` of tokens to train on: those that were sampled, with a known logprob."""
     return trained_tokens(batch["attention_mask"], batch["loss_mask"]) & (batch["logprobs"] > UNKNOWN_LOGPROB)
+
+
+def _require_built(config: PPOActorConfig) -> None:
+    """Refuse choices that this actor does not train with yet."""
+    correction = config.correction
+    built = {
+        "baseline and reward_scale": (config.baseline, config.reward_scale)
+        in (("none", "none"), ("group_mean", "group_std")),
+        "objective": config.objective == "ppo" and config.importance_sampling_level == "token",
+        "eps_clip_higher": config.eps_clip_higher == config.eps_clip,
+        "aggregation": config.aggregation == "token_mean",
+        "proximal": config.proximal != "current",
+        "correction": correction.action == "none"
+        or (correction.action, correction.level, correction.metric, correction.lower)
+        == ("mask", "token", "ratio", None),
+        "kl_in": config.kl_ctl == 0 or (config.kl_in, config.kl_estimator) == ("reward", "k1"),
+        "truncated": config.truncated != "mask",
+        "overlong_buffer, sequence_mask_delta, second_moment_limit and entropy_ctl": config.entropy_ctl == 0
+        and (config.overlong_buffer, config.sequence_mask_delta, config.second_moment_limit) == (None, None, None),
+    }
+    for name, is_built in built.items():
+        if not is_built:
+            raise ValueError(f"actor.{name} must be the default: got another choice, not built yet. Remove it.")
 
 
 def _require(batch: TensorDict, key: str, because: str, remedy: str) -> None:

@@ -88,7 +88,10 @@ def test_the_yaml_of_todays_areal_loads(tmp_path: Path, caplog: pytest.LogCaptur
         config = load(tmp_path, AREAL_2026)
     assert config.allocation_mode == "sglang.d4p1t1+d4p1t1" and config.rollout.backend == "sglang"
     assert config.rollout.weight_update == "broadcast"
-    assert (config.actor.group_reward_norm, config.actor.adv_norm, config.actor.group_adv_norm) == (True, True, False)
+    actor = config.actor
+    assert (actor.baseline, actor.reward_scale) == ("group_mean", "group_std")
+    assert (actor.adv_norm, actor.group_adv_norm, actor.max_new_tokens) == (True, False, 1024)
+    assert (actor.proximal, actor.correction.action, actor.correction.upper) == ("recompute", "mask", None)
     told = {message.split(" ")[0] for message in caplog.messages}
     assert told >= {"allocation_mode", "actor.reward_norm", "actor.adv_norm", "actor.weight_update_mode", "scheduler"}
     again = AREAL_2026.replace('backend: "sglang:d4p1t1"', "").replace('backend: "fsdp:d4p1t1"', "")
@@ -99,15 +102,32 @@ def test_the_yaml_of_todays_areal_loads(tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("norms", "fields"),
     [
-        ("{reward_norm: null, adv_norm: null}", (False, False, False)),
-        ("{adv_norm: {mean_level: group, std_level: group}}", (True, False, True)),
-        ("{adv_norm: false, group_reward_norm: false}", (False, False, False)),
+        ("{reward_norm: null, adv_norm: null}", ("none", "none", False, False)),
+        ("{adv_norm: {mean_level: group, std_level: group}}", ("group_mean", "group_std", False, True)),
+        ("{adv_norm: false, group_reward_norm: false}", ("none", "none", False, False)),
+        ("{reward_norm: {mean_level: group, std_level: batch}}", ("group_mean", "batch_std", False, False)),
+        ("{reward_norm: {mean_level: group, mean_leave1out: true}}", ("leave_one_out", "none", False, False)),
+        (  # LitePPO in AReaL
+            "{reward_norm: null, adv_norm: {mean_level: group, std_level: batch}}",
+            ("group_mean", "batch_std", False, False),
+        ),
+        (  # Dr. GRPO in AReaL, with its key of two meanings beside ours
+            "{adv_norm: {mean_level: group, std_level: null}, group_adv_norm: true}",
+            ("group_mean", "none", False, True),
+        ),
     ],
 )
-def test_normalisations_as_areal_writes_them(tmp_path: Path, norms: str, fields: tuple[bool, ...]) -> None:
+def test_normalisations_as_areal_writes_them(tmp_path: Path, norms: str, fields: tuple[object, ...]) -> None:
     overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=gsm8k")
     actor = load(tmp_path, f"actor: {norms}", *overrides, "train_dataset.batch_size=8").actor
-    assert (actor.group_reward_norm, actor.adv_norm, actor.group_adv_norm) == fields
+    assert (actor.baseline, actor.reward_scale, actor.adv_norm, actor.group_adv_norm) == fields
+
+
+def test_normalisations_without_a_counterpart_are_refused(tmp_path: Path) -> None:
+    mean_of_batch = refusal(tmp_path, text="actor: {reward_norm: {mean_level: batch, std_level: batch}}")
+    assert "actor.reward_norm must be a key of GRPOConfig" in mean_of_batch
+    twice = "{reward_norm: {mean_level: group}, adv_norm: {mean_level: group, std_level: batch}}"
+    assert "actor.adv_norm must be true or false or null: got {'mean" in refusal(tmp_path, text=f"actor: {twice}")
 
 
 def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> None:
@@ -135,12 +155,15 @@ def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> Non
         ("ref.model_name_or_path=x", "It is called ref.path here."),
         ("actor.beta=0.1", "It is called actor.kl_ctl here."),
         ("rollout.max_staleness=1", "It is called rollout.max_head_offpolicyness here."),
-        ("actor.loss_type=dapo", "Remove it: an objective other than GRPO's is not supported yet."),
+        ("actor.loss_type=dapo", "It is called actor.algorithm here."),
         ("actor_rollout_ref.rollout.n=5", "It is called gconfig.n_samples here."),
-        ("algorithm.adv_estimator=grpo", "Remove it: an objective other than GRPO's is not supported yet."),
+        ("algorithm.adv_estimator=grpo", "It is called actor.algorithm here."),
         ("seqlen=5", "Remove it; --help lists all keys."),  # seed is the nearest, and another thing
         ("actor.zeed=5", "Did you mean actor.seed?"),
-        ("max_new_tokens=5", "Did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens?"),
+        (
+            "max_new_tokens=5",
+            "Did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens or actor.max_new_tokens?",
+        ),
     ],
 )
 def test_words_of_others_are_known_and_nothing_is_guessed(tmp_path: Path, override: str, advice: str) -> None:

@@ -1,0 +1,304 @@
+"""From presets, older keys and what is given to one value for every choice of an algorithm, or a refusal.
+
+What is given wins over the preset, the preset over the defaults. Invariant: what `resolve_choices` returns has no
+older key left and resolves to itself, so that a stored config means what it shows. A preset never sets learning rate,
+group size, `ppo_n_minibatches` or `kl_ctl`. docs/algorithms.md has formulas and papers.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from arealite.api.config.checks import require
+from arealite.api.config.model import CorrectionConfig, PPOActorConfig
+
+logger = logging.getLogger("arealite.config")
+
+ConfigT = TypeVar("ConfigT", bound=PPOActorConfig)
+Choices = dict[str, Any]
+"""Values by key of the actor, dotted in its block `correction`; None is not given, or off."""
+
+
+def _preset(baseline: str, reward_scale: str, objective: str, aggregation: str, kl: str, **others: Any) -> Choices:
+    kl_estimator, _, kl_in = kl.split()
+    choices = {"baseline": baseline, "reward_scale": reward_scale, "objective": objective, "aggregation": aggregation}
+    return choices | {"kl_estimator": kl_estimator, "kl_in": kl_in, "adv_norm": False} | others
+
+
+_LOSS, _REWARD = "k3 in loss", "k1 in reward"  # where a paper has no KL term: what kl_ctl > 0 adds
+
+PRESETS: dict[str, Choices] = {
+    "grpo": _preset("group_mean", "group_std", "ppo", "sequence_mean", _LOSS),
+    "dr_grpo": _preset("group_mean", "none", "ppo", "constant", _LOSS),
+    "dapo": _preset(
+        "group_mean", "group_std", "ppo", "token_mean", _LOSS, eps_clip=0.2, eps_clip_higher=0.28, dynamic_sampling=True
+    ),
+    "gspo": _preset(
+        *("group_mean", "group_std", "ppo", "sequence_mean", _LOSS),
+        importance_sampling_level="sequence",
+        eps_clip=3e-4,
+        eps_clip_higher=4e-4,
+    ),
+    "cispo": _preset("group_mean", "group_std", "cispo", "token_mean", _LOSS),
+    "rloo": _preset("leave_one_out", "none", "reinforce", "constant", _REWARD, loss_constant=1.0),
+    "reinforce_plus_plus": _preset("none", "none", "ppo", "token_mean", _REWARD, adv_norm=True),
+    "reinforce_plus_plus_baseline": _preset("group_mean", "none", "ppo", "token_mean", "k2 in loss", adv_norm=True),
+    "ppo": _preset("critic", "none", "ppo", "token_mean", _REWARD, adv_norm=True, gae_lambda=0.95),
+    "sapo": _preset("group_mean", "group_std", "sapo", "sequence_mean", _LOSS),
+    "gmpo": _preset("group_mean", "group_std", "gmpo", "sequence_mean", _LOSS),
+    "lite_ppo": _preset("group_mean", "batch_std", "ppo", "token_mean", _LOSS),
+    "max_rl": _preset("group_mean", "group_mean", "reinforce", "constant", _LOSS, loss_constant=1.0),
+    "dppo": _preset("group_mean", "none", "dppo", "token_mean", _LOSS),
+}
+"""Choices of `algorithm`; bounds that are not here are those of `DEFAULTS`."""
+
+DEFAULTS: Choices = {
+    "truncated": "keep",
+    "dynamic_sampling": False,
+    "baseline": "none",
+    "reward_scale": "none",
+    "adv_norm": True,
+    "discount": 1.0,
+    "gae_lambda": 1.0,
+    "objective": "ppo",
+    "importance_sampling_level": "token",
+    "eps_clip": 0.2,
+    "eps_clip_higher": None,  # eps_clip
+    "c_clip": None,
+    "cispo_max": 5.0,
+    "sapo_tau_positive": 1.0,
+    "sapo_tau_negative": 1.05,
+    "gmpo_eps_log": 0.4,
+    "dppo_delta": 0.2,
+    "proximal": "rollout",
+    "correction.action": "none",
+    "correction.level": "token",
+    "correction.metric": "ratio",
+    "correction.lower": None,
+    "correction.upper": None,
+    "aggregation": "token_mean",
+    "loss_constant": None,  # max_new_tokens
+    "kl_in": "reward",
+    "kl_estimator": "k1",
+}
+"""Every choice, with its value if neither the user nor a preset gives one."""
+
+GRPO_DEFAULTS: Choices = {"baseline": "group_mean", "reward_scale": "group_std", "adv_norm": False}
+"""What a GRPOConfig fills in without a preset."""
+
+BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("eps_clip", "eps_clip_higher", "c_clip"), ("objective", ("ppo",))),
+    "cispo_max": ("objective", ("cispo",)),
+    **dict.fromkeys(("sapo_tau_positive", "sapo_tau_negative"), ("objective", ("sapo",))),
+    "gmpo_eps_log": ("objective", ("gmpo",)),
+    "dppo_delta": ("objective", ("dppo",)),
+    "loss_constant": ("aggregation", ("constant",)),
+    **dict.fromkeys(("correction.level", "correction.upper"), ("correction.action", ("truncate", "mask"))),
+    **dict.fromkeys(("correction.lower", "correction.metric"), ("correction.action", ("mask",))),
+}
+"""Parameters, and the choice with the values under which they mean something; they are null under others."""
+
+_CORRECTION = tuple(key for key in DEFAULTS if key.startswith("correction."))
+OLDER_KEYS: dict[str, tuple[str, ...]] = {
+    "group_reward_norm": ("baseline", "reward_scale"),
+    "mask_no_eos_with_zero": ("truncated",),
+    "recompute_logprob": ("proximal",),
+    "use_decoupled_loss": ("proximal", *_CORRECTION),
+    "behav_imp_weight_cap": ("proximal", *_CORRECTION),
+}
+"""Older keys, and the choices that they make."""
+
+
+def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> ConfigT:
+    """Return a copy in which every choice has its value and older keys are None.
+
+    `defaults` come before `DEFAULTS`. Raises ConfigError for choices that mean nothing together.
+    """
+    given = {key: value for key in DEFAULTS if (value := _value(config, key)) is not None}
+    given |= _translated(config, given)
+    choices = {**DEFAULTS, **defaults, **_choices_of(config.algorithm), **given}
+    for key, (choice, values) in BELONGS_TO.items():
+        if choices[choice] not in values:
+            require(
+                key not in given,
+                f"actor.{key} must be null with actor.{choice} {choices[choice]}: got {given.get(key)}. "
+                f"Remove it, or set actor.{choice}={values[0]}.",
+            )
+            choices[key] = None
+    if choices["objective"] == "ppo" and choices["eps_clip_higher"] is None:
+        choices["eps_clip_higher"] = choices["eps_clip"]
+    if choices["aggregation"] == "constant" and choices["loss_constant"] is None:
+        choices["loss_constant"] = None if config.max_new_tokens is None else float(config.max_new_tokens)
+    resolved = _with(config, choices)
+    _check_rewards(resolved)
+    _check_objective(resolved)
+    _check_proximal(resolved)
+    _check_correction(resolved.correction)
+    return resolved
+
+
+def _value(config: PPOActorConfig, key: str) -> Any:
+    block, _, leaf = key.rpartition(".")
+    return getattr(getattr(config, block) if block else config, leaf)
+
+
+def _with(config: ConfigT, choices: Choices) -> ConfigT:
+    correction = CorrectionConfig(**{key.partition(".")[2]: choices[key] for key in _CORRECTION})
+    plain: Choices = {key: value for key, value in choices.items() if key not in _CORRECTION}
+    return dataclasses.replace(config, correction=correction, **plain | dict.fromkeys(OLDER_KEYS))
+
+
+def _choices_of(algorithm: str | None) -> Choices:
+    require(
+        algorithm is None or algorithm in PRESETS,
+        f"actor.algorithm must be one of {', '.join(PRESETS)}: got {algorithm}, which is not built yet. Choose one.",
+    )
+    return {} if algorithm is None else PRESETS[algorithm]
+
+
+def _translated(config: PPOActorConfig, given: Choices) -> Choices:
+    """Return the choices that older keys make; one made by both is refused."""
+    older = {key: value for key in OLDER_KEYS if (value := getattr(config, key)) is not None}
+    for key, value in older.items():
+        for choice in OLDER_KEYS[key]:
+            require(
+                choice not in given,
+                f"actor.{key} must not be given with actor.{choice}: got {value} and {given.get(choice)}. "
+                f"Remove actor.{key}, the older key.",
+            )
+    choices: Choices = {}
+    if "group_reward_norm" in older:
+        is_on = older["group_reward_norm"]
+        choices["baseline"], choices["reward_scale"] = ("group_mean", "group_std") if is_on else ("none", "none")
+    if "mask_no_eos_with_zero" in older:
+        choices["truncated"] = "zero" if older["mask_no_eos_with_zero"] else "keep"
+    if "recompute_logprob" in older:
+        choices["proximal"] = "recompute" if older["recompute_logprob"] else "rollout"
+    is_decoupled = older.get("use_decoupled_loss")
+    if is_decoupled:
+        require(
+            choices.get("proximal") != "rollout",
+            "actor.recompute_logprob must be true if actor.use_decoupled_loss is: got false. "
+            "The decoupled loss needs the recomputed logprobs; set actor.recompute_logprob=true.",
+        )
+        choices |= {"proximal": "recompute", "correction.action": "mask", "correction.level": "token"}
+        choices["correction.upper"] = older.get("behav_imp_weight_cap")
+    elif is_decoupled is False:
+        choices["correction.action"] = "none"
+    if "behav_imp_weight_cap" in older and not is_decoupled:
+        logger.warning("actor.behav_imp_weight_cap has no effect: actor.use_decoupled_loss is not true.")
+    return choices
+
+
+def _check_rewards(actor: PPOActorConfig) -> None:
+    """Rewards, baseline and scale."""
+    require(
+        actor.baseline != "critic",
+        "actor.baseline must not be critic yet: got critic. There is no critic; choose group_mean or leave_one_out.",
+    )
+    is_shaped_negative = actor.reward_bias < 0 or actor.reward_scaling <= 0 or actor.overlong_buffer is not None
+    require(
+        actor.reward_scale != "group_mean" or not is_shaped_negative,
+        "actor.reward_scale must not be group_mean with rewards that may be negative: got reward_bias "
+        f"{actor.reward_bias}, reward_scaling {actor.reward_scaling}, overlong_buffer {actor.overlong_buffer}. "
+        "The mean of a group may be 0 or below; remove them or set actor.reward_scale=group_std.",
+    )
+    if actor.overlong_buffer is not None:
+        longest = actor.max_new_tokens
+        require(
+            longest is not None and actor.overlong_buffer <= longest,
+            f"actor.overlong_buffer must be at most actor.max_new_tokens: got {actor.overlong_buffer} and {longest}. "
+            "Lower the first or give the second.",
+        )
+
+
+def _check_objective(actor: PPOActorConfig) -> None:
+    """Objective, aggregation and KL penalty."""
+    is_sequence = actor.importance_sampling_level == "sequence"
+    require(
+        not is_sequence or actor.objective == "ppo",
+        f"actor.importance_sampling_level must be token with actor.objective {actor.objective}: got sequence. "
+        "Remove it, or set actor.objective=ppo.",
+    )
+    if is_sequence or actor.objective == "gmpo":
+        _check_one_ratio(actor, "actor.importance_sampling_level sequence" if is_sequence else "actor.objective gmpo")
+    require(
+        actor.aggregation != "constant" or actor.loss_constant is not None,
+        "actor.loss_constant must be given with actor.aggregation constant: got null. "
+        "Set it, e.g. to the number of tokens of the longest completion.",
+    )
+    require(
+        (actor.kl_in, actor.kl_estimator) != ("loss", "k1"),
+        "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1, whose expected gradient is 0. "
+        "Set actor.kl_estimator=k2 or actor.kl_in=reward.",
+    )
+
+
+def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
+    """With one ratio per completion, its tokens must share weight and advantage."""
+    require(
+        actor.aggregation == "sequence_mean",
+        f"actor.aggregation must be sequence_mean with {one_ratio}: got {actor.aggregation}, which weighs completions "
+        "by their length. Remove it.",
+    )
+    require(
+        actor.kl_ctl == 0 or actor.kl_in == "loss",
+        f"actor.kl_in must be loss with {one_ratio}: got reward, which gives each token an advantage of its own. "
+        "Set actor.kl_in=loss and actor.kl_estimator=k3.",
+    )
+    require(
+        actor.discount == actor.gae_lambda == 1 and actor.baseline != "critic",
+        f"actor.discount and actor.gae_lambda must be 1, without a critic, with {one_ratio}: got {actor.discount}, "
+        f"{actor.gae_lambda} and baseline {actor.baseline}. Tokens of a completion must share its advantage.",
+    )
+
+
+def _check_proximal(actor: PPOActorConfig) -> None:
+    """What the proximal policy makes possible."""
+    require(
+        actor.proximal != "current" or actor.ppo_n_minibatches == 1,
+        f"actor.proximal must be recompute with actor.ppo_n_minibatches {actor.ppo_n_minibatches}: got current. From "
+        "the second optimizer step on it is another policy; set it, or actor.ppo_n_minibatches=1.",
+    )
+    corrects = {
+        "correction.action": actor.correction.action != "none",
+        "sequence_mask_delta": actor.sequence_mask_delta is not None,
+        "second_moment_limit": actor.second_moment_limit is not None,
+    }
+    for key, is_on in corrects.items():
+        require(
+            not is_on or actor.proximal != "rollout",
+            f"actor.{key} must not be given with actor.proximal rollout: got {_value(actor, key)}. It compares the "
+            "proximal with the rollout policy; set actor.proximal=recompute.",
+        )
+    require(
+        not corrects["second_moment_limit"] or actor.proximal == "recompute",
+        "actor.proximal must be recompute with actor.second_moment_limit: got current. The mask is chosen over the "
+        "whole batch before the update; set it.",
+    )
+    require(
+        not corrects["correction.action"] or actor.objective != "dppo",
+        f"actor.correction.action must be none with actor.objective dppo: got {actor.correction.action}. Its ratio is "
+        "to the rollout policy already; remove it.",
+    )
+
+
+def _check_correction(correction: CorrectionConfig) -> None:
+    """The bounds must bound something."""
+    lower, upper = correction.lower, correction.upper
+    require(
+        lower is None or upper is None or lower < upper,
+        f"actor.correction.lower must be less than actor.correction.upper: got {lower} and {upper}. Exchange them.",
+    )
+    require(
+        correction.action != "truncate" or (upper is not None and upper > 0 and correction.level != "geometric"),
+        "actor.correction.upper must be above 0, and level token or sequence, with action truncate: got "
+        f"{upper} and {correction.level}. Set e.g. actor.correction.upper=2.",
+    )
+    is_plain_weight = correction.level == "token" and correction.metric == "ratio"
+    require(
+        correction.action != "mask" or is_plain_weight or (lower, upper) != (None, None),
+        f"actor.correction must have a bound with level {correction.level}, metric {correction.metric}: got none. "
+        "Set actor.correction.upper.",
+    )

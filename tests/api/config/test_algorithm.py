@@ -1,0 +1,275 @@
+"""Choices of an algorithm: what presets and older keys stand for, what is refused, and that resolving is final."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.cli_args import CorrectionConfig, GRPOConfig, PPOActorConfig, load_expr_config, to_yaml
+from arealite.api.config.algorithm import BELONGS_TO, DEFAULTS, GRPO_DEFAULTS, OLDER_KEYS, PRESETS, resolve_choices
+from arealite.api.errors import ConfigError
+
+COMMON = "experiment_name: e\ntrial_name: t\ntrain_dataset: {path: p, batch_size: 8}\n"
+TABLE = """
+preset                       baseline      scale      norm  objective aggregation   kl           bounds
+grpo                         group_mean    group_std  False ppo       sequence_mean k3 in loss   0.2 0.2
+dr_grpo                      group_mean    none       False ppo       constant      k3 in loss   0.2 0.2 512.0
+dapo                         group_mean    group_std  False ppo       token_mean    k3 in loss   0.2 0.28
+gspo                         group_mean    group_std  False ppo       sequence_mean k3 in loss   0.0003 0.0004
+cispo                        group_mean    group_std  False cispo     token_mean    k3 in loss   5.0
+rloo                         leave_one_out none       False reinforce constant      k1 in reward 1.0
+reinforce_plus_plus          none          none       True  ppo       token_mean    k1 in reward 0.2 0.2
+reinforce_plus_plus_baseline group_mean    none       True  ppo       token_mean    k2 in loss   0.2 0.2
+sapo                         group_mean    group_std  False sapo      sequence_mean k3 in loss   1.0 1.05
+gmpo                         group_mean    group_std  False gmpo      sequence_mean k3 in loss   0.4
+lite_ppo                     group_mean    batch_std  False ppo       token_mean    k3 in loss   0.2 0.2
+max_rl                       group_mean    group_mean False reinforce constant      k3 in loss   1.0
+dppo                         group_mean    none       False dppo      token_mean    k3 in loss   0.2
+""".strip().splitlines()[1:]
+"""Section 3 of the design, by hand; bounds are those that are not null, in the order of the keys."""
+BOUNDS = [key for key, (choice, _) in BELONGS_TO.items() if choice in ("objective", "aggregation")]
+
+
+def actor(**changes: Any) -> PPOActorConfig:
+    correction = {key[1:]: changes.pop(key) for key in list(changes) if key[0] == "_"}  # _upper is correction.upper
+    return PPOActorConfig(path="m", correction=CorrectionConfig(**correction), **{"max_new_tokens": 512, **changes})
+
+
+def load(folder: Path, text: str, *overrides: str) -> GRPOConfig:
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return load_expr_config(["--config", str(file), "actor.path=m", *overrides], GRPOConfig)[0]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.split()[0])
+def test_presets_are_those_of_the_papers(row: str) -> None:
+    name, baseline, scale, norm, objective, aggregation, estimator, _, kl_in, *bounds = row.split()
+    resolved = resolve_choices(actor(algorithm=name), GRPO_DEFAULTS)
+    assert (resolved.baseline, resolved.reward_scale, str(resolved.adv_norm)) == (baseline, scale, norm)
+    assert (resolved.objective, resolved.aggregation) == (objective, aggregation)
+    assert (resolved.kl_estimator, resolved.kl_in) == (estimator, kl_in)
+    assert [str(value) for key in BOUNDS if (value := getattr(resolved, key)) is not None] == bounds
+    assert resolved.importance_sampling_level == ("sequence" if name == "gspo" else "token")
+    assert resolved.dynamic_sampling == (name == "dapo")
+    assert (resolved.proximal, resolved.correction.action, resolved.truncated) == ("rollout", "none", "keep")
+    assert (resolved.discount, resolved.gae_lambda) == (1.0, 1.0)
+    untouched = ("ppo_n_minibatches", "group_size", "kl_ctl", "optimizer", "entropy_ctl", "algorithm")
+    assert all(getattr(resolved, key) == getattr(actor(algorithm=name), key) for key in untouched)
+
+
+def test_every_preset_is_in_the_table_or_says_what_it_waits_for() -> None:
+    assert {row.split()[0] for row in TABLE} == PRESETS.keys() - {"ppo"}
+    with pytest.raises(ConfigError, match=r"actor.baseline must not be critic yet: got critic"):
+        resolve_choices(actor(algorithm="ppo"))
+    with pytest.raises(ConfigError, match=r"actor.algorithm must be one of .*: got opd, which is not built yet"):
+        resolve_choices(actor(algorithm="opd"))
+    assert PRESETS["ppo"]["gae_lambda"] == 0.95
+
+
+def test_what_is_given_wins_over_the_preset_and_the_preset_over_the_defaults() -> None:
+    resolved = resolve_choices(actor(algorithm="dapo", eps_clip_higher=0.5, reward_scale="none"), GRPO_DEFAULTS)
+    assert (resolved.eps_clip, resolved.eps_clip_higher, resolved.reward_scale) == (0.2, 0.5, "none")
+    assert resolve_choices(actor(algorithm="grpo", eps_clip=0.4)).eps_clip_higher == 0.4
+    assert resolve_choices(actor(), GRPO_DEFAULTS).adv_norm is False
+    assert resolve_choices(actor(algorithm="reinforce_plus_plus"), GRPO_DEFAULTS).adv_norm is True
+    assert resolve_choices(actor(algorithm="dr_grpo", loss_constant=9.0, max_new_tokens=None)).loss_constant == 9.0
+
+
+def test_nothing_given_is_plain_ppo_without_a_group_statistic() -> None:
+    resolved = resolve_choices(actor())
+    for key, value in DEFAULTS.items():
+        if "." not in key and key not in BELONGS_TO:
+            assert getattr(resolved, key) == value
+    assert (resolved.eps_clip, resolved.eps_clip_higher, resolved.cispo_max) == (0.2, 0.2, None)
+    assert resolved.correction == CorrectionConfig(action="none")
+
+
+@pytest.mark.parametrize(
+    ("older", "choices"),
+    [
+        ({"group_reward_norm": True}, {"baseline": "group_mean", "reward_scale": "group_std"}),
+        ({"group_reward_norm": False}, {"baseline": "none", "reward_scale": "none"}),
+        ({"mask_no_eos_with_zero": True}, {"truncated": "zero"}),
+        ({"mask_no_eos_with_zero": False}, {"truncated": "keep"}),
+        ({"recompute_logprob": True}, {"proximal": "recompute", "correction": CorrectionConfig(action="none")}),
+        ({"recompute_logprob": False}, {"proximal": "rollout"}),
+        ({"use_decoupled_loss": False}, {"proximal": "rollout", "correction": CorrectionConfig(action="none")}),
+        (
+            {"use_decoupled_loss": True, "recompute_logprob": True},
+            {"proximal": "recompute", "correction": CorrectionConfig("mask", "token", "ratio")},
+        ),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_cap": 5.0},
+            {"proximal": "recompute", "correction": CorrectionConfig("mask", "token", "ratio", upper=5.0)},
+        ),
+    ],
+)
+def test_older_keys_mean_what_they_did(older: dict[str, Any], choices: dict[str, Any]) -> None:
+    resolved = resolve_choices(actor(**older), GRPO_DEFAULTS)
+    assert {key: getattr(resolved, key) for key in choices} == choices
+    assert all(getattr(resolved, key) is None for key in OLDER_KEYS)
+
+
+def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        resolved = resolve_choices(actor(use_decoupled_loss=False, behav_imp_weight_cap=5.0))
+    assert resolved.correction.action == "none" and "behav_imp_weight_cap has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("choices", "told"),
+    [
+        ({"group_reward_norm": True, "baseline": "none"}, "actor.group_reward_norm must not be given with actor.base"),
+        ({"mask_no_eos_with_zero": False, "truncated": "mask"}, "mask_no_eos_with_zero must not be given with"),
+        ({"recompute_logprob": True, "proximal": "current"}, "recompute_logprob must not be given with actor.proximal"),
+        ({"use_decoupled_loss": True, "_upper": 2.0}, "decoupled_loss must not be given with actor.correction.upper"),
+        ({"behav_imp_weight_cap": 2.0, "proximal": "recompute"}, "weight_cap must not be given with actor.proximal"),
+        ({"use_decoupled_loss": True, "recompute_logprob": False}, "actor.recompute_logprob must be true if"),
+        (
+            {"cispo_max": 5.0},
+            "actor.cispo_max must be null with actor.objective ppo: got 5.0. Remove it, or set actor.",
+        ),
+        ({"objective": "cispo", "eps_clip": 0.2}, "actor.eps_clip must be null with actor.objective cispo"),
+        ({"objective": "reinforce", "c_clip": 3.0}, "actor.c_clip must be null with actor.objective reinforce"),
+        ({"loss_constant": 3.0}, "actor.loss_constant must be null with actor.aggregation token_mean"),
+        ({"_upper": 3.0}, "actor.correction.upper must be null with actor.correction.action none"),
+        ({"algorithm": "gspo", "objective": "sapo"}, "actor.importance_sampling_level must be token with actor.objec"),
+        (
+            {"algorithm": "gspo", "aggregation": "token_mean"},
+            "actor.aggregation must be sequence_mean with actor.impor",
+        ),
+        ({"algorithm": "gmpo", "aggregation": "constant"}, "actor.aggregation must be sequence_mean with actor.object"),
+        ({"algorithm": "gmpo", "kl_ctl": 0.1, "kl_in": "reward"}, "actor.kl_in must be loss with actor.objective gmpo"),
+        ({"algorithm": "gspo", "gae_lambda": 0.95}, "actor.discount and actor.gae_lambda must be 1"),
+        ({"algorithm": "dr_grpo", "max_new_tokens": None}, "actor.loss_constant must be given with actor.aggregation"),
+        ({"kl_in": "loss"}, "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1"),
+        ({"baseline": "critic"}, "actor.baseline must not be critic yet"),
+        ({"algorithm": "max_rl", "reward_bias": -0.5}, "actor.reward_scale must not be group_mean with rewards that"),
+        ({"algorithm": "max_rl", "overlong_buffer": 4}, "actor.reward_scale must not be group_mean with rewards that"),
+        ({"overlong_buffer": 513}, "actor.overlong_buffer must be at most actor.max_new_tokens: got 513 and 512"),
+        ({"overlong_buffer": 4, "max_new_tokens": None}, "actor.overlong_buffer must be at most actor.max_new_tokens"),
+        ({"proximal": "current", "ppo_n_minibatches": 2}, "actor.proximal must be recompute with actor.ppo_n_minib"),
+        ({"_action": "truncate", "_upper": 2.0}, "actor.correction.action must not be given with actor.proximal roll"),
+        ({"sequence_mask_delta": 0.1}, "actor.sequence_mask_delta must not be given with actor.proximal rollout"),
+        (
+            {"second_moment_limit": 0.04, "proximal": "current", "ppo_n_minibatches": 1},
+            "actor.proximal must be recompute with actor.second_moment_limit: got current",
+        ),
+        (
+            {"algorithm": "dppo", "proximal": "recompute", "_action": "mask", "_upper": 2.0},
+            "actor.correction.action must be none with actor.objective dppo",
+        ),
+        (
+            {"proximal": "recompute", "_action": "mask", "_lower": 5.0, "_upper": 0.5},
+            "actor.correction.lower must be less than actor.correction.upper",
+        ),
+        ({"proximal": "recompute", "_action": "truncate"}, "actor.correction.upper must be above 0"),
+        (
+            {"proximal": "recompute", "_action": "truncate", "_upper": 2.0, "_level": "geometric"},
+            "level token or sequence, with action truncate",
+        ),
+        ({"proximal": "recompute", "_action": "mask", "_level": "geometric"}, "actor.correction must have a bound"),
+    ],
+)
+def test_what_means_nothing_is_refused(choices: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_choices(actor(**choices))
+    assert told in str(caught.value)
+    assert str(caught.value).endswith(".") and ": got " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"algorithm": "gspo", "kl_ctl": 0.1},
+        {"algorithm": "gspo", "adv_norm": True, "proximal": "recompute", "_action": "mask", "_upper": 2.0},
+        {"algorithm": "grpo", "proximal": "current", "ppo_n_minibatches": 1, "sequence_mask_delta": 0.1},
+        {"algorithm": "dppo", "proximal": "recompute", "sequence_mask_delta": 0.1},
+        {"recompute_logprob": True, "_action": "truncate", "_upper": 2.0, "_level": "sequence"},
+        {"kl_in": "loss", "kl_estimator": "k2"},
+    ],
+)
+def test_what_means_something_is_accepted(choices: dict[str, Any]) -> None:
+    resolve_choices(actor(**choices))
+
+
+VALUES: dict[str, list[Any]] = {
+    "algorithm": [*PRESETS, "opd"],
+    "truncated": ["keep", "zero", "mask"],
+    "baseline": ["none", "group_mean", "leave_one_out", "length_weighted"],
+    "reward_scale": ["none", "group_std", "batch_std", "group_mean"],
+    "objective": ["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"],
+    "importance_sampling_level": ["token", "sequence"],
+    "proximal": ["recompute", "current", "rollout"],
+    "aggregation": ["token_mean", "sequence_mean", "prompt_mean", "constant"],
+    "kl_in": ["reward", "loss"],
+    "kl_estimator": ["k1", "k2", "k3"],
+    "_action": ["none", "truncate", "mask"],
+    "_level": ["token", "sequence", "geometric"],
+    "_metric": ["ratio", "k1", "k2", "k3"],
+    **{key: [0.1, 0.5] for key in ("eps_clip", "eps_clip_higher", "cispo_max", "_lower", "_upper", "loss_constant")},
+    **{key: [0.3] for key in ("sapo_tau_positive", "gmpo_eps_log", "dppo_delta", "discount", "gae_lambda", "kl_ctl")},
+    **{key: [0.7] for key in ("sequence_mask_delta", "second_moment_limit", "behav_imp_weight_cap")},
+    **{key: [True, False] for key in ("adv_norm", "group_adv_norm", "dynamic_sampling", *list(OLDER_KEYS)[:4])},
+    **{key: [1] for key in ("ppo_n_minibatches", "overlong_buffer")},
+}
+
+
+@given(st.dictionaries(st.sampled_from(list(VALUES)), st.integers(0, 20), max_size=8), st.booleans())
+def test_resolving_is_final_and_keeps_what_is_given(picks: dict[str, int], is_grpo: bool) -> None:
+    choices = {key: VALUES[key][pick % len(VALUES[key])] for key, pick in picks.items()}
+    defaults = GRPO_DEFAULTS if is_grpo else {}
+    config = actor(**choices)
+    before = dataclasses.replace(config, correction=dataclasses.replace(config.correction))
+    try:
+        resolved = resolve_choices(config, defaults)
+    except ConfigError:
+        return
+    assert config == before, "the user's config is left as it is"
+    assert resolve_choices(resolved, defaults) == resolved == resolve_choices(resolved)
+    may_be_off = {*BELONGS_TO, "correction.lower", "correction.upper", "c_clip"}
+    for key in DEFAULTS:
+        block, _, leaf = key.rpartition(".")
+        value = getattr(resolved.correction if block else resolved, leaf)
+        assert value is not None or key in may_be_off
+        asked = choices.get(f"_{leaf}" if block else leaf)
+        assert asked is None or value == asked
+
+
+@pytest.mark.parametrize("algorithm", [None, *(PRESETS.keys() - {"ppo"})])
+def test_resolved_choices_survive_yaml(tmp_path: Path, algorithm: str | None) -> None:
+    overrides = ("actor.proximal=recompute", *([f"actor.algorithm={algorithm}"] if algorithm else []))
+    config = load(tmp_path, COMMON, *overrides)
+    assert config.actor.baseline is not None and config.actor.max_new_tokens == config.gconfig.max_new_tokens
+    again = load(tmp_path, to_yaml(config))
+    assert again == config
+
+
+def test_a_grpo_config_without_a_preset_has_the_group_statistic(tmp_path: Path) -> None:
+    plain = load(tmp_path, COMMON).actor
+    assert (plain.baseline, plain.reward_scale, plain.adv_norm) == ("group_mean", "group_std", False)
+    assert (plain.aggregation, plain.proximal, plain.eps_clip) == ("token_mean", "rollout", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("actor.algorithm=rloo", "actor.baseline must be none if gconfig.n_samples is 1: got leave_one_out."),
+        ("actor.algorithm=lite_ppo", "actor.baseline must be none if gconfig.n_samples is 1: got group_mean."),
+        ("actor={group_reward_norm: false, group_adv_norm: true}", "actor.group_adv_norm must be false if gconfig"),
+        ("actor={group_reward_norm: false, dynamic_sampling: true}", "actor.dynamic_sampling must be false if gconf"),
+        ("actor={algorithm: dapo, max_new_tokens: 3}", "actor.max_new_tokens must equal gconfig.max_new_tokens: got 3"),
+        ("actor.algorithm=grpo2", "actor.algorithm must be 'grpo', 'dr_grpo', "),
+        ("actor.correction.action=clip", "actor.correction.action must be 'none', 'truncate' or 'mask': got 'clip'."),
+    ],
+)
+def test_experiments_refuse_what_their_groups_cannot_give(tmp_path: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, COMMON, "gconfig.n_samples=1", override)
+    assert told in str(caught.value)
