@@ -39,6 +39,11 @@ def logprob_at(token: int, position: int, version: int) -> float:
     return -(token + 1) / VOCABULARY - position / 1e4 - version
 
 
+def kept_at(token: int, position: int) -> list[int]:
+    """Return the ids that a server says it sampled this token from."""
+    return [token, *range(VOCABULARY, VOCABULARY + position % 4)]
+
+
 @dataclass
 class ScriptedServer:
     """The endpoints, and knobs that tests turn while it runs."""
@@ -51,6 +56,8 @@ class ScriptedServer:
     context: int = 4096
     version: int = 0
     tells: Literal["spans", "single", "nothing"] = "spans"
+    returns_kept: bool = True
+    """Whether it knows what `return_sampling_mask` means."""
     has_sessions: bool = True
     failures: list[int | str] = field(default_factory=list)
     """What the next calls of /generate answer: a status, `hang up`, `truncated`, `nan`, or `slow` (1 s late)."""
@@ -182,6 +189,10 @@ class ScriptedServer:
                 finish = {"type": "stop", "matched": EOS}
                 break
         meta: dict[str, Any] = {"finish_reason": finish, "output_token_logprobs": pairs}
+        if body.get("return_sampling_mask") and self.returns_kept:
+            places = range(len(prompt), len(prompt) + len(tokens))
+            meta["output_token_sampling_mask"] = [kept_at(*one) for one in zip(tokens, places)]
+            meta["output_token_sampling_logprobs"] = [pair[0] for pair in pairs]
         if self.tells != "nothing":
             meta["weight_version"] = spans[-1]["version"] if spans else str(first_version)
         if self.tells == "spans":

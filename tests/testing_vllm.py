@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
-from testing_server import ScriptedServer
+from testing_server import ScriptedServer, kept_at
 
 from arealite.utils.fingerprint import differing, fingerprints
 
@@ -14,11 +14,19 @@ GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
 
 def vllm_config(
-    *, prefix_caching: bool = False, logprobs_mode: str = "processed_logprobs", backend: str | None = "arealite"
+    *,
+    prefix_caching: bool = False,
+    logprobs_mode: str = "processed_logprobs",
+    backend: str | None = "arealite",
+    has_mask_flag: bool = False,
 ) -> dict[str, Any]:
     """Return what vLLM says of its configuration, as far as a client reads it."""
     return {
-        "model_config": {"dtype": "torch.float32", "logprobs_mode": logprobs_mode},
+        "model_config": {
+            "dtype": "torch.float32",
+            "logprobs_mode": logprobs_mode,
+            "return_sampling_mask": has_mask_flag,
+        },
         "cache_config": {"enable_prefix_caching": prefix_caching},
         "parallel_config": {"world_size": 1, "data_parallel_size": 1},
         "weight_transfer_config": None if backend is None else {"backend": backend},
@@ -31,6 +39,8 @@ class ScriptedVLLM(ScriptedServer):
 
     has_generate: bool = True
     """Whether it was started with --enable-scale-out."""
+    has_mask_flag: bool = False
+    """Whether it was started with --return-sampling-mask."""
     can_reset_cache: bool = True
     has_started_anew: bool = False
     """And says `default` where it said a version."""
@@ -48,7 +58,9 @@ class ScriptedVLLM(ScriptedServer):
             return web.json_response({"paths": {path: {} for path in paths}})
 
         async def server_info(_: web.Request) -> web.Response:
-            return web.json_response({"vllm_config": vllm_config(backend=self.backend)})
+            return web.json_response(
+                {"vllm_config": vllm_config(backend=self.backend, has_mask_flag=self.has_mask_flag)}
+            )
 
         app.router.add_get("/health", self._health)
         app.router.add_get("/openapi.json", openapi)
@@ -87,7 +99,10 @@ class ScriptedVLLM(ScriptedServer):
         if request.path == GENERATE:
             content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, logprobs)]
             spans = [one | {"version": "default"} if self.has_started_anew else one for one in meta["weight_versions"]]
-            choice |= {"logprobs": {"content": content}, "weight_versions": spans}
+            choice |= {"logprobs": {"content": content}, "weight_versions": spans, "sampling_mask": None}
+            if self.has_mask_flag:
+                assert sampling["temperature"] > 0 and sampling["top_k"] > 0, "it refuses others"
+                choice["sampling_mask"] = [kept_at(*one) for one in zip(tokens, range(len(prompt), self.context))]
         else:
             choice["logprobs"] = {"token_logprobs": logprobs}
         return web.json_response({"choices": [choice]})

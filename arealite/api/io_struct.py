@@ -44,6 +44,9 @@ class ModelResponse:
     stop_reason: StopReason
     server: str
     """host:port of the server that sampled the last segment."""
+    output_kept: list[list[int]] | None = None
+    """The ids that each token was sampled from under top_p and top_k, over which its logprob is; None if the server did
+    not return them, or sampled from all."""
     num_interrupts: int = 0
     """How often generation was aborted and continued."""
     latency_s: float = 0.0

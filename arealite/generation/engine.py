@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import FinishReason, GenerationError, GenerationRequest, GenerationResult
-from arealite.generation.sampler import SamplingRows, sample
+from arealite.generation.sampler import SamplingRows, kept_ids, sample
 from arealite.generation.scheduler import Scheduler, Sequence
 from arealite.utils import heartbeat
 from arealite.utils.stop_strings import StopStrings
@@ -276,7 +276,9 @@ class GenerationEngine:
             )
         if first == 0:
             self._rows = rows
-        tokens, logprobs = sample(logits, rows, np.array([sequence.length for sequence in sequences]))
+        tokens, logprobs, of_all = sample(logits, rows, np.array([sequence.length for sequence in sequences]))
+        wanting = [row for row, sequence in enumerate(sequences) if sequence.request.returns_kept]
+        kept = dict(zip(wanting, kept_ids(of_all[wanting]))) if wanting else {}
         self._generated_tokens += len(sequences)
         ended: dict[int, FinishReason | GenerationError] = {}
         for slot, (sequence, token, logprob) in enumerate(zip(sequences, tokens.tolist(), logprobs.tolist()), first):
@@ -284,6 +286,7 @@ class GenerationEngine:
                 ended[slot] = GenerationError("logits must be finite: got NaN or inf. Check the weights.")
                 continue
             self._stale_kv_tokens += sequence.has_stale_kv
+            sequence.kept += [kept[slot - first]] if slot - first in kept else []
             if (reason := sequence.append(token, logprob, self.version)) is not None:
                 ended[slot] = reason
         if ended:
@@ -323,7 +326,7 @@ class GenerationEngine:
             sequence.future.set_exception(outcome)
         else:
             output = sequence.output_ids, sequence.logprobs, outcome
-            result = GenerationResult(*output, self.version, sequence.spans, sequence.num_stale_tokens)
+            result = GenerationResult(*output, self.version, sequence.spans, sequence.num_stale_tokens, sequence.kept)
             sequence.future.set_result(result)
 
     def _log_progress(self, step_s: float) -> None:

@@ -33,6 +33,7 @@ class GenerationRequest:
     rid: str
     input_ids: tuple[int, ...]
     params: SamplingParams
+    returns_kept: bool = False  # whether the result has the ids that each token was sampled from
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class GenerationResult:
     version: str  # of the weights when the sequence ended
     version_spans: list[VersionSpan] = field(default_factory=list)
     stale_kv_tokens: int = 0  # output tokens that were sampled on keys and values of older weights
+    kept: list[list[int]] = field(default_factory=list)  # ids that each token was sampled from, if requested
 
 
 class GenerationError(RuntimeError):

@@ -54,8 +54,8 @@ class SamplingRows:
 
 def sample(
     logits_nV: torch.Tensor, rows: SamplingRows, positions: NDArray[np.int64]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample the tokens at `positions`, `[n]`, from `[n, V]` logits; return them and their logprobs, `[n]`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample tokens at `positions`, `[n]`, from `[n, V]` logits; return them, and logprobs of them and of all ids."""
     logprobs_nV = sampled_logprobs(logits_nV, rows, positions)
     cdf_nV = logprobs_nV.exp().cumsum(-1, dtype=torch.float64)
     u_n = torch.from_numpy(uniform(rows.seeds, positions)).to(cdf_nV.device)
@@ -63,7 +63,14 @@ def sample(
     if rows.has_greedy:
         tokens_n = torch.where(rows.greedy, logprobs_nV.argmax(-1), tokens_n)
     tokens_n = tokens_n.clamp_max(logits_nV.shape[-1] - 1)  # NaN rows end past it; the engine fails them
-    return tokens_n, logprobs_nV.gather(-1, tokens_n[:, None])[:, 0]
+    return tokens_n, logprobs_nV.gather(-1, tokens_n[:, None])[:, 0], logprobs_nV
+
+
+def kept_ids(logprobs_nV: torch.Tensor) -> list[list[int]]:
+    """Return the ids, ascending, that each row of `sampled_logprobs` can sample."""
+    rows_M, ids_M = (logprobs_nV > -torch.inf).nonzero(as_tuple=True)
+    counts_n = rows_M.bincount(minlength=len(logprobs_nV))
+    return [ids.tolist() for ids in ids_M.split(counts_n.tolist())]
 
 
 def sampled_logprobs(logits_nV: torch.Tensor, rows: SamplingRows, positions: NDArray[np.int64]) -> torch.Tensor:

@@ -20,6 +20,7 @@ class Sequence:
     future: Future[GenerationResult] = field(default_factory=Future)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)  # ids that each output token was sampled from, if requested
     spans: list[VersionSpan] = field(default_factory=list)
     length: int = 0  # tokens of prompt and output so far
     has_stale_kv: bool = False  # whether older weights than the current ones computed its cache

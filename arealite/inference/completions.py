@@ -108,6 +108,7 @@ class Completions:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        kept: list[list[int]] = []
         failed: list[Server] = []
         num_interrupts = num_fruitless = 0
         while True:
@@ -139,6 +140,7 @@ class Completions:
             tokens += segment.tokens
             logprobs += segment.logprobs
             versions += segment_versions
+            kept += segment.kept or [[]] * len(segment.tokens)
             self.num_tokens += len(segment.tokens)
             self.num_stale_kv_tokens += segment.stale_kv_tokens
             if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
@@ -147,7 +149,7 @@ class Completions:
             if req.gconfig.stop:
                 num_settled = await self._num_settled(tokens, req.gconfig.stop)
                 # The server that continues looks for stop strings in its own output only.
-                del tokens[num_settled:], logprobs[num_settled:], versions[num_settled:]
+                del tokens[num_settled:], logprobs[num_settled:], versions[num_settled:], kept[num_settled:]
             num_fruitless = 0 if segment.tokens else num_fruitless + 1
             if num_fruitless > 1:
                 # Someone else paused this server; our own pauses are waited for in `_pick`.
@@ -158,6 +160,7 @@ class Completions:
         latency_s = time.monotonic() - started
         if episode is not None:
             episode.samples.append(SampleRecord(sample, len(tokens), latency_s, num_interrupts, server.address))
+            episode.is_narrowed |= req.gconfig.narrows
         return ModelResponse(
             input_tokens=list(req.input_ids),
             output_tokens=tokens,
@@ -165,6 +168,7 @@ class Completions:
             output_versions=versions,
             stop_reason="stop" if segment.finish == "stop" else "length",
             server=server.address,
+            output_kept=kept if all(kept) else None,
             num_interrupts=num_interrupts,
             latency_s=latency_s,
         )

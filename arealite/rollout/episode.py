@@ -43,6 +43,7 @@ class Episode:
     num_samples: int = 0  # completions requested so far
     servers: set[str] = field(default_factory=set)  # addresses that sampled a token of it
     newest_version: int = -1  # of the tokens that they sampled
+    is_narrowed: bool = False  # whether top_p or top_k have narrowed a completion
     samples: list[SampleRecord] = field(default_factory=list)  # completions that ended, in that order
     trajectory: TensorDict = field(init=False, repr=False)  # there once the attempt was accepted
     deadline: asyncio.Timeout | None = None  # deadline of the attempt, while it runs
@@ -127,7 +128,8 @@ class EpisodeRunner:
         # them; an engine for evaluations need not know.
         newest_version = math.inf if self.is_evaluation else max(self.engine.get_version() + 1, episode.newest_version)
         try:
-            trajectory = check_trajectory(returned, episode.head_version, newest_version)
+            needs_kept = episode.is_narrowed and not self.is_evaluation
+            trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
             if prompt.should_accept is not None and not prompt.should_accept(trajectory):
                 return BY_FILTER
             self.columns.check(trajectory, prompt.workflow)

@@ -22,6 +22,7 @@ from arealite.api.workflow_api import own_metrics
 from arealite.utils.tensors import concat_padded_tensors, split_balanced
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+_KEPT = {"kept_ids", "kept_counts"}
 _NUM_IDS = 2**31  # what tokenizers can decode
 _RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]], ...] = (
     ("input_ids", f"be from 0 to {_NUM_IDS - 1}", lambda ids: (ids >= 0) & (ids < _NUM_IDS)),
@@ -31,6 +32,7 @@ _RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, A
     ("logprobs", "be finite and at most 0", lambda logprobs: (logprobs > -np.inf) & (logprobs <= MAX_LOGPROB)),
 )
 _CONVERT = "Convert it in arun_episode."
+_COPY_KEPT = "Copy ModelResponse.output_kept, as trajectory_from_response does."
 _COPY_VERSIONS = "Copy ModelResponse.output_versions."
 
 
@@ -54,8 +56,13 @@ class Columns:
             )
 
 
-def check_trajectory(trajectory: object, head_version: int, newest_version: float = math.inf) -> TensorDict:
-    """Return the trajectory, or raise TrajectoryError with the key that breaks the contract."""
+def check_trajectory(
+    trajectory: object, head_version: int, newest_version: float = math.inf, *, needs_kept: bool = False
+) -> TensorDict:
+    """Return the trajectory, or raise TrajectoryError with the key that breaks the contract.
+
+    `needs_kept`: it must have the ids that each token was sampled from, as top_p or top_k has narrowed a completion.
+    """
     if not isinstance(trajectory, TensorDict):
         raise TrajectoryError(
             f"arun_episode must return a TensorDict or None: got {type(trajectory).__name__}. "
@@ -67,8 +74,16 @@ def check_trajectory(trajectory: object, head_version: int, newest_version: floa
             f"a trajectory must have the keys {', '.join(_PER_TOKEN)} and rewards: got no {', '.join(missing)}. "
             "Add what is missing in arun_episode."
         )
+    if (needs_kept or present & _KEPT) and not present >= _KEPT:
+        raise TrajectoryError(
+            "a trajectory sampled with top_p or top_k must have the keys kept_ids and kept_counts, as ratios would be "
+            f"wrong without them: got no {', '.join(sorted(_KEPT - present))}. Use trajectory_from_response, a top_k, "
+            "and servers that return what they sample from (lite, SGLang from 0.5.23 on)."
+        )
     _check_shapes(trajectory)
     _check_numbers(trajectory)
+    if present >= _KEPT:
+        _check_kept(trajectory)
     _check_versions(trajectory, head_version, newest_version)
     return trajectory
 
@@ -82,7 +97,7 @@ def _check_shapes(trajectory: TensorDict) -> None:
     if len(shape) != 2 or 0 in shape:
         rule = "be [B, S] with at least one row and token"
         raise _broken("input_ids", rule, list(shape), "Return None to reject an episode.")
-    expected = dict.fromkeys(_PER_TOKEN, shape) | dict.fromkeys(("rewards", "no_eos"), shape[:1])
+    expected = dict.fromkeys((*_PER_TOKEN, "kept_counts"), shape) | dict.fromkeys(("rewards", "no_eos"), shape[:1])
     for key, wanted in expected.items():
         if key in trajectory and (got := tuple(trajectory[key].shape)) != wanted:
             raise _broken(key, f"have the shape {list(wanted)}", list(got), "Give every sample one row.")
@@ -104,6 +119,24 @@ def _check_numbers(trajectory: TensorDict) -> None:
     for key in own_metrics(trajectory):
         if not np.isfinite(values := _array(trajectory, key)).all():
             raise _broken(key, "be finite, as it is a metric", values, "Use a number that fits rows without one.")
+
+
+def _check_kept(trajectory: TensorDict) -> None:
+    """A row of `kept_ids` has `kept_counts` ids of each token in turn, the token itself among them."""
+    keys = ("kept_ids", "kept_counts", "input_ids", "attention_mask")
+    ids_BL, counts_BS, tokens_BS, mask_BS = (_array(trajectory, key) for key in keys)
+    for key, values in (("kept_ids", ids_BL), ("kept_counts", counts_BS)):
+        if values.dtype.kind not in "iu" or values.ndim != 2 or values.min(initial=0) < 0:
+            raise _broken(key, "be two-dimensional integers of at least 0", values.dtype, _COPY_KEPT)
+    if (counts_BS[mask_BS == 0] > 0).any():
+        raise _broken("kept_counts", "be 0 where attention_mask is 0", "a kept set in the padding", _COPY_KEPT)
+    if (sums_B := counts_BS.sum(1)).max() > ids_BL.shape[1]:
+        raise _broken("kept_ids", f"have {sums_B.max()} ids in its longest row", ids_BL.shape[1], _COPY_KEPT)
+    for ids, counts, tokens in zip(ids_BL, counts_BS, tokens_BS):
+        owner = np.repeat(np.arange(len(tokens)), counts)
+        num_found = np.bincount(owner[ids[: len(owner)] == tokens[owner]], minlength=len(tokens))
+        if (lacking := (num_found != 1) & (counts > 0)).any():
+            raise _broken("kept_ids", "have each token once among its own ids", tokens[lacking][0], _COPY_KEPT)
 
 
 def _check_versions(trajectory: TensorDict, head_version: int, newest_version: float) -> None:

@@ -109,13 +109,17 @@ class Server:
         body = protocol.parse(protocol.GenerateBody, await request.read())
         started = time.monotonic()
         tokens = await asyncio.to_thread(self._encode, body.text) if body.input_ids is None else body.input_ids
-        generation = GenerationRequest(body.rid, tuple(tokens), body.sampling_params.to_params(self._next_seed))
+        params = body.sampling_params.to_params(self._next_seed)
+        generation = GenerationRequest(body.rid, tuple(tokens), params, body.return_sampling_mask)
         result = await wrap_future(self._engine.submit(generation))
         text = self._text(result, body.sampling_params)
         answer = protocol.reply(generation, result, text, time.monotonic() - started)
         if body.return_logprob:
             pairs = zip(result.logprobs, result.output_ids, strict=True)
             answer["meta_info"]["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        if body.return_sampling_mask:
+            answer["meta_info"]["output_token_sampling_mask"] = result.kept
+            answer["meta_info"]["output_token_sampling_logprobs"] = result.logprobs
         return web.json_response(answer)
 
     async def flush_cache(self, _: web.Request) -> web.Response:

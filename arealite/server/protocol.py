@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from arealite.api.io_struct import ParamSpec
-from arealite.generation.request import GenerationRequest, GenerationResult, SamplingParams
+from arealite.generation.request import GREEDY_TEMPERATURE, GenerationRequest, GenerationResult, SamplingParams
 from arealite.utils.weight_transfer import DTYPES
 
 M = TypeVar("M", bound=BaseModel)
@@ -80,12 +80,19 @@ class GenerateBody(Body):
     sampling_params: SamplingBody = SamplingBody()
     rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
     return_logprob: bool = False
+    return_sampling_mask: bool = False  # the ids that each token was sampled from, and logprobs over them
     stream: Literal[False] = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("exactly one of input_ids and text must be given")
+        temperature, top_k = self.sampling_params.temperature, self.sampling_params.top_k
+        if self.return_sampling_mask and (top_k < 1 or temperature < GREEDY_TEMPERATURE):
+            raise ValueError(
+                "return_sampling_mask must have a top_k of at least 1 and a temperature above 0: got "
+                f"{top_k} and {temperature:g}. Give both, or leave return_sampling_mask out"
+            )
         return self
 
 

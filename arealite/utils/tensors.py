@@ -2,11 +2,12 @@
 
 Padding is False in `attention_mask`, -1 in `versions`, and the caller's `pad_value` elsewhere. Packing drops it, and
 concatenates: `[B, S, ...]` tensors become `[N, ...]`, `[B]` tensors keep one entry per row. It adds `cu_seqlens` (int32
-`[B + 1]`), `position_ids [N]` (restarting at each row) and `segment_ids [N]` (row of a token). Invariant: every row is
-in exactly one micro-batch; one longer than `max_tokens` gets a micro-batch of its own.
+`[B + 1]`), `position_ids [N]` (restarting at each row) and `segment_ids [N]` (row of a token). Keys of `RAGGED` are
+`[B, L]`, with several entries per token one after the other; packed `[M]`. Invariant: every row is in exactly one
+micro-batch; one longer than `max_tokens` gets a micro-batch of its own.
 """
 
-# B rows, S padded tokens, N packed tokens
+# B rows, S padded tokens, N packed tokens; L padded and M packed entries of a ragged key
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 
+RAGGED = {"kept_ids": "kept_counts"}  # keys of several entries per token: the key `[B, S]` of how many
 _ABSENT = {"attention_mask": 0, "versions": -1}
 
 
@@ -86,15 +88,24 @@ def count_micro_batches(lengths: Sequence[int], min_groups: int = 1, max_tokens:
     return num_groups
 
 
+def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:
+    """Return the bool mask of what is no padding in a key, `[B, S]` or `[B, L]`; None for a key without padding."""
+    tensor, mask_BS = batch[key], batch["attention_mask"].bool()
+    if key in RAGGED:
+        return torch.arange(tensor.shape[1], device=tensor.device) < batch[RAGGED[key]].sum(dim=1, keepdim=True)
+    return mask_BS if tensor.ndim > 1 and tensor.shape[1] == mask_BS.shape[1] else None
+
+
 def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
     """Pack the given rows of a padded batch; a key that is not `[B, S, ...]` keeps one entry per row."""
     indices = torch.tensor(list(row_indices), dtype=torch.long)
-    mask_BS = batch["attention_mask"][indices].bool()
+    rows = TensorDict({key: tensor[indices] for key, tensor in batch.items()}, batch_size=[len(indices)])
+    mask_BS = rows["attention_mask"].bool()
     lengths_B = mask_BS.sum(dim=1)
     packed = {}
-    for key, tensor in batch.exclude("attention_mask").items():
-        is_per_token = tensor.ndim > 1 and tensor.shape[1] == mask_BS.shape[1]
-        packed[key] = tensor[indices][mask_BS] if is_per_token else tensor[indices]
+    for key, tensor in rows.exclude("attention_mask").items():
+        real = real_entries(rows, key)
+        packed[key] = tensor if real is None else tensor[real]
     packed["cu_seqlens"] = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     packed["position_ids"] = (mask_BS.cumsum(dim=1) - 1)[mask_BS]
     packed["segment_ids"] = torch.repeat_interleave(torch.arange(len(indices), device=mask_BS.device), lengths_B)

@@ -7,6 +7,7 @@ and the episode fails with the original error: a group is trained on as a whole 
 # B = 1 sequence, S tokens
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -116,6 +117,10 @@ def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDi
         "rewards": _tensor([reward], np.float32),
         "no_eos": _tensor([response.stop_reason == "length"], np.bool_),
     }
+    if response.output_kept is not None:
+        counts = list(map(len, response.output_kept))
+        trajectory["kept_counts"] = _tensor([[0] * num_prompt + counts], np.int32)
+        trajectory["kept_ids"] = _tensor([list(itertools.chain(*response.output_kept))], np.int32)
     return TensorDict(trajectory, batch_size=[1])
 
 

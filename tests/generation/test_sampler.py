@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.generation.request import SamplingParams
-from arealite.generation.sampler import SamplingRows, sample, sampled_logprobs, uniform
+from arealite.generation.sampler import SamplingRows, kept_ids, sample, sampled_logprobs, uniform
 
 DRAWS = 20_000
 
@@ -20,7 +20,7 @@ def rows_of(params: SamplingParams, count: int, vocab_size: int, *, stop: frozen
 
 def draw(params: SamplingParams, logits: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     rows = rows_of(params, DRAWS, len(logits))
-    return sample(torch.tensor(logits).expand(DRAWS, -1), rows, np.full(DRAWS, 7))
+    return sample(torch.tensor(logits).expand(DRAWS, -1), rows, np.full(DRAWS, 7))[:2]
 
 
 def chi_square(tokens: torch.Tensor, probabilities: list[float]) -> float:
@@ -54,6 +54,8 @@ def test_frequencies_and_logprobs_are_those_of_the_truncated_distribution(
     tokens, logprobs = draw(params, LOGITS)
     assert chi_square(tokens, probabilities) < 16.3  # 99.9 % of chi-square with 3 degrees of freedom
     assert torch.allclose(logprobs.exp(), torch.tensor(probabilities, dtype=torch.float32)[tokens], atol=1e-6)
+    of_all = sampled_logprobs(torch.tensor([LOGITS]), rows_of(params, 1, 4), np.array([7]))
+    assert kept_ids(of_all) == [[token for token, probability in enumerate(probabilities) if probability > 0]]
 
 
 def test_greedy_takes_the_largest_and_reports_the_full_distribution() -> None:
@@ -101,7 +103,9 @@ def test_a_row_does_not_depend_on_its_neighbours(data: st.DataObject) -> None:
     ]
     everyone = [(p, 3, frozenset({0})) for p in params]
     positions = np.arange(3, 3 + num_rows)
-    tokens, logprobs = sample(logits, SamplingRows(everyone, vocab), positions)
+    tokens, logprobs, of_all = sample(logits, SamplingRows(everyone, vocab), positions)
+    for token, ids, row_V in zip(tokens.tolist(), kept_ids(of_all), of_all):
+        assert token in ids and row_V[ids].logsumexp(-1).item() == pytest.approx(0.0, abs=1e-6)
     for row in range(num_rows):
         alone = sample(logits[row : row + 1], SamplingRows(everyone[row : row + 1], vocab), positions[row : row + 1])
         assert alone[0].item() == tokens[row].item()

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from testing_client import connected, in_loop
-from testing_server import EOS, ScriptedServer, logprob_at, serve, token_at
+from testing_server import EOS, ScriptedServer, kept_at, logprob_at, serve, token_at
 from testing_workflows import SamplingWorkflow
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -64,6 +64,7 @@ def test_a_completion() -> None:
     assert response.server == server.address and response.num_interrupts == 0
     check_exact(response, server.requests[0]["sampling_params"]["sampling_seed"])
     assert "rid" not in server.requests[0]
+    assert "return_sampling_mask" not in server.requests[0] and response.output_kept is None
 
 
 def test_parameters_as_the_server_spells_them(tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_parameters_as_the_server_spells_them(tmp_path: Path) -> None:
         generate(engine, max_new_tokens=4, greedy=True, min_new_tokens=2)
     first, second = (request["sampling_params"] for request in server.requests)
     assert first.pop("sampling_seed") != second.pop("sampling_seed")
+    assert [request.get("return_sampling_mask") for request in server.requests] == [True, None]
     common = {"max_new_tokens": 4}
     assert first == common | {
         "temperature": 0.7,
@@ -93,7 +95,8 @@ def test_any_interruptions_leave_the_tokens_exact(moments: list[int], tells: Any
     server = ScriptedServer(token_delay_s=0.001, tells=tells)
     with connected(server) as engine:
         pending: list[ModelResponse] = []
-        thread = threading.Thread(target=lambda: pending.append(generate(engine, max_new_tokens=40, min_new_tokens=30)))
+        params = {"max_new_tokens": 40, "min_new_tokens": 30, "top_k": 5}
+        thread = threading.Thread(target=lambda: pending.append(generate(engine, **params)))
         thread.start()
         for moment in moments:
             time.sleep(moment / 1000)
@@ -104,6 +107,7 @@ def test_any_interruptions_leave_the_tokens_exact(moments: list[int], tells: Any
     assert response.output_len == 40 and response.stop_reason == "length"
     assert response.output_versions == sorted(response.output_versions)
     check_exact(response, server.requests[0]["sampling_params"]["sampling_seed"])
+    assert response.output_kept == [kept_at(*one) for one in zip(response.output_tokens, range(len(PROMPT), 99))]
     received = len(PROMPT)
     for request in server.requests:
         assert request["input_ids"] == PROMPT + response.output_tokens[: len(request["input_ids"]) - len(PROMPT)]
@@ -113,6 +117,19 @@ def test_any_interruptions_leave_the_tokens_exact(moments: list[int], tells: Any
         assert params["max_new_tokens"] == 40 - (received - len(PROMPT))
         assert params["min_new_tokens"] == max(0, 30 - (received - len(PROMPT)))
     assert response.num_interrupts == len(server.requests) - 1
+
+
+def test_narrowed_completions_are_trained_on_only_with_what_they_were_sampled_from() -> None:
+    rows = [{"prompt_id": PromptId(0, index), "input_ids": PROMPT} for index in range(2)]
+    with connected(ScriptedServer(), consumer_batch_size=2) as engine:
+        batch = engine.rollout_batch(rows, SamplingWorkflow(max_new_tokens=6, top_p=0.9, top_k=5))
+        assert batch["kept_counts"].tolist() == [[0, 0, 0, *(1 + place % 4 for place in range(3, 9))]] * 2
+    for server, narrowed in ((ScriptedServer(returns_kept=False), {"top_k": 5}), (ScriptedServer(), {"top_p": 0.9})):
+        with connected(server, consumer_batch_size=2, episode_retries=0, max_failed_share=0.0) as engine:
+            workflow = SamplingWorkflow(max_new_tokens=6, **narrowed)
+            assert "kept_ids" not in engine.evaluate_batch(rows, workflow), "which trains nothing"
+            with pytest.raises(EpisodeError, match=r"must have the keys kept_ids and kept_counts.*Use trajectory_from"):
+                engine.rollout_batch(rows, workflow)
 
 
 @dataclass
@@ -135,6 +152,8 @@ class CuttingServer(ScriptedServer):
                 break
         pairs = [[-float(start + index), token, None] for index, token in enumerate(tokens)]
         meta = {"finish_reason": finish, "output_token_logprobs": pairs, "weight_version": str(len(self.requests))}
+        kept = [[token, 100 + start + index] for index, token in enumerate(tokens)]
+        meta |= {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": [pair[0] / 2 for pair in pairs]}
         return {"output_ids": tokens, "meta_info": meta}
 
 
@@ -147,10 +166,11 @@ def test_a_stop_string_is_found_wherever_interruptions_fall(tmp_path: Path, leng
     text = [tiny_models.TEXT_VOCAB.index(letter) for letter in "bananxanabxyz"]
     server = CuttingServer(text=text, lengths=lengths)
     with connected(server, tokenizer_path=str(tmp_path)) as engine:
-        response = generate(engine, max_new_tokens=50, stop=["anab"])
+        response = generate(engine, max_new_tokens=50, stop=["anab"], top_k=2)
     end = "bananxanab"
     assert tokenizer.decode(response.output_tokens) == end and response.stop_reason == "stop"
-    assert response.output_logprobs == [-float(index) for index in range(len(end))]
+    assert response.output_logprobs == [-index / 2 for index in range(len(end))], "those over the kept sets"
+    assert response.output_kept == [[text[index], 100 + index] for index in range(len(end))]
     assert len(response.output_versions) == len(end)
     assert response.num_interrupts == len(server.requests) - 1
 
@@ -431,6 +451,10 @@ def test_a_server_that_forgets_versions_is_not_believed() -> None:
             generate(engine, max_new_tokens=2)
 
 
+def masked(kept: list[Any]) -> dict[str, Any]:
+    return {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": [-1.0, -2.0]}
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -445,6 +469,13 @@ def test_a_server_that_forgets_versions_is_not_believed() -> None:
         ({"weight_versions": [{"version": "1", "start": 0, "end": 1}]}, "versions for its 2 tokens"),
         ({"weight_versions": [{"version": "1", "start": 1, "end": 2}]}, "contiguous"),
         ({"weight_versions": [{"version": "v1", "start": 0, "end": 2}]}, "integer versions"),
+        ({"output_token_sampling_mask": [[1], [2]]}, "the fields of SGLang"),
+        (masked([[1]]), "the kept ids of its 2 tokens"),
+        (masked([[1], [3, 4]]), "each token among those that it was sampled from"),
+        (masked([[1], []]), "lists of ints of at least 0 as kept ids"),
+        (masked([[1], [2, -1]]), "lists of ints of at least 0 as kept ids"),
+        (masked([[1], [2, "3"]]), "lists of ints of at least 0 as kept ids"),
+        (masked([[1], 2]), "the fields of SGLang"),
     ],
 )
 def test_malformed_replies_are_refused(change: dict[str, Any], rule: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import testing_client
 import torch
 from testing_client import in_loop
-from testing_server import logprob_at, token_at
+from testing_server import kept_at, logprob_at, token_at
 from testing_vllm import COMPLETIONS, GENERATE, ScriptedVLLM
 
 from arealite.api.cli_args import GenerationHyperparameters, WeightCheckConfig
@@ -97,6 +97,17 @@ def test_interrupted_completions_are_exact(has_generate: bool) -> None:
         PROMPT + response.output_tokens[: len(one[key]) - 3] for one in server.requests
     ]
     assert first["temperature"] == 0.5 and first["top_k"] == -1 and first["logprobs"] == 0
+
+
+def test_a_server_with_masks_gets_requests_that_it_takes_and_returns_what_it_sampled_from() -> None:
+    with connected(ScriptedVLLM(has_mask_flag=True)) as engine:
+        narrowed = generate(engine, max_new_tokens=9, top_p=0.9, top_k=50)
+        expected = [kept_at(*one) for one in zip(narrowed.output_tokens, range(len(PROMPT), 99))]
+        assert narrowed.output_kept == expected
+        for sampling in ({}, {"greedy": True}):
+            assert generate(engine, max_new_tokens=2, **sampling).output_len == 2
+    with connected(ScriptedVLLM()) as engine:
+        assert generate(engine, max_new_tokens=9, top_p=0.9, top_k=50).output_kept is None
 
 
 def test_versions_come_from_the_reply_where_it_tells() -> None:

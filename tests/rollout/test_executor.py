@@ -576,6 +576,10 @@ def changed(**columns: Any) -> Callable[[TensorDict], TensorDict]:
     return change
 
 
+def kept(ids: list[Any], counts: list[Any]) -> Callable[[TensorDict], TensorDict]:
+    return changed(kept_ids=torch.tensor(ids), kept_counts=torch.tensor(counts))
+
+
 def with_batch_size(*batch_size: int) -> Callable[[TensorDict], TensorDict]:
     return lambda one: TensorDict(dict(one.items()), batch_size=batch_size)
 
@@ -639,6 +643,17 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         changed(versions=torch.tensor([[-1, 4, 999]])),
         r"\['versions'\] must be at most 5.*: got 999",
     ),
+    "half of the kept sets": (changed(kept_ids=torch.ones(1, 2)), "got no kept_counts"),
+    "kept sets of another shape": (kept([[1]], [[1, 0]]), r"\['kept_counts'\] must have the shape \[1, 3\]"),
+    "kept ids that are floats": (kept([[1.0]], [[0, 1, 0]]), r"\['kept_ids'\] must be two-dimensional integers"),
+    "kept ids below 0": (kept([[1, -1]], [[0, 2, 0]]), r"\['kept_ids'\] must be .* of at least 0"),
+    "kept counts below 0": (kept([[1, 1]], [[0, 2, -1]]), r"\['kept_counts'\] must be .* of at least 0"),
+    "too few kept ids": (kept([[1, 1]], [[0, 1, 2]]), r"\['kept_ids'\] must have 3 ids in its longest row: got 2"),
+    "a token outside its kept set": (
+        kept([[1, 5, 6, 7]], [[0, 1, 3]]),
+        r"\['kept_ids'\] must have each token once among its own ids: got 1",
+    ),
+    "a token twice in its kept set": (kept([[1, 1, 6]], [[0, 2, 1]]), r"must have each token once among its own"),
     "versions that are floats": (
         changed(versions=torch.full((1, 3), 4.0)),
         r"\['versions'\] must be integers: got float",

@@ -111,6 +111,29 @@ async def test_a_reply_has_sglangs_shape_and_the_models_logprobs(client: Client,
     }
 
 
+async def test_narrowed_sampling_returns_what_it_sampled_from(client: Client, reference: PreTrainedModel) -> None:
+    prompt, params = [5, 6, 7], {"top_p": 0.9, "top_k": 12, "max_new_tokens": 40, "sampling_seed": 3}
+    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+    plain, masked = [
+        (await client.post("/generate", body | {"return_sampling_mask": wanted}))[1] for wanted in (False, True)
+    ]
+    assert plain["output_ids"] == masked["output_ids"] and "output_token_sampling_mask" not in plain["meta_info"]
+    kept = masked["meta_info"]["output_token_sampling_mask"]
+    assert masked["meta_info"]["output_token_sampling_logprobs"] == server_logprobs(masked) == server_logprobs(plain)
+    with torch.no_grad():
+        logits_TV = reference(torch.tensor([prompt + masked["output_ids"]])).logits[0, len(prompt) - 1 : -1]
+    masses = []
+    for probs_V, ids, token, logprob in zip(
+        logits_TV.double().softmax(-1), kept, masked["output_ids"], server_logprobs(masked), strict=True
+    ):
+        order = probs_V.argsort(descending=True).tolist()
+        nucleus = [id for rank, id in enumerate(order) if rank < 12 and probs_V[order[:rank]].sum() < 0.9]
+        assert ids == sorted(nucleus) and token in ids
+        masses.append(probs_V[ids].sum().item())
+        assert logprob == pytest.approx((probs_V[token] / masses[-1]).log().item(), abs=1e-4)
+    assert min(masses) < 0.9, "top_k has cut some"
+
+
 async def test_greedy_equals_hugging_face(client: Client, reference: PreTrainedModel) -> None:
     prompt = [9, 8, 7]
     reply = await client.generate(prompt, temperature=0.0, max_new_tokens=24)
@@ -173,6 +196,8 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
     ({"input_ids": [5], "sampling_params": {"top_p": 1.1}}, "top_p"),
     ({"input_ids": [5], "sampling_params": {"top_k": 0}}, "top_k"),
+    ({"input_ids": [5], "return_sampling_mask": True, "sampling_params": {"top_p": 0.9}}, "must have a top_k"),
+    ({"input_ids": [5], "return_sampling_mask": True, "sampling_params": {"top_k": 2, "temperature": 0.0}}, "above 0"),
     ({"input_ids": [5], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
     ({"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "min_new_tokens": 4}}, "min_new_tokens"),
     ({"input_ids": [5], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),

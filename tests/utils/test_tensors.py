@@ -129,3 +129,46 @@ def test_a_key_as_wide_as_the_rows_is_per_token_and_others_are_per_row() -> None
     packed = pack_rows(batch, [1, 0]).packed
     assert packed["advantages"].shape == (5,)
     assert torch.equal(packed["pixel_values"], batch["pixel_values"].flip(0))
+
+
+def with_kept(batch: TensorDict, counts: list[list[int]], width: int) -> TensorDict:
+    """Add kept sets: the ids of a token are its own number and what follows."""
+    counts_BS = torch.zeros(batch["input_ids"].shape, dtype=torch.int32)
+    ids_BL = torch.zeros(len(counts), width, dtype=torch.int32)
+    for row, of_row in enumerate(counts):
+        counts_BS[row, : len(of_row)] = torch.tensor(of_row)
+        ids = [int(batch["input_ids"][row, index]) + i for index, count in enumerate(of_row) for i in range(count)]
+        ids_BL[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    batch["kept_counts"], batch["kept_ids"] = counts_BS, ids_BL
+    return batch
+
+
+def test_kept_sets_stay_with_their_tokens() -> None:
+    """Also where a row has as many ids as the batch has columns."""
+    batch = with_kept(padded([2, 3]), [[0, 3], [0, 1, 2]], 3)
+    assert batch["kept_ids"].shape == batch["input_ids"].shape
+    other = with_kept(padded([4]), [[0, 2, 0, 3]], 7)
+    joined = concat_padded_tensors([batch, other])
+    assert joined["kept_ids"].shape == (3, 7) and joined["input_ids"].shape == (3, 4)
+    for whole, order, ids in ((batch, [1, 0], [5, 6, 7, 2, 3, 4]), (joined, [2, 1], [2, 3, 4, 5, 6, 5, 6, 7])):
+        packed = pack_rows(whole, order).packed
+        assert packed["kept_ids"].tolist() == ids
+        assert packed["kept_counts"].sum() == len(ids) and packed["kept_counts"].shape == packed["input_ids"].shape
+    empty = pack_rows(joined, []).packed
+    assert empty["kept_ids"].shape == empty["kept_counts"].shape == (0,)
+
+
+@given(st.data())
+def test_packing_any_split_keeps_every_kept_set(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
+    counts = [data.draw(st.lists(st.integers(0, 4), min_size=length, max_size=length)) for length in lengths]
+    batch = with_kept(padded(lengths), counts, max(map(sum, counts)) + data.draw(st.integers(0, 4)))
+    groups = split_balanced(lengths, data.draw(st.integers(1, 4)))
+    found = {}
+    for group in groups:
+        packed = pack_rows(batch, group).packed
+        parts = packed["kept_ids"].split(packed["kept_counts"].tolist())
+        found |= dict(zip(packed["input_ids"].tolist(), [part.tolist() for part in parts], strict=True))
+    numbers = [int(batch["input_ids"][row, index]) for row, of_row in enumerate(counts) for index in range(len(of_row))]
+    flat = [count for of_row in counts for count in of_row]
+    assert found == {number: list(range(number, number + count)) for number, count in zip(numbers, flat, strict=True)}

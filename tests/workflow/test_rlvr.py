@@ -1,6 +1,6 @@
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -213,4 +213,7 @@ def test_dtypes_of_a_trajectory() -> None:
         "rewards": torch.float32,
         "no_eos": torch.bool,
     }
+    narrowed = trajectory_from_response(replace(response, output_kept=[[3, 9]]), 0.5)
+    assert narrowed["kept_counts"].tolist() == [[0, 0, 2]] and narrowed["kept_ids"].tolist() == [[3, 9]]
+    assert narrowed["kept_counts"].dtype == narrowed["kept_ids"].dtype == torch.int32
     assert trajectory["versions"].tolist() == [[-1, -1, 7]] and trajectory["no_eos"].tolist() == [True]

@@ -49,6 +49,11 @@ class GenerationHyperparameters(ConfigBase):
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion."""
 
+    @property
+    def narrows(self) -> bool:
+        """Whether each token is sampled from the likeliest ones only, so that logprobs are those over a kept set."""
+        return not self.greedy and (self.top_p < 1 or self.top_k < ALL_TOKENS)
+
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)

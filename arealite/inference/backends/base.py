@@ -43,6 +43,7 @@ class Segment:
     versions: list[int] | None  # of the weights that sampled each token; None if the server does not report them
     finish: Finish
     stale_kv_tokens: int = 0  # tokens sampled on keys and values of older weights than their version says
+    kept: list[list[int]] | None = None  # the ids that each token was sampled from; None if the server has none
 
     @classmethod
     def checked(cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int) -> Self:
@@ -68,6 +69,16 @@ class Segment:
             versions += [int(span["version"])] * (end - start)
         require(len(versions) == len(self.tokens), f"have versions for its {len(self.tokens)} tokens")
         return replace(self, versions=versions)
+
+    def with_kept(self, kept: Any) -> Self:
+        """Add the ids that each token was sampled from, if the server returned them."""
+        if kept is None:
+            return self
+        require(len(kept) == len(self.tokens), f"have the kept ids of its {len(self.tokens)} tokens")
+        for token, ids in zip(self.tokens, kept):
+            require(set(map(type, ids)) == {int} and min(ids) >= 0, "have lists of ints of at least 0 as kept ids")
+            require(token in ids, "have each token among those that it was sampled from")
+        return replace(self, kept=kept)
 
     def kept_in_place(self) -> Self:
         """Count the tokens after a change of weights as stale: the server kept its keys and values."""

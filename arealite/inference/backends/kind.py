@@ -32,6 +32,7 @@ class ServerKind:
     context_flag: str
     memory_flag: str  # share of the GPU's memory for weights and cache; empty if it can't be limited
     in_place_flag: str  # what pause_mode=in_place needs: a prefix cache would lend old keys and values to new sequences
+    kept_flag: str = ""  # what makes it return the ids that tokens were sampled from; empty if each request does
     fixed_flags: Mapping[str, object] = field(default_factory=dict)  # further flags that are the same for every run
     has_negated_flags: bool = False  # whether `--no-x` turns off what `x: false` means; otherwise it is left out
     abort_call: tuple[str, Json] | None = None  # what ends requests with the tokens so far; None if SIGTERM does
@@ -52,6 +53,7 @@ class ServerKind:
         block, model = self.block(config), config.trained[1]
         flags: dict[str, object] = {"dtype": model.dtype}  # servers compute like the trainer unless told not to
         flags |= {self.in_place_flag: True} if config.rollout and config.rollout.pause_mode == "in_place" else {}
+        flags |= {self.kept_flag: True} if self.kept_flag and config.sampling and config.sampling.narrows else {}
         flags |= block | {self.model_flag: model.path}
         flags |= {self.gpus_flag: num_gpus} if self.gpus_flag else {}
         flags |= {**self.fixed_flags, self.seed_flag: int(block.get(self.seed_flag, config.seed)) + index}

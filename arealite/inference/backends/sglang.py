@@ -76,13 +76,19 @@ class SGLangBackend(Backend):
             sampling["stop"] = gconfig.stop
         if ignore_eos:
             sampling["ignore_eos"] = True
-        return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
+        payload: Json = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
+        if gconfig.narrows and gconfig.top_k < ALL_TOKENS:  # kept sets must be bounded
+            payload["return_sampling_mask"] = True  # before 0.5.23 ignored
+        return payload
 
     def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
         tokens, meta_info = reply["output_ids"], reply["meta_info"]
         pairs = meta_info.get("output_token_logprobs") or []
+        kept = meta_info.get("output_token_sampling_mask")
         finish, logprobs = meta_info["finish_reason"]["type"], [pair[0] for pair in pairs]
-        segment = Segment.checked(tokens, logprobs, finish, max_tokens=max_tokens)
+        if kept is not None:
+            logprobs = meta_info["output_token_sampling_logprobs"]  # over the kept ids; the others are over all
+        segment = Segment.checked(tokens, logprobs, finish, max_tokens=max_tokens).with_kept(kept)
         require([pair[1] for pair in pairs] == tokens, "have the logprobs of its own tokens")
         whole = [{"version": meta_info.get("weight_version"), "start": 0, "end": len(tokens)}]
         segment = segment.with_versions(meta_info.get("weight_versions") or whole)

@@ -33,6 +33,7 @@ class VLLMBackend(Backend):
     def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
         super().__init__(pause_mode=pause_mode, accepts_mismatch=accepts_mismatch)
         self._has_generate: set[str] = set()  # addresses of servers that have the generate endpoint
+        self._returns_kept: set[str] = set()  # addresses of servers with --return-sampling-mask
         self._extended: set[str] = set()  # addresses of servers that our launch wrapper has started
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
@@ -66,6 +67,8 @@ class VLLMBackend(Backend):
                 "so that new requests would reuse keys and values of old weights. Start it with "
                 "--no-enable-prefix-caching, or set rollout.pause_mode=retract."
             )
+        if config["model_config"].get("return_sampling_mask"):
+            self._returns_kept.add(server.address)
         transfer, parallel = config["weight_transfer_config"], config["parallel_config"]
         if transfer is not None and transfer["backend"] == _OUR_EXTENSION:
             self._extended.add(server.address)
@@ -100,6 +103,10 @@ class VLLMBackend(Backend):
             "seed": (seed + len(tokens)) % 2**63,  # the same one would draw the same numbers for the continuation
             "logprobs": 0,  # only those of the sampled tokens
         }
+        if address in self._returns_kept and gconfig.greedy:  # it takes neither temperature 0 nor all tokens
+            sampling |= {"temperature": 1.0, "top_k": 1}
+        elif address in self._returns_kept:
+            sampling["top_k"] = gconfig.top_k
         input_ids = [*req.input_ids, *tokens]
         if address in self._has_generate:
             return {"token_ids": input_ids, "sampling_params": sampling}
@@ -115,6 +122,7 @@ class VLLMBackend(Backend):
         require([one["token_id"] for one in content] == tokens, "have the logprobs of its own tokens")
         logprobs = [one["logprob"] for one in content]
         segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
+        segment = segment.with_kept(choice.get("sampling_mask"))
         if spans is None:
             continues = self._pause_mode in ("retract", "in_place")
             require(not continues, "have weight_versions, as rollout.pause_mode needs")
@@ -202,6 +210,7 @@ VLLM = ServerKind(
     context_flag="max_model_len",
     memory_flag="gpu_memory_utilization",
     in_place_flag="no_enable_prefix_caching",
+    kept_flag="return_sampling_mask",
     has_negated_flags=True,
     abort_call=("/pause?mode=abort", {}),
     tied_embeddings_defect=(

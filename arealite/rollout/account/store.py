@@ -25,7 +25,7 @@ from arealite.rollout.episode import Episode
 from arealite.rollout.prompts import Row, ShouldAccept
 from arealite.rollout.trajectory import assemble_batch
 from arealite.utils.files import iter_jsonl, reading, writing
-from arealite.utils.tensors import concat_padded_tensors
+from arealite.utils.tensors import concat_padded_tensors, real_entries
 
 _FLUSH_S = 120.0  # deadline for writing what is queued
 _PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
@@ -98,10 +98,10 @@ class RolloutStore:
         tokenizer = self._tokenizer_of(one.prompt.workflow)
         tensors = dict(sorted(one.trajectory.items()))
         dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
+        real = {key: real_entries(one.trajectory, key) for key in tensors}
         for sample in range(one.trajectory.batch_size[0]):
-            is_real = tensors["attention_mask"][sample].bool()
             row = {key: tensor[sample] for key, tensor in tensors.items()}
-            row |= {key: value[is_real] for key, value in row.items() if value.shape[:1] == is_real.shape}  # no padding
+            row |= {key: row[key][mask[sample]] for key, mask in real.items() if mask is not None}  # no padding
             columns = {key: value.tolist() for key, value in row.items()}
             tokens, loss_mask = columns["input_ids"], columns["loss_mask"]
             start = loss_mask.index(1) if 1 in loss_mask else len(tokens)

@@ -187,6 +187,14 @@ def test_only_sequences_that_keep_their_cache_turn_its_sharing_off(load, server_
         assert ("--no-enable-prefix-caching" in command) == expected, mode
 
 
+@pytest.mark.parametrize(("backend", "flag"), [("vllm", True), ("lite", False)])
+def test_servers_return_what_they_sample_from_where_training_needs_it(load, server_python, backend, flag):
+    common = (f"allocation_mode={backend}.d1+d1", "actor.path=tiny", f"launcher.server_python={server_python}")
+    for sampling, expected in (("gconfig.top_k=20", flag), ("gconfig.temperature=0.5", False)):
+        command = server_jobs(load(*common, sampling))[0].command
+        assert ("--return-sampling-mask" in command) == expected, sampling
+
+
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_an_interpreter_of_servers_finds_this_package_only(load, server_python, tmp_path, monkeypatch, is_installed):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

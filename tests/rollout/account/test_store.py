@@ -51,6 +51,11 @@ def trajectory_of(generator: torch.Generator, num_rows: int, extra: bool) -> Ten
         columns["token_rewards"] = torch.randn(shape, generator=generator).where(is_real, 0).bfloat16()
         columns["values_of_heads"] = torch.randn((*shape, 3), generator=generator).where(is_real[..., None], 0)
         columns["difficulty"] = torch.tensor([math.inf, -0.0, 1e-42][:num_rows] + [0.1] * (num_rows - 3))
+        counts = torch.randint(0, 4, shape, generator=generator, dtype=torch.int32) * is_real
+        num_kept = counts.sum(1)
+        ids = torch.randint(0, 2**30, (num_rows, int(num_kept.max())), generator=generator, dtype=torch.int32)
+        columns["kept_counts"] = counts
+        columns["kept_ids"] = ids * (torch.arange(ids.shape[1]) < num_kept[:, None])
         columns["pixels"] = torch.randn((num_rows, 17, 2), generator=generator, dtype=torch.float16)
     return TensorDict(columns, batch_size=[num_rows])
 
