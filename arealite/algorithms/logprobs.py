@@ -1,85 +1,272 @@
-"""Logprobs of packed tokens from logits.
+"""Logprobs of packed tokens from logits that never exist as a whole.
 
 Results are aligned with the token they are about, as in a trajectory: `logprobs[n]` is the logprob of token n given the
-tokens before it in its sequence, and 0 for the first token of a sequence, which nothing predicts.
+tokens before it in its sequence, and 0 for the first token of a sequence, which nothing predicts. Logits come in blocks
+of the vocabulary, once in the forward and once more in the backward pass; in between only the normalizers are kept.
 """
 
-# B sequences, T padded tokens, N packed tokens, V vocabulary
+# B sequences, T padded tokens, N packed tokens, H hidden size, V vocabulary, K columns of a block, M ids of kept sets
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from tensordict import TensorDict
+from torch.autograd.function import once_differentiable
 
-CHUNK_TOKENS = 1024  # whose float32 probabilities are in memory at once
+BLOCK_VALUES = 2**26  # logits in memory at once
+MIN_COLUMNS = 1024  # of a block: narrower matrix products are slow
+_EXCLUDED = -1e20  # the logit of a token outside of a kept set; finite because 0 * -inf is not a number
+
+
+@dataclass(frozen=True)
+class LazyLogits:
+    """Logits `[N, V]` that are not computed yet: `scale * (hidden @ weight.T + bias)`, then the soft cap.
+
+    A soft cap is `softcap * tanh(logits / softcap)`. Valid while a loss function runs: then the trainer frees the
+    gathered weight.
+    """
+
+    hidden_NH: torch.Tensor
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def dense(self) -> torch.Tensor:
+        """Return the logits `[N, V]` with gradient: float32, float64 if the model computes in it."""
+        return self.block(0, self.weight_VH.shape[0])
+
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        """Return the logits `[N, K]` of the tokens from `start` to `stop`."""
+        bias_K = None if self.bias_V is None else self.bias_V[start:stop]
+        raw_NK = F.linear(self.hidden_NH, self.weight_VH[start:stop], bias_K)
+        logits_NK = raw_NK.to(torch.promote_types(raw_NK.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits_NK = logits_NK * self.scale
+        return logits_NK if self.softcap is None else (logits_NK / self.softcap).tanh() * self.softcap
+
+
+class KeptSets(NamedTuple):
+    """The ids that each label was sampled from (top-p, top-k, min-p), ragged. A count of 0 means the whole softmax."""
+
+    ids_M: torch.Tensor
+    counts_N: torch.Tensor
+
+
+class _Block(NamedTuple):
+    """Some columns of the logits, over the temperature."""
+
+    start: int
+    stop: int
+    scaled_NK: torch.Tensor
+    columns_N1: torch.Tensor  # of the labels in this block, 0 for the others
+    has_label_N1: torch.Tensor
+    excluded_NK: torch.Tensor | None
+
+    def kept(self) -> torch.Tensor:
+        """Return the logits without those of excluded tokens."""
+        if self.excluded_NK is None:
+            return self.scaled_NK
+        return self.scaled_NK.masked_fill(self.excluded_NK, _EXCLUDED)
+
+
+def _blocks(logits: LazyLogits, labels_N: torch.Tensor, temperature: float, kept: KeptSets | None) -> Iterator[_Block]:
+    num_tokens, vocabulary = labels_N.shape[0], logits.weight_VH.shape[0]
+    num_columns = max(MIN_COLUMNS, BLOCK_VALUES // max(num_tokens, 1))
+    if kept is not None:
+        rows_N = torch.arange(num_tokens, device=labels_N.device)
+        rows_M = rows_N.repeat_interleave(kept.counts_N, output_size=kept.ids_M.shape[0])
+    for start in range(0, vocabulary, num_columns):
+        stop = min(start + num_columns, vocabulary)
+        has_label_N1 = ((labels_N >= start) & (labels_N < stop))[:, None]
+        columns_N1 = torch.where(has_label_N1, labels_N[:, None] - start, 0)
+        excluded_NK = None
+        if kept is not None:
+            inside_M = (kept.ids_M >= start) & (kept.ids_M < stop)
+            spare_NK = (kept.counts_N > 0)[:, None].repeat(
+                1, stop - start + 1
+            )  # its last column takes other blocks' ids
+            spare_NK[rows_M, torch.where(inside_M, kept.ids_M - start, stop - start)] = False
+            excluded_NK = spare_NK[:, :-1]
+        scaled_NK = logits.block(start, stop).div_(temperature)
+        yield _Block(start, stop, scaled_NK, columns_N1, has_label_N1, excluded_NK)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `_LogprobsAndEntropy` needs beside tensors."""
+
+    temperature: float
+    scale: float
+    softcap: float | None
+    with_entropy: bool
+    entropy_grad: bool
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """Logprobs of labels and entropies, chunk by chunk; only the logits are kept for the backward pass."""
+    """Logprobs of labels and entropies of the whole softmax, block by block."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        kept: KeptSets | None,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropies, normalizers = [], [], []
-        for logits, labels in zip(logits_NV.split(CHUNK_TOKENS), labels_N.split(CHUNK_TOKENS)):
-            scaled = logits.float() / temperature
-            normalizer = scaled.logsumexp(dim=-1)
-            logprobs.append(scaled.gather(-1, labels[:, None]).squeeze(-1) - normalizer)
-            normalizers.append(normalizer)
-            if with_entropy:
-                all_logprobs = scaled.sub_(normalizer[:, None])
-                entropies.append(-(all_logprobs.exp() * all_logprobs).sum(dim=-1))
-        normalizer_N = torch.cat(normalizers)
-        entropy_N = torch.cat(entropies) if with_entropy else torch.zeros_like(normalizer_N)
-        ctx.save_for_backward(logits_NV, labels_N, normalizer_N)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy_N)
-        return torch.cat(logprobs), entropy_N
+        logits = LazyLogits(hidden_NH, weight_VH, bias_V, settings.scale, settings.softcap)
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        picked_N, entropy_N = hidden_NH.new_zeros((2, *labels_N.shape), dtype=dtype)
+        kept_normalizer_N, normalizer_N = hidden_NH.new_full((2, *labels_N.shape), -torch.inf, dtype=dtype)
+        for block in _blocks(logits, labels_N, settings.temperature, kept):
+            label_N = block.scaled_NK.gather(1, block.columns_N1).squeeze(1)
+            picked_N = torch.where(block.has_label_N1.squeeze(1), label_N, picked_N)
+            if kept is not None or not settings.with_entropy:
+                kept_normalizer_N = torch.logaddexp(kept_normalizer_N, block.kept().logsumexp(1))
+            if settings.with_entropy:
+                normalizer_N, entropy_N = _add_entropy(normalizer_N, entropy_N, block.scaled_NK)
+        if kept is None and settings.with_entropy:
+            kept_normalizer_N = normalizer_N
+        ctx.settings, ctx.kept = settings, kept
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, kept_normalizer_N, normalizer_N, entropy_N)
+        if not settings.entropy_grad:
+            ctx.mark_non_differentiable(entropy_N)
+        return picked_N - kept_normalizer_N, entropy_N
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_N: torch.Tensor, _grad_entropy_N: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
-        logits_NV, labels_N, normalizer_N = ctx.saved_tensors
-        grad_logits_NV = torch.empty_like(logits_NV)
-        chunks = (t.split(CHUNK_TOKENS) for t in (logits_NV, labels_N, normalizer_N, grad_N, grad_logits_NV))
-        for logits, labels, normalizer, grad, grad_logits in zip(*chunks):
-            scale = (grad / ctx.temperature)[:, None]
-            d_logits = (logits.float() / ctx.temperature - normalizer[:, None]).exp_().mul_(-scale)
-            d_logits.scatter_add_(-1, labels[:, None], scale)
-            grad_logits.copy_(d_logits)
-        return grad_logits_NV, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_N: torch.Tensor, grad_entropy_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, labels_N, kept_normalizer_N, normalizer_N, entropy_N = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        logits = LazyLogits(hidden_NH, weight_VH, bias_V, settings.scale, settings.softcap)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=grad_N.dtype) if needs_hidden else None
+        grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
+        grad_bias_V = torch.empty_like(bias_V) if bias_V is not None and needs_bias else None
+        for block in _blocks(logits, labels_N, settings.temperature, ctx.kept):
+            slope_NK, by_entropy_NK = None, None
+            if settings.softcap is not None:
+                slope_NK = 1.0 - (block.scaled_NK * (settings.temperature / settings.softcap)).square_()
+            if settings.entropy_grad:  # p (log p + entropy) is the gradient of minus the entropy
+                by_entropy_NK = block.scaled_NK - normalizer_N[:, None]
+                by_entropy_NK = by_entropy_NK.exp().mul_(by_entropy_NK.add_(entropy_N[:, None]))
+                by_entropy_NK.mul_(grad_entropy_N[:, None])
+            d_NK = block.kept().sub_(kept_normalizer_N[:, None]).exp_().mul_(-grad_N[:, None])
+            d_NK.scatter_add_(1, block.columns_N1, torch.where(block.has_label_N1, grad_N[:, None], 0.0))
+            if by_entropy_NK is not None:
+                d_NK.sub_(by_entropy_NK)
+            if slope_NK is not None:
+                d_NK.mul_(slope_NK)
+            d_NK.mul_(settings.scale / settings.temperature)
+            columns = slice(block.start, block.stop)
+            if grad_bias_V is not None:
+                grad_bias_V[columns] = d_NK.sum(0)
+            rounded_NK = d_NK.to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH += rounded_NK @ weight_VH[columns]
+            if grad_weight_VH is not None:
+                torch.mm(rounded_NK.t(), hidden_NH, out=grad_weight_VH[columns])
+        grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
 
 
-def gather_logprobs(logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Return the float32 logprobs `[N]` of `labels [N]` under softmax(`logits [N, V]` / temperature).
+def _add_entropy(
+    normalizer_N: torch.Tensor, entropy_N: torch.Tensor, scaled_NK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return normalizers and entropies of the tokens so far and those of a block.
 
-    The softmax is over the whole vocabulary; a server that samples with top-p or top-k reports larger logprobs.
+    The entropy of a union is what either half tells, plus that of the choice between them.
     """
-    return _LogprobsAndEntropy.apply(logits, labels, temperature, False)[0]
+    of_block_N = scaled_NK.logsumexp(1)
+    logprobs_NK = scaled_NK.sub_(of_block_N[:, None])
+    entropy_of_block_N = -(logprobs_NK.exp().mul_(logprobs_NK)).sum(1)
+    union_N = torch.logaddexp(normalizer_N, of_block_N)
+    before_N, block_N = (normalizer_N - union_N).exp(), (of_block_N - union_N).exp()
+    choice_N = torch.special.entr(before_N) + torch.special.entr(block_N)
+    return union_N, before_N * entropy_N + block_N * entropy_of_block_N + choice_N
 
 
 def gather_logprobs_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
+    logits: LazyLogits,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    kept: KeptSets | None = None,
+    entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logprobs of `gather_logprobs` and the entropies `[N]`, which carry no gradient."""
-    return _LogprobsAndEntropy.apply(logits, labels, temperature, True)
+    """Return the logprobs of `gather_logprobs` and the entropies `[N]` of the whole softmax.
+
+    Entropies carry a gradient only with `entropy_grad`.
+    """
+    return _apply(logits, labels, temperature, kept, with_entropy=True, entropy_grad=entropy_grad)
+
+
+def gather_logprobs(
+    logits: LazyLogits, labels: torch.Tensor, temperature: float = 1.0, *, kept: KeptSets | None = None
+) -> torch.Tensor:
+    """Return the float32 logprobs `[N]` of `labels [N]` under softmax(`logits [N, V]` / temperature).
+
+    With `kept` the softmax of a token is over its kept set, which holds its label: what a server with top-p, top-k or
+    min-p sampled from. Without, it is over the whole vocabulary.
+    """
+    return _apply(logits, labels, temperature, kept, with_entropy=False, entropy_grad=False)[0]
+
+
+def _apply(
+    logits: LazyLogits,
+    labels_N: torch.Tensor,
+    temperature: float,
+    kept: KeptSets | None,
+    *,
+    with_entropy: bool,
+    entropy_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = _Settings(temperature, logits.scale, logits.softcap, with_entropy, entropy_grad)
+    return _LogprobsAndEntropy.apply(logits.hidden_NH, logits.weight_VH, logits.bias_V, labels_N, kept, settings)
 
 
 def packed_logprobs(
-    logits: torch.Tensor, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, temperature: float = 1.0
+    logits: LazyLogits,
+    input_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    kept: KeptSets | None = None,
 ) -> torch.Tensor:
-    """Return the logprob `[N]` of each of `input_ids [N]`, from `logits [N, V]` and `cu_seqlens [B + 1]`."""
-    return align_with_tokens(gather_logprobs(logits, input_ids.roll(-1), temperature), cu_seqlens)
+    """Return the logprob `[N]` of each of `input_ids [N]`, from logits and `cu_seqlens [B + 1]`.
+
+    `kept` has the set that each of `input_ids` was sampled from.
+    """
+    labels = input_ids.roll(-1)
+    return align_with_tokens(gather_logprobs(logits, labels, temperature, kept=_of_labels(kept)), cu_seqlens)
 
 
 def packed_logprobs_entropy(
-    logits: torch.Tensor, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, temperature: float = 1.0
+    logits: LazyLogits,
+    input_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    kept: KeptSets | None = None,
+    entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `packed_logprobs` and the entropy `[N]` of the distribution that each token was sampled from."""
-    logprobs_N, entropy_N = gather_logprobs_entropy(logits, input_ids.roll(-1), temperature)
+    """Return `packed_logprobs` and the entropy `[N]` of the whole softmax at the step that sampled each token."""
+    logprobs_N, entropy_N = gather_logprobs_entropy(
+        logits, input_ids.roll(-1), temperature, kept=_of_labels(kept), entropy_grad=entropy_grad
+    )
     return align_with_tokens(logprobs_N, cu_seqlens), align_with_tokens(entropy_N, cu_seqlens)
+
+
+def _of_labels(kept: KeptSets | None) -> KeptSets | None:
+    """Move the sets of tokens to the positions before them. The first token, which nothing predicts, must have none."""
+    return None if kept is None else KeptSets(kept.ids_M, kept.counts_N.roll(-1))
 
 
 def align_with_tokens(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from arealite.api.workflow_api import RolloutWorkflow
 
-    LossFn = Callable[[torch.Tensor, TensorDict], torch.Tensor]
+    LossFn = Callable[[Any, TensorDict], torch.Tensor]  # of LazyLogits, which live above contracts
     LossWeightFn = Callable[[TensorDict], float]
 
 
@@ -83,9 +83,10 @@ class TrainEngine(abc.ABC):
     def train_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """Take one optimizer step.
 
-        `loss_fn(logits, micro_batch)` gets the logits `[N, V]` and the packed micro-batch (1-D tensors of N tokens,
-        `cu_seqlens`) and returns the mean of the loss over what `loss_weight_fn(micro_batch)` counts. The gradient is
-        that of `sum(mean * weight) / sum(weight)` over all micro-batches and ranks, however the batch was split.
+        `loss_fn(logits, micro_batch)` gets `LazyLogits` (for `gather_logprobs`; `logits.dense()` is `[N, V]`) and the
+        packed micro-batch (1-D tensors of N tokens, `cu_seqlens`) and returns the mean of the loss over what
+        `loss_weight_fn(micro_batch)` counts. The gradient is that of `sum(mean * weight) / sum(weight)` over all
+        micro-batches and ranks, however the batch was split.
         """
 
     @abc.abstractmethod
@@ -93,9 +94,7 @@ class TrainEngine(abc.ABC):
         """Return the loss of `train_batch` without a gradient, equal on all ranks."""
 
     @abc.abstractmethod
-    def forward(
-        self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, input_: TensorDict, post_hook: Callable[[Any, TensorDict], torch.Tensor]) -> torch.Tensor:
         """Apply `post_hook(logits, micro_batch) -> [N]` without gradient and return it padded as `[B, S]`."""
 
 

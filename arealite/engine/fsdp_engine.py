@@ -4,7 +4,7 @@ Invariant: the gradient is `sum(mean * weight) / sum(weight)` over all micro-bat
 neither packing nor the number of micro-batches or ranks.
 """
 
-# B sequences, S padded tokens, N packed tokens, V vocabulary
+# B sequences, S padded tokens, N packed tokens, H hidden size
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.script import refuse_import
-from arealite.engine import fsdp_weights, hf_model
+from arealite.engine import fsdp_weights, hf_model, output_layer
 from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
@@ -89,6 +89,8 @@ class FSDPEngine(TrainEngine):
         self.model = hf_model.build_meta_model(self.config.path, self._attention)
         if self.config.disable_dropout:
             _disable_dropout(self.model)
+        self._outputs = output_layer.logits_of(self.model)  # of hidden states: what loss functions get
+        output_layer.return_hidden_states(self.model)
         layers = _layers_to_wrap(self.model, self.config)
         if self.config.gradient_checkpointing:
             for layer in layers:
@@ -165,13 +167,13 @@ class FSDPEngine(TrainEngine):
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
         self._has_trained = True
         self.optimizer.zero_grad()
-        loss_sum = 0.0
+        losses = []
         for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
             self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
             loss = self._weighted_loss(micro_batch, weight, loss_fn)
             # FSDP averages gradients over ranks.
             (loss * (dist.get_world_size() / max(total_weight, 1e-12))).backward()
-            loss_sum += loss.item()
+            losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         is_sound = total_weight > 0 and grad_norm < float("inf")
@@ -182,7 +184,7 @@ class FSDPEngine(TrainEngine):
             logger.warning("optimizer step skipped: gradient norm %s, loss weight %s", grad_norm, total_weight)
         self.optimizer.zero_grad()
         return {
-            "loss": self._mean_over_ranks(loss_sum, total_weight),
+            "loss": self._mean_over_ranks(losses, total_weight),
             "grad_norm": grad_norm,
             "lr": self.lr_schedule.lr,
             "update_successful": float(is_sound),
@@ -192,21 +194,19 @@ class FSDPEngine(TrainEngine):
     @torch.no_grad()
     def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
-        losses = [self._weighted_loss(mb, weight, loss_fn).item() for mb, weight in zip(micro_batches, weights)]
+        losses = [self._weighted_loss(mb, weight, loss_fn) for mb, weight in zip(micro_batches, weights)]
         self.model.reshard()
-        return self._mean_over_ranks(sum(losses), total_weight)
+        return self._mean_over_ranks(losses, total_weight)
 
     @heartbeat.waiting("all ranks in a forward pass", on="ranks")
     @torch.no_grad()
-    def forward(
-        self, input_: TensorDict, post_hook: Callable[[torch.Tensor, TensorDict], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, input_: TensorDict, post_hook: Callable[[Any, TensorDict], torch.Tensor]) -> torch.Tensor:
         micro_batches = self._split(input_)
         values = []
         for micro_batch in micro_batches:
-            logits_NV, packed = self._logits(micro_batch)
+            hidden_NH, packed = self._hidden_states(micro_batch)
             if micro_batch.num_tokens:
-                values.append(post_hook(logits_NV, packed).to(micro_batch.packed["input_ids"].device))
+                values.append(post_hook(self._outputs(hidden_NH), packed).to(micro_batch.packed["input_ids"].device))
         self.model.reshard()
         return unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
 
@@ -232,13 +232,13 @@ class FSDPEngine(TrainEngine):
 
     def _weighted_loss(self, micro_batch: MicroBatch, weight: float, loss_fn: LossFn) -> torch.Tensor:
         """Return mean loss times weight; 0 with a zero gradient for a micro-batch without weight."""
-        logits_NV, packed = self._logits(micro_batch)
-        if weight == 0:
-            return logits_NV.sum() * 0.0
-        return loss_fn(logits_NV, packed) * weight
+        hidden_NH, packed = self._hidden_states(micro_batch)
+        if weight == 0:  # nothing of everything: ranks reduce the same gradients, be they zero
+            return hidden_NH[:0].sum() + self._outputs(hidden_NH[:0]).dense().sum()
+        return loss_fn(self._outputs(hidden_NH), packed) * weight
 
-    def _logits(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
-        """Return logits `[N, V]` of a micro-batch; an empty one runs on a single token whose logits are dropped."""
+    def _hidden_states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
+        """Return hidden states `[N, H]` of a micro-batch; an empty one runs on a single token, which is dropped."""
         packed = micro_batch.packed.to(self.device)
         num_tokens = micro_batch.num_tokens
         input_ids, position_ids = packed["input_ids"], packed["position_ids"]
@@ -252,11 +252,13 @@ class FSDPEngine(TrainEngine):
         elif self._attention.startswith("flash_attention"):
             ends, longest = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32), max(lengths)
             bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        output = self.model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
+        hidden = self.model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
         heartbeat.tick()
-        return output.logits[0, :num_tokens], packed
+        return hidden[0, :num_tokens], packed
 
-    def _mean_over_ranks(self, local_sum: float, total_weight: float) -> float:
+    def _mean_over_ranks(self, losses: Sequence[torch.Tensor], total_weight: float) -> float:
+        """Return the mean from the weighted losses of this rank, read off the device only here."""
+        local_sum = float(sum(loss.double() for loss in losses))
         (total,) = distributed.all_reduce_numbers([local_sum], group=self._group)
         return total / total_weight if total_weight else 0.0
 

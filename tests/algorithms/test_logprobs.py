@@ -2,9 +2,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from arealite.algorithms import logprobs as logprobs_module
 from arealite.algorithms.logprobs import (
-    CHUNK_TOKENS,
+    KeptSets,
+    LazyLogits,
     gather_logprobs,
     gather_logprobs_entropy,
     packed_logprobs,
@@ -12,42 +16,208 @@ from arealite.algorithms.logprobs import (
     trained_tokens,
 )
 
+CLOSE = {"atol": 1e-6, "rtol": 1e-6, "check_dtype": False}
 
-@pytest.mark.parametrize("num_tokens", [1, CHUNK_TOKENS, 2 * CHUNK_TOKENS + 7])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_entropy_and_gradient_equal_log_softmax(num_tokens: int, temperature: float) -> None:
-    torch.manual_seed(num_tokens)
-    logits = torch.randn(num_tokens, 11) * 3
-    labels, weights = torch.randint(0, 11, (num_tokens,)), torch.randn(num_tokens)
-    ours, reference = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    logprobs, entropy = gather_logprobs_entropy(ours, labels, temperature)
-    expected = (reference / temperature).log_softmax(-1)
-    close = {"atol": 1e-5, "rtol": 1e-5, "check_dtype": False}
-    torch.testing.assert_close(logprobs, expected.gather(-1, labels[:, None])[:, 0], **close)
-    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1).detach(), **close)
-    (logprobs * weights).sum().backward()
-    (expected.gather(-1, labels[:, None])[:, 0] * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, reference.grad, **close)
+
+def of_logits(logits_NV: torch.Tensor) -> LazyLogits:
+    """Wrap logits as hidden states of an output layer that leaves them as they are."""
+    return LazyLogits(logits_NV, torch.eye(logits_NV.shape[1], dtype=logits_NV.dtype))
+
+
+def output_layer(num_tokens: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Return hidden states, weight and bias whose logits are a few units wide."""
+    generator = torch.Generator().manual_seed(num_tokens + vocabulary)
+    shapes = (num_tokens, 6), (vocabulary, 6), (vocabulary,)
+    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+
+
+def slow(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    kept: list[list[int]] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logprobs and entropies token by token."""
+    found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for row, (vector, label) in enumerate(zip(hidden, labels.tolist())):
+        logits = weight @ vector if bias is None else weight @ vector + bias
+        logits = logits * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits / temperature
+        ids = kept[row] if kept and kept[row] else range(len(logits))
+        found[0].append(logits[label] - logits[list(ids)].logsumexp(0))
+        found[1].append(-(logits.softmax(0) * logits.log_softmax(0)).sum())
+    return torch.stack(found[0]), torch.stack(found[1])
+
+
+@pytest.mark.parametrize("vocabulary", [11, 2500], ids=["one block", "three blocks"])
+@pytest.mark.parametrize("changes", [{}, {"scale": 0.3, "softcap": 2.0}, {"softcap": 4.0}], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 3e-5)], ids=str)
+def test_logprobs_entropies_and_gradients_equal_a_slow_float64_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    vocabulary: int,
+    changes: dict[str, float],
+    has_bias: bool,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    monkeypatch.setattr(logprobs_module, "BLOCK_VALUES", 1)
+    tensors = output_layer(7, vocabulary, dtype)[: 3 if has_bias else 2]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    labels, weights = torch.arange(7) * vocabulary // 7, torch.linspace(-1.0, 2.0, 14).view(2, 7)
+    bias = tensors[2] if has_bias else None
+    found = gather_logprobs_entropy(LazyLogits(*tensors[:2], bias, **changes), labels, 0.7, entropy_grad=True)
+    expected = slow(*exact[:2], exact[2] if has_bias else None, labels, temperature=0.7, **changes)
+    for ours, reference in zip(found, expected):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, reference, atol=tolerance, rtol=tolerance, check_dtype=False)
+    (torch.stack(found) * weights).sum().backward()
+    (torch.stack(expected) * weights).sum().backward()
+    for ours, reference in zip(tensors, exact):
+        atol = tolerance * reference.grad.abs().max().item()
+        torch.testing.assert_close(ours.grad, reference.grad, atol=atol, rtol=tolerance, check_dtype=False)
+
+
+@given(
+    kept=st.lists(st.sets(st.integers(0, 1499), max_size=6), min_size=1, max_size=5),
+    whole_entropy=st.booleans(),
+    temperature=st.floats(0.3, 2.0),
+)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_a_kept_set_restricts_the_softmax_of_the_logprob_alone(
+    kept: list[set[int]], whole_entropy: bool, temperature: float
+) -> None:
+    ids = [sorted(one) for one in kept]
+    labels = torch.tensor([one[-1] if one else 7 for one in ids])
+    sets = KeptSets(torch.tensor([i for one in ids for i in one], dtype=torch.long), torch.tensor(list(map(len, ids))))
+    tensors = output_layer(len(kept), 1500, torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs_module, "BLOCK_VALUES", 1)  # two blocks
+        if whole_entropy:
+            found = gather_logprobs_entropy(LazyLogits(*tensors), labels, temperature, kept=sets, entropy_grad=True)
+        else:
+            found = (gather_logprobs(LazyLogits(*tensors), labels, temperature, kept=sets),)
+        expected = slow(*tensors, labels, temperature=temperature, kept=ids)[: len(found)]
+        for ours, reference in zip(found, expected):
+            torch.testing.assert_close(ours, reference, atol=1e-9, rtol=1e-9)
+        for ours, reference in zip(
+            torch.autograd.grad(sum(one.sum() for one in found), tensors),
+            torch.autograd.grad(sum(one.sum() for one in expected), tensors),
+        ):
+            torch.testing.assert_close(ours, reference, atol=1e-9, rtol=1e-9)
+
+
+def test_truncation_worked_by_hand() -> None:
+    """Top-p 0.8 keeps tokens 0 and 1 of the sampling policy; the trainer has moved on."""
+    sampled = torch.tensor([[2.0, 1.0, 0.5, -1.0, -2.0]], dtype=torch.float64)
+    trained = torch.tensor([[2.3, 1.0, 0.2, -1.0, -1.5]], dtype=torch.float64)
+    label, kept = torch.tensor([1]), KeptSets(torch.tensor([0, 1]), torch.tensor([2]))
+    whole, over_kept = (gather_logprobs(of_logits(sampled), label, kept=one).item() for one in (None, kept))
+    assert (whole, over_kept) == (pytest.approx(-1.506283, abs=1e-6), pytest.approx(-1.313262, abs=1e-6))
+    assert math.exp(whole - over_kept) == pytest.approx(0.8244646, abs=1e-7), "the kept mass"
+    new_whole, new_kept = (gather_logprobs(of_logits(trained), label, kept=one).item() for one in (None, kept))
+    assert math.exp(new_kept - over_kept) == pytest.approx(0.7963259, abs=1e-7)
+    assert math.exp(new_whole - over_kept) == pytest.approx(0.6968234, abs=1e-7)
+    assert math.exp(new_whole - whole) == pytest.approx(0.8451829, abs=1e-7), "the kept mass taken off"
+
+
+def test_sets_of_packed_tokens_belong_to_the_token_that_was_sampled_from_them() -> None:
+    # Sequences [0, 1, 2] and [1, 0]: token 1 of the first was sampled from {1, 3}, token 0 of the second from {0, 1}.
+    logits = torch.arange(20.0).view(5, 4).sin()
+    input_ids, cu_seqlens = torch.tensor([0, 1, 2, 1, 0]), torch.tensor([0, 3, 5], dtype=torch.int32)
+    kept = KeptSets(torch.tensor([1, 3, 0, 1]), torch.tensor([0, 2, 0, 0, 2]))
+    found = packed_logprobs(of_logits(logits), input_ids, cu_seqlens, kept=kept)
+    expected = [
+        0.0,
+        (logits[0, 1] - logits[0, [1, 3]].logsumexp(0)).item(),
+        logits[1].log_softmax(0)[2].item(),
+        0.0,
+        (logits[3, 0] - logits[3, [0, 1]].logsumexp(0)).item(),
+    ]
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert packed_logprobs_entropy(of_logits(logits), input_ids, cu_seqlens, kept=kept)[0].tolist() == found.tolist()
+
+
+def test_autograd_agrees_with_central_differences() -> None:
+    tensors, labels = output_layer(4, 9, torch.float64), torch.tensor([0, 3, 8, 8])
+
+    def both(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gather_logprobs_entropy(LazyLogits(*values, 0.7, 3.0), labels, 0.8, entropy_grad=True)
+
+    assert torch.autograd.gradcheck(both, tensors)
+
+
+def test_dense_logits_have_the_gradient_of_the_blocks() -> None:
+    tensors, labels = output_layer(5, 9, torch.float64), torch.arange(5)
+    lazy = LazyLogits(*tensors, 0.5, 3.0)
+    dense = lazy.dense().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    blocks = gather_logprobs(lazy, labels)
+    torch.testing.assert_close(blocks, dense)
+    gradients = (torch.autograd.grad(one.square().sum(), tensors) for one in (blocks, dense))
+    for ours, reference in zip(*gradients):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_only_what_is_trained_gets_a_gradient() -> None:
+    hidden, weight, bias = output_layer(3, 5)
+    frozen = LazyLogits(hidden, weight.detach(), bias.detach())
+    gather_logprobs(frozen, torch.arange(3)).sum().backward()
+    assert hidden.grad is not None and weight.grad is None and bias.grad is None
+    entropy = gather_logprobs_entropy(frozen, torch.arange(3))[1]
+    assert not entropy.requires_grad
+    with torch.no_grad():
+        assert not gather_logprobs(LazyLogits(hidden, weight), torch.arange(3)).requires_grad
 
 
 def test_huge_logits_stay_finite() -> None:
-    logits = torch.tensor([[1e4, -1e4], [0.0, 1e4]])
-    logprobs, entropy = gather_logprobs_entropy(logits, torch.tensor([0, 0]))
+    logits = torch.tensor([[1e4, -1e4], [0.0, 1e4]], requires_grad=True)
+    logprobs, entropy = gather_logprobs_entropy(of_logits(logits), torch.tensor([0, 0]), entropy_grad=True)
     assert logprobs.tolist() == [0.0, -1e4] and entropy.tolist() == [0.0, 0.0]
+    (logprobs + entropy).sum().backward()
+    assert logits.grad is not None and logits.grad.tolist() == [[0.0, 0.0], [1.0, -1.0]]
 
 
-def test_bfloat16_logits_give_float32_logprobs_and_bfloat16_gradients() -> None:
-    logits = torch.randn(5, 7, dtype=torch.bfloat16).requires_grad_()
-    logprobs = gather_logprobs(logits, torch.arange(5))
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[torch.arange(5), torch.arange(5)])
+def test_no_token_has_no_logprob_and_no_gradient() -> None:
+    hidden, weight, bias = output_layer(0, 5)
+    logprobs, entropy = gather_logprobs_entropy(LazyLogits(hidden, weight, bias), torch.empty(0, dtype=torch.long))
+    assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
-    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+    assert torch.equal(weight.grad, torch.zeros(5, 6)) and torch.equal(bias.grad, torch.zeros(5))
+
+
+def test_bfloat16_rounds_logits_as_the_model_does_and_nothing_else() -> None:
+    hidden, weight, _ = output_layer(5, 7, torch.bfloat16)
+    logprobs = gather_logprobs(LazyLogits(hidden, weight), torch.arange(5))
+    assert logprobs.dtype == torch.float32
+    rounded = (hidden @ weight.t()).detach().float().requires_grad_()
+    expected = rounded.log_softmax(-1)[torch.arange(5), torch.arange(5)]
+    torch.testing.assert_close(logprobs, expected, **CLOSE)
+    logprobs.sum().backward()
+    expected.sum().backward()
+    d_logits = rounded.grad.bfloat16().double()
+    for ours, exact in ((hidden.grad, d_logits @ weight.double()), (weight.grad, d_logits.t() @ hidden.double())):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, exact.detach(), atol=1e-6, rtol=2**-8, check_dtype=False)
+
+
+def test_a_gradient_of_the_weight_is_summed_in_float32() -> None:
+    """2,000 tokens that pull the same way: a bfloat16 sum would stop growing at a few hundred."""
+    hidden = torch.ones(2000, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    gather_logprobs(LazyLogits(hidden, weight), torch.zeros(2000, dtype=torch.long)).sum().backward()
+    assert weight.grad.tolist() == [[1000.0], [-1000.0]]
 
 
 def test_logprobs_belong_to_the_token_they_are_about() -> None:
     # Sequences [0, 1] and [1, 0, 0]; each position predicts token 1 with probability 3/4.
-    logits = torch.tensor([[0.0, math.log(3.0)]]).expand(5, 2)
+    logits = of_logits(torch.tensor([[0.0, math.log(3.0)]]).expand(5, 2))
     input_ids, cu_seqlens = torch.tensor([0, 1, 1, 0, 0]), torch.tensor([0, 2, 5], dtype=torch.int32)
     expected = torch.tensor([0.0, math.log(0.75), 0.0, math.log(0.25), math.log(0.25)])
     torch.testing.assert_close(packed_logprobs(logits, input_ids, cu_seqlens), expected)

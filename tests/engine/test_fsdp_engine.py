@@ -16,7 +16,7 @@ from testing_ports import held_port
 from training_cases import OPTIMIZER, token_batch, train_config, write_model
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens, packed_logprobs
+from arealite.algorithms.logprobs import LazyLogits, align_with_tokens, count_loss_tokens, packed_logprobs
 from arealite.api.cli_args import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
@@ -70,8 +70,15 @@ def mean_nll(model: torch.nn.Module, batch: TensorDict) -> torch.Tensor:
     return total / count
 
 
-def test_loss_and_gradient_equal_those_of_plain_transformers(make: Make, model_path: str) -> None:
-    engine, batch = make(max_tokens=20), token_batch([9, 4, 12, 3, 7])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_loss_and_gradient_equal_those_of_plain_transformers(
+    make: Make, model_path: str, recomputes: bool, offload: bool
+) -> None:
+    fsdp = FSDPEngineConfig(offload_params=offload)
+    engine = make(max_tokens=20, gradient_checkpointing=recomputes, fsdp=fsdp)
+    engine.train()
+    batch = token_batch([9, 4, 12, 3, 7])
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     expected = mean_nll(reference, batch)
     expected.backward()
@@ -83,6 +90,20 @@ def test_loss_and_gradient_equal_those_of_plain_transformers(make: Make, model_p
     assert result["update_successful"] == 1.0 and result["lr"] == OPTIMIZER["lr"]
     for name, gradient in gradients(engine).items():
         torch.testing.assert_close(gradient, reference.get_parameter(name).grad, atol=1e-5, rtol=1e-4)
+
+
+def test_bfloat16_gradients_are_as_near_as_those_of_plain_transformers(make: Make, model_path: str) -> None:
+    engine, batch = make(max_tokens=20, dtype="bfloat16"), token_batch([9, 4, 12, 3, 7])
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(model_path, dtype=d) for d in (torch.float32, torch.bfloat16)
+    )
+    for model in (exact, rounded):
+        mean_nll(model, batch).backward()
+    engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+    for name, gradient in gradients(engine).items():
+        expected, theirs = (model.get_parameter(name).grad.float() for model in (exact, rounded))
+        distances = [(one - expected).norm().item() / expected.norm().item() for one in (gradient, theirs)]
+        assert distances[0] < 1.2 * distances[1] + 0.01, name
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["kept activations", "recomputed activations"])
@@ -97,10 +118,10 @@ def standing_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     engine.destroy()
 
 
-def float64_nll(logits_NV: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
-    """The loss of fine-tuning, whose logprobs are float32 otherwise."""
+def float64_nll(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
+    """The loss of fine-tuning, made of logits that are there as a whole."""
     labels_N = micro_batch["input_ids"].roll(-1)
-    logprobs_N = logits_NV.log_softmax(-1).gather(-1, labels_N[:, None])[:, 0]
+    logprobs_N = logits.dense().log_softmax(-1).gather(-1, labels_N[:, None])[:, 0]
     assert logprobs_N.dtype == torch.float64
     return -align_with_tokens(logprobs_N, micro_batch["cu_seqlens"])[micro_batch["loss_mask"].bool()].mean()
 
@@ -129,7 +150,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(
 def test_forward_is_padded_and_aligned(make: Make, model_path: str) -> None:
     engine, batch = make(max_tokens=14), token_batch([3, 9, 5, 14])
 
-    def post_hook(logits: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
+    def post_hook(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
         return packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"])
 
     logprobs = engine.forward(batch, post_hook)
@@ -144,7 +165,7 @@ def test_forward_is_padded_and_aligned(make: Make, model_path: str) -> None:
 def test_an_empty_share_has_an_empty_result(make: Make) -> None:
     engine = make()
     empty = token_batch([3, 9])[:0]
-    assert engine.forward(empty, lambda logits, micro_batch: logits[:, 0]).shape == (0, 9)
+    assert engine.forward(empty, lambda logits, micro_batch: logits.dense()[:, 0]).shape == (0, 9)
     before = full_params(engine)
     result = engine.train_batch(empty, sft_loss_fn, count_loss_tokens)
     assert result["update_successful"] == 0.0 and result["loss"] == 0.0
@@ -156,7 +177,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(make: Make) -> None:
     engine, batch = make(), token_batch([5, 6])
     before = full_params(engine)
 
-    def poisoned(logits: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
+    def poisoned(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
         return sft_loss_fn(logits, micro_batch) * torch.inf
 
     result = engine.train_batch(batch, poisoned, count_loss_tokens)

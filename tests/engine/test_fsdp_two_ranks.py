@@ -7,7 +7,7 @@ import testing_forks
 import torch
 import two_rank_program
 from training_cases import actor_config, train_config, write_model
-from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
+from two_rank_program import ACTOR, BATCHES, ENGINES, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
 
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -23,14 +23,17 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process finds, and the folders it leaves for two."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("one")
-    path, resumed_path = write_model(folder / "model"), str(folder / "resumed")
-    engine = FSDPEngine(train_config(path))
-    engine.initialize(None, SPEC)
-    found: dict[str, Any] = {"path": path, "resumed_path": resumed_path, "sft": sft_steps(engine, BATCHES)}
-    engine.save(SaveLoadMeta(resumed_path, with_optim=True))
-    found["resumed"] = sft_steps(engine, BATCHES)
-    engine.destroy()
-    actor = FSDPPPOActor(actor_config(path, **ACTOR))
+    paths = {name: write_model(folder / name, tie=name == "tied") for name in ("untied", "tied")}
+    found: dict[str, Any] = {"paths": paths | {"resumed": str(folder / "resumed")}}
+    for name, path in paths.items():
+        engine = FSDPEngine(train_config(path))
+        engine.initialize(None, SPEC)
+        found[name] = sft_steps(engine, BATCHES)
+        if name == "tied":
+            engine.save(SaveLoadMeta(found["paths"]["resumed"], with_optim=True))
+            found["resumed"] = sft_steps(engine, BATCHES)
+        engine.destroy()
+    actor = FSDPPPOActor(actor_config(paths["tied"], **ACTOR))
     actor.initialize(None, SPEC)
     found["ppo"] = ppo_steps(actor, TRAJECTORIES.clone())
     actor.destroy()
@@ -41,7 +44,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def two(one: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each of two processes finds."""
     out = tmp_path_factory.mktemp("two")
-    with testing_forks.two_ranks(two_rank_program.main, one["path"], one["resumed_path"], out) as ranks:
+    with testing_forks.two_ranks(two_rank_program.main, one["paths"], out) as ranks:
         assert [rank.end() for rank in ranks] == [0, 0]
     return {"out": out, "ranks": [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]}
 
@@ -53,15 +56,16 @@ def assert_params_equal(params: dict[str, torch.Tensor], expected: dict[str, tor
         torch.testing.assert_close(params[name], expected[name], atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("share", ["unequal", "empty"])
-def test_three_steps_on_two_ranks_equal_those_on_one(one: dict[str, Any], two: dict[str, Any], share: str) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_three_steps_on_two_ranks_equal_those_on_one(one: dict[str, Any], two: dict[str, Any], name: str) -> None:
+    expected = one[ENGINES[name][0]]
     for rank in two["ranks"]:
-        assert rank[share]["losses"] == pytest.approx(one["sft"]["losses"], abs=1e-5)
-        assert_params_equal(rank[share]["params"], one["sft"]["params"])
+        assert rank[name]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert_params_equal(rank[name]["params"], expected["params"])
 
 
 def test_two_ranks_resume_what_one_saved(one: dict[str, Any], two: dict[str, Any]) -> None:
-    assert one["resumed"]["losses"] != pytest.approx(one["sft"]["losses"], abs=1e-2)
+    assert one["resumed"]["losses"] != pytest.approx(one["tied"]["losses"], abs=1e-2)
     for rank in two["ranks"]:
         assert rank["resumed"]["losses"] == pytest.approx(one["resumed"]["losses"], abs=1e-5)
         assert_params_equal(rank["resumed"]["params"], one["resumed"]["params"])

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from training_cases import actor_config, trajectory_batch, write_model
 from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig, PreTrainedConfig, Qwen3Config
 
+from arealite.algorithms.logprobs import LazyLogits
 from arealite.api.cli_args import GRPOConfig, OptimizerConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
@@ -385,5 +386,11 @@ def sample(actor: FSDPPPOActor, generator: torch.Generator) -> TensorDict:
 
 
 def next_logprobs(actor: FSDPPPOActor, row: torch.Tensor) -> torch.Tensor:
-    output = actor.model(input_ids=row[None], use_cache=False, segment_lengths=[len(row)])
-    return output.logits[0, -1].log_softmax(-1)
+    found = []
+
+    def keep_last(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
+        found.append(logits.dense()[-1].log_softmax(-1))
+        return micro_batch["input_ids"]
+
+    actor.forward(TensorDict({"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]}, [1]), keep_last)
+    return found[0]

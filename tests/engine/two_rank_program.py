@@ -3,6 +3,7 @@
 import logging
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from tensordict import TensorDict
 from training_cases import actor_config, token_batch, train_config, trajectory_batch
 
 from arealite.algorithms.logprobs import count_loss_tokens
+from arealite.api.cli_args import FSDPEngineConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -18,6 +20,16 @@ from arealite.engine.sft.lm_engine import sft_loss_fn
 BATCHES = [token_batch([9, 4, 12, 3, 7, 11], seed) for seed in range(3)]
 SHARES = {"unequal": [[0, 3], [1, 2, 4, 5]], "empty": [[], [0, 1, 2, 3, 4, 5]]}
 """Rows of each rank."""
+OFFLOADED = {"fsdp": FSDPEngineConfig(offload_params=True)}
+ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "unequal": ("tied", "unequal", {}),
+    "empty": ("tied", "empty", {}),
+    "untied": ("untied", "unequal", {}),
+    "untied empty": ("untied", "empty", {}),
+    "untied offloaded": ("untied", "unequal", OFFLOADED),
+    "offloaded": ("tied", "empty", OFFLOADED),
+}
+"""Model, share and config."""
 TRAJECTORIES = trajectory_batch([9, 4, 12, 3, 7, 11, 8, 8], group_size=2)
 TRAJECTORY_SHARES = [[5, 0, 6], [1, 2, 3, 4, 7]]
 """Groups 0, 2 and 3 are torn apart."""
@@ -57,19 +69,19 @@ def ppo_steps(actor: FSDPPPOActor, batch: TensorDict) -> dict[str, object]:
     return {"metrics": metrics, "params": full_params(actor), "advantages": batch["advantages"]}
 
 
-def main(_: Connection, model_path: str, resumed_path: str, out: Path) -> None:
+def main(_: Connection, paths: dict[str, str], out: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, object] = {}
-    for name, shares in SHARES.items():
-        engine = FSDPEngine(train_config(model_path, max_tokens=15))
+    for name, (model, share, changes) in ENGINES.items():
+        engine = FSDPEngine(train_config(paths[model], max_tokens=15, **changes))
         engine.initialize(None, FinetuneSpec(1, 100, 10))
         rank = dist.get_rank()
-        found[name] = sft_steps(engine, [batch[shares[rank]] for batch in BATCHES])
+        found[name] = sft_steps(engine, [batch[SHARES[share][rank]] for batch in BATCHES])
         engine.destroy()
 
-    engine = FSDPEngine(train_config(model_path))
+    engine = FSDPEngine(train_config(paths["tied"]))
     engine.initialize(None, FinetuneSpec(1, 100, 10))
-    engine.load(SaveLoadMeta(resumed_path, with_optim=True))
+    engine.load(SaveLoadMeta(paths["resumed"], with_optim=True))
     found["formatters"] = [type(handler.formatter).__name__ for handler in logging.getLogger().handlers]
     found["resumed"] = sft_steps(engine, [batch[SHARES["unequal"][rank]] for batch in BATCHES])
     engine.save(SaveLoadMeta(str(out / "saved"), with_optim=True))
@@ -84,7 +96,7 @@ def main(_: Connection, model_path: str, resumed_path: str, out: Path) -> None:
         found["upload_error"] = f"{type(error).__name__}: {error}"
     engine.destroy()
 
-    actor = FSDPPPOActor(actor_config(model_path, **ACTOR))
+    actor = FSDPPPOActor(actor_config(paths["tied"], **ACTOR))
     actor.initialize(None, FinetuneSpec(1, 100, 10))
     found["ppo"] = ppo_steps(actor, TRAJECTORIES[TRAJECTORY_SHARES[rank]])
     # A rank without a single trajectory takes part in everything and reports the same metrics.

@@ -49,10 +49,11 @@ def train_alone(_: Connection, path: str, resumed_path: str, out: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process and each of two ranks find."""
     out = tmp_path_factory.mktemp("out")
-    path, resumed_path = write_model(out / "model"), str(out / "resumed")
-    with testing_forks.connected(train_alone, path, resumed_path, out) as process:
+    paths = {name: write_model(out / name, tie=name == "tied") for name in ("tied", "untied")}
+    paths["resumed"] = str(out / "resumed")
+    with testing_forks.connected(train_alone, paths["tied"], paths["resumed"], out) as process:
         assert process.end() == 0
-    with testing_forks.two_ranks(two_rank_program.main, path, resumed_path, out) as ranks:
+    with testing_forks.two_ranks(two_rank_program.main, paths, out) as ranks:
         assert [rank.end() for rank in ranks] == [0, 0]
     files = {"alone": "alone.pt", 0: "rank0.pt", 1: "rank1.pt"}
     return {key: torch.load(out / file, weights_only=False, map_location="cpu") for key, file in files.items()}

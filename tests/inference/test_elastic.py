@@ -389,7 +389,7 @@ def test_nobody_catches_up_with_weights_that_were_trained_since(
     actor.fingerprint = None  # which takes seconds, and which nobody asked for
     publish_weights(actor, rollout, version=1)
     batch = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.bool)}
-    actor.train_batch(TensorDict(batch, [1]), lambda logits, _: logits.logsumexp(-1).mean(), lambda _: 1.0)
+    actor.train_batch(TensorDict(batch, [1]), lambda logits, _: logits.dense().logsumexp(-1).mean(), lambda _: 1.0)
     registry.put("server-1", (new := serving(stack)).address)
     until(lambda: len(rollout.servers.servers) == 2)
     rollout.evaluate_batch(rows(8), SamplingWorkflow(max_new_tokens=60, min_new_tokens=60))

@@ -90,7 +90,7 @@ def train_a_step(actor: FSDPPPOActor) -> None:
         {"input_ids": torch.tensor([[*PROMPT, 7, 8]]), "attention_mask": torch.ones(1, 6, dtype=torch.bool)}, [1]
     )
     actor.train()
-    actor.train_batch(batch, lambda logits, mb: logits.logsumexp(-1).mean() - logits[:, 7].mean(), lambda mb: 1.0)
+    actor.train_batch(batch, lambda logits, mb: logits.dense().log_softmax(-1)[:, 7].mean().neg(), lambda mb: 1.0)
 
 
 def sampled_at_once(rollout: RemoteSGLangEngine, *rids: str) -> list[Any]:

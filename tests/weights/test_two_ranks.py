@@ -52,7 +52,7 @@ def publish_twice(_: Connection, model_path: str, address: str, out: Path) -> No
     for version, way in enumerate(("broadcast", "disk"), start=1):
         rollout.config.weight_update = way
         actor.train()
-        actor.train_batch(batch, lambda logits, mb: logits.logsumexp(-1).mean() - logits[:, 7].mean(), lambda mb: 1.0)
+        actor.train_batch(batch, lambda logits, mb: logits.dense().log_softmax(-1)[:, 7].mean().neg(), lambda mb: 1.0)
         publish_weights(actor, rollout, version=version)
     expected = {name: one.full_tensor().detach().clone() for name, one in actor.model.named_parameters()}
     if dist.get_rank() == 0:

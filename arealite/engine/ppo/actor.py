@@ -16,7 +16,13 @@ from tensordict import TensorDict
 
 from arealite.algorithms.advantages import gae, scale_rewards, spread, token_rewards, whiten
 from arealite.algorithms.kl import k3
-from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, packed_logprobs_entropy, trained_tokens
+from arealite.algorithms.logprobs import (
+    LazyLogits,
+    count_loss_tokens,
+    packed_logprobs,
+    packed_logprobs_entropy,
+    trained_tokens,
+)
 from arealite.algorithms.ppo import ppo_actor_loss_fn
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.workflow_api import own_metrics
@@ -51,8 +57,8 @@ class PPOActor:
         self.engine.eval()
         return self.engine.forward(
             batch.select("input_ids", "attention_mask"),
-            lambda logits_NV, micro_batch: packed_logprobs(
-                logits_NV, micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
+            lambda logits, micro_batch: packed_logprobs(
+                logits, micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
             ),
         )
 
@@ -110,9 +116,9 @@ class PPOActor:
         eps_clip = config.eps_clip
         assert eps_clip is not None
 
-        def loss_fn(logits_NV: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
+        def loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
             logprobs_N, entropy_N = packed_logprobs_entropy(
-                logits_NV, micro_batch["input_ids"], micro_batch["cu_seqlens"], config.temperature
+                logits, micro_batch["input_ids"], micro_batch["cu_seqlens"], config.temperature
             )
             loss, statistics = ppo_actor_loss_fn(
                 logprobs_N,

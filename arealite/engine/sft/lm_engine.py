@@ -4,14 +4,14 @@ A batch has `input_ids`, `attention_mask` and `loss_mask`, all `[B, T]`; the los
 `loss_mask` of the whole batch on all ranks.
 """
 
-# N packed tokens, V vocabulary
+# N packed tokens
 
 import math
 
 import torch
 from tensordict import TensorDict
 
-from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs, trained_tokens
+from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens, packed_logprobs, trained_tokens
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce_numbers
@@ -55,10 +55,11 @@ class FSDPLMEngine(FSDPEngine, LMEngine):
         LMEngine.__init__(self, engine=self)
 
 
-def sft_loss_fn(logits: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
-    """Return the mean negative log-likelihood of the packed tokens under `loss_mask [N]`, from `logits [N, V]`."""
+def sft_loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the packed tokens under `loss_mask [N]`."""
     logprobs_N = packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"])
-    return -logprobs_N[micro_batch["loss_mask"].bool()].mean()
+    mask_N = micro_batch["loss_mask"].bool()
+    return -logprobs_N.masked_fill(~mask_N, 0.0).sum() / mask_N.sum()
 
 
 def _columns(batch: TensorDict) -> TensorDict:

@@ -1,0 +1,76 @@
+"""What a loss function gets instead of logits: hidden states, the output layer, and what the model does after it.
+
+A model whose logits are something else than `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)` is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from arealite.algorithms.logprobs import LazyLogits
+
+_SMALL, _LARGE = 2.0**-20, 1e30  # a soft cap leaves the first as it is, and makes itself of the second
+
+
+def return_hidden_states(model: PreTrainedModel) -> None:
+    """Let the model return hidden states `[1, N, H]` instead of logits; to be called before it is sharded.
+
+    Its parameters in no layer stay gathered until the backward pass has run, the output layer's weight among them.
+    """
+    model.forward = functools.partial(_hidden_states, model.get_decoder())
+
+
+def _hidden_states(decoder: torch.nn.Module, **inputs: Any) -> torch.Tensor:
+    return decoder(**inputs).last_hidden_state
+
+
+def logits_of(model: PreTrainedModel) -> Callable[[torch.Tensor], LazyLogits]:
+    """Return the function that makes logits of hidden states `[N, H]`; to be called before `return_hidden_states`."""
+    scale, softcap = _probe(model)
+    layer = model.get_output_embeddings()
+    return lambda hidden_NH: LazyLogits(hidden_NH, layer.weight, layer.bias, scale, softcap)
+
+
+def _probe(model: PreTrainedModel) -> tuple[float, float | None]:
+    """Return scale and soft cap of the logits: measured, because every model has its own name for them."""
+    layer, decoder = model.get_output_embeddings(), model.get_decoder()
+    hidden = torch.linspace(-1.0, 1.0, layer.in_features)[None, None]
+    raw = torch.linspace(-100.0, 100.0, layer.out_features)[None, None].clone()
+    raw[..., 0], raw[..., -1] = _SMALL, _LARGE
+    seen: list[torch.Tensor] = []
+
+    def read_probe(inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(inputs)
+        return raw.clone()
+
+    decoder.forward, layer.forward = lambda *_, **__: _Outputs([hidden]), read_probe
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    finally:
+        del decoder.forward, layer.forward
+    scale, largest = logits[..., 0].item() / _SMALL, logits[..., -1].item()
+    softcap = largest if largest < scale * _LARGE / 2 else None
+    expected = scale * raw if softcap is None else softcap * torch.tanh(scale * raw / softcap)
+    if not torch.equal(seen[0], hidden) or logits.shape != raw.shape or not torch.allclose(logits, expected, rtol=1e-5):
+        raise ValueError(
+            "logits of a trained model must be those of its output layer, scaled and soft-capped at most: got "
+            f"{type(model).__name__}, which changes them in another way. Use another model."
+        )
+    return scale, softcap
+
+
+class _Outputs(list[torch.Tensor]):
+    """Outputs of a decoder, of which there are only the hidden states."""
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None

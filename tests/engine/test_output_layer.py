@@ -1,0 +1,69 @@
+"""Hidden states and the output layer give the logits that each model of transformers gives itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from test_models import WORKS
+from tiny_models import build, config
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from arealite.engine.output_layer import logits_of, return_hidden_states
+
+AFTER_THE_OUTPUT_LAYER: dict[str, tuple[str, dict[str, object]]] = {
+    "Granite, divided": ("GraniteConfig", {"logits_scaling": 8.0}),
+    "Cohere, multiplied": ("CohereConfig", {"logit_scale": 0.3}),
+    "HyperCLOVAX, multiplied by logits_scaling": ("HyperCLOVAXConfig", {"logits_scaling": 0.3}),
+    "Gemma3, soft-capped": ("Gemma3TextConfig", {"final_logit_softcapping": 2.0}),
+    "Phi, with a bias": ("PhiConfig", {"num_key_value_heads": 4}),
+}
+CASES = {f: ("Gemma3TextConfig" if f == "Gemma3" else f"{f}Config", changes) for f, changes in WORKS.items()}
+
+
+@pytest.mark.parametrize("name", [*CASES, *AFTER_THE_OUTPUT_LAYER])
+def test_logits_are_those_of_transformers(name: str) -> None:
+    config_name, changes = (CASES | AFTER_THE_OUTPUT_LAYER)[name]
+    model = build(config(getattr(transformers, config_name), **changes), seed=1)
+    input_ids = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        expected = model(input_ids=input_ids, use_cache=False).logits[0]
+        assert expected.std() > 0.1
+        make_logits = logits_of(model)
+        return_hidden_states(model)
+        logits = make_logits(model(input_ids=input_ids, use_cache=False)[0])
+    torch.testing.assert_close(logits.dense(), expected, atol=1e-5, rtol=1e-5)
+    assert (logits.scale != 1 or logits.softcap is not None) == (name in AFTER_THE_OUTPUT_LAYER and "Phi" not in name)
+
+
+def test_a_model_on_the_meta_device_is_probed_too() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config())
+    logits = logits_of(model)(torch.zeros(2, 32, device="meta"))
+    assert (logits.scale, logits.softcap, logits.weight_VH.shape) == (1.0, None, (48, 32))
+
+
+class Rectified(Qwen3ForCausalLM):
+    def forward(self, **inputs: object) -> object:
+        output = super().forward(**inputs)
+        output.logits = output.logits.relu()
+        return output
+
+
+class Sliced(Qwen3ForCausalLM):
+    def forward(self, **inputs: object) -> object:
+        output = super().forward(**inputs)
+        output.logits = output.logits[..., :-1]
+        return output
+
+
+class ScaledBefore(Qwen3ForCausalLM):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,))
+
+
+@pytest.mark.parametrize("kind", [Rectified, Sliced, ScaledBefore])
+def test_logits_that_are_changed_in_another_way_are_refused(kind: type[PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match=f"scaled and soft-capped at most: got {kind.__name__}, which changes them"):
+        logits_of(kind(config()))
