@@ -17,9 +17,7 @@ import asyncio
 import contextlib
 import cProfile
 import json
-import os
 import pstats
-import random
 import subprocess
 import sys
 import tempfile
@@ -32,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from aiohttp import web
 from circumstances import circumstances
 from tensordict import TensorDict
 
@@ -151,7 +148,7 @@ def measure(case: Case, *, seconds: float, is_profiled: bool) -> dict[str, Any]:
         try:
             row = {"input_ids": list(range(5, 5 + PROMPT_TOKENS))}
             loader = [[dict(row) for _ in range(case.batch_size)]]
-            take_batches(engine, workflow, loader, seconds=max(1.0, 2 * case.delay_s))
+            take_batches(engine, workflow, loader, seconds=max(min(1.0, seconds), 2 * case.delay_s))
             with watched(engine, is_profiled=is_profiled) as lags:
                 began, began_cpu = time.perf_counter(), cpu_by_thread()
                 count = take_batches(engine, workflow, loader, seconds=seconds)
@@ -226,49 +223,14 @@ def watched(engine: RemoteSGLangEngine, *, is_profiled: bool) -> Iterator[list[f
 @contextlib.contextmanager
 def served(delay_s: float) -> Iterator[str]:
     """Run the server in another process."""
-    command = [sys.executable, "-c", "import runtime_overhead; runtime_overhead.serve()", str(delay_s)]
-    process = subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+    command = [sys.executable, str(Path(__file__).with_name("canned_server.py")), str(TOKENS), str(delay_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().decode().strip()
     finally:
         process.kill()
         process.wait(10)
-
-
-def serve() -> None:
-    """Answer every request with the same tokens until stdin closes."""
-    delay_s, draw = float(sys.argv[1]), random.Random(0)
-    tokens = [17 * index % 400 + 5 for index in range(TOKENS)]
-    meta = {
-        "finish_reason": {"type": "length"},
-        "output_token_logprobs": [[-1.25 - index / 977, token, None] for index, token in enumerate(tokens)],
-        "weight_version": "1000000000",  # never too old
-    }
-    answer = json.dumps({"output_ids": tokens, "text": "", "meta_info": meta}).encode()
-
-    async def generate(request: web.Request) -> web.Response:
-        body = await request.read()
-        assert body.startswith(b"{")
-        if delay_s:
-            await asyncio.sleep(draw.uniform(2 / 3, 4 / 3) * delay_s)
-        return web.Response(body=answer, content_type="application/json")
-
-    async def agree(_: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def run() -> None:
-        app = web.Application()
-        app.add_routes([web.post("/generate", generate), web.post("/continue_generation", agree)])
-        app.add_routes([web.get(path, agree) for path in ("/health", "/get_model_info", "/get_server_info")])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
-        print(f"127.0.0.1:{runner.addresses[0][1]}", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-        os._exit(0)
-
-    asyncio.run(run())
 
 
 if __name__ == "__main__":

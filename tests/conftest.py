@@ -3,6 +3,7 @@
 Modules shared by tests lie beside this file, which puts their folder on the path.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -21,9 +22,14 @@ settings.load_profile("fixed")  # `make test-explore` passes --hypothesis-profil
 # torch looks up the name of every peer that it connects to, which takes the resolver 5 s if its packet is lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# OpenMP's threads spin while they wait, a third of the CPU time of a small run with two of them. Read by what we start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A shell that starts pytest in the background ignores SIGINT, and what a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+gc.disable()  # until everything is imported and collected: nothing of it becomes garbage
 
 _costs = Counter[str]()
 _counted = [0.0]
@@ -41,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection has to look at modules and tests again
+    gc.enable()
     _counted[0] = _cpu_s()
 
 

@@ -395,6 +395,7 @@ def test_servers_only_run_until_ctrl_c(launch_script):
     run = launch_script("raise SystemExit(1)", "allocation_mode=sglang.d2", "actor.path=tiny")
     while run.output.count("is ready at") < 2:
         assert run.process.poll() is None, run.output
+        time.sleep(0.02)
     while "until Ctrl-C: export AREALITE_SECRET=$(cat " not in run.output:
         assert run.process.poll() is None, run.output
         time.sleep(0.02)

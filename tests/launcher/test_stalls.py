@@ -117,7 +117,7 @@ def _start(folder: Path, name: str, fileroot: Path, overrides: tuple[str, ...]) 
 
 def guilty_line(name: str) -> str:
     """Return `file:line` of a `# guilty` comment."""
-    for path in (PROGRAM, HERE / "planted_reward.py"):
+    for path in (PROGRAM, HERE / "planted_episodes.py", HERE / "planted_reward.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if line.endswith(f"# guilty: {name}"):
                 return f"{path}:{number} in "

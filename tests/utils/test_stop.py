@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 
@@ -27,7 +28,7 @@ def test_sigterm_ends_a_wait_and_what_waits() -> None:
 
     async def wait() -> None:
         try:
-            threading.Timer(0.05, signal.raise_signal, [signal.SIGTERM]).start()
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
             await asyncio.Event().wait()
         finally:
             ended.append("waited")

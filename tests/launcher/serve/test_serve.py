@@ -174,6 +174,7 @@ def test_sigterm_hands_back_exactly_the_tokens_so_far(serve: Callable[..., Serve
         replies = [pool.submit(sample, prompt, 8000) for prompt in prompts]
         while get(address, "/server_info")["generated_tokens"] < 450 * len(prompts):
             assert not any(reply.done() for reply in replies)
+            time.sleep(0.02)
         took_s = one.terminate()
     for whole, reply in zip(undisturbed, replies, strict=True):
         tokens, finish = reply.result()

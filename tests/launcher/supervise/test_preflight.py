@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 from testing_quickstart import make_tiny_model
 
+from arealite.cli.check.check import check
+
 ENTRY = """
 import sys
+if __name__ == "__main__":
+    sys.exit("the script ran")  # before it imports for seconds
+
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
@@ -25,9 +30,6 @@ def main(argv):
     rows, _ = load_datasets(config, None)
     PromptLoader(rows, 1)
     RLVRWorkflow(score, config.gconfig, None)
-
-if __name__ == "__main__":
-    sys.exit("the script ran")
 """
 
 
@@ -59,11 +61,8 @@ def launch(
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
-def test_problems_are_one_line_each_and_nothing_starts(folder: Path, launcher: str) -> None:
-    status, lines = launch(
-        folder, "train_dataset.batch_size=9", "stats_logger.wandb.mode=online", body="return data", launcher=launcher
-    )
+def test_problems_are_one_line_each_and_nothing_starts(folder: Path) -> None:
+    status, lines = launch(folder, "train_dataset.batch_size=9", "stats_logger.wandb.mode=online", body="return data")
     assert status == 2
     assert len(lines) == 4, lines
     assert lines[0] == "checking model, data and reward (launcher.preflight=false skips it)"
@@ -73,13 +72,16 @@ def test_problems_are_one_line_each_and_nothing_starts(folder: Path, launcher: s
     assert {path.name for path in (folder / "runs").rglob("*")} <= {"e", "t", ".launcher.lock"}
 
 
-def test_a_reward_is_called_with_the_first_row(folder: Path) -> None:
-    status, lines = launch(folder, body="return data")
+def test_torchruns_commands_come_after_a_call_of_the_reward_with_the_first_row(folder: Path) -> None:
+    status, lines = launch(folder, body="return data", launcher="torchrun")
     assert status == 2
+    assert lines[0] == "checking model, data and reward (launcher.preflight=false skips it)"
+    assert lines[-1] == "ConfigError: the problems above must be solved: nothing was started."
+    assert not [*(folder / "runs").rglob(".secret")]
     place = f"{folder}/train.py"
     assert lines[1:-1] == [
-        f"problem: reward: reward function score at {place}:8 in score must not raise: got NameError: name 'data' is "
-        f"not defined, at {place}:9 in score."
+        f"problem: reward: reward function score at {place}:11 in score must not raise: got NameError: name 'data' is "
+        f"not defined, at {place}:12 in score."
     ]
 
 
@@ -90,13 +92,21 @@ def test_a_reward_is_called_with_the_first_row(folder: Path) -> None:
         ("def own(completions, **kwargs) -> list[float]: ...", "must score one completion: got own"),
     ],
 )
-def test_rewards_that_the_config_names_are_called(folder: Path, body: str, told: str) -> None:
-    (folder / "own_reward.py").write_text(body)
-    entry = ENTRY.replace("RLVRWorkflow(score,", "RLVRWorkflow(load_rewards(config.reward),")
-    several = f"reward={{{folder}/own_reward.py:own: 1.0, arealite.reward:gsm8k_reward_fn: 0.5}}"
-    status, lines = launch(folder, several, entry=entry)
-    assert (status, len(lines)) == (2, 3), lines
-    assert lines[1].startswith("problem: reward: ") and told in lines[1]
+def test_rewards_that_the_config_names_are_called(
+    tmp_path: Path, folder: Path, body: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The check itself; that a launcher starts it, and obeys its status, is tested above."""
+    own = tmp_path / f"{tmp_path.name}.py"  # a process knows one file of a name
+    own.write_text(body)
+    script = tmp_path / "train.py"
+    script.write_text(
+        ENTRY.replace("RLVRWorkflow(score,", "RLVRWorkflow(load_rewards(config.reward),").format(body="pass")
+    )
+    several = f"reward={{{own}:own: 1.0, arealite.reward:gsm8k_reward_fn: 0.5}}"
+    assert check(str(script), ["--config", str(folder / "c.yaml"), several], is_preflight=True) == 1
+    shown = capfd.readouterr()
+    (line,) = (shown.out + shown.err).splitlines()
+    assert line.startswith("problem: reward: ") and told in line
 
 
 @pytest.mark.parametrize("override", ["launcher.preflight=true", "launcher.preflight=false"])
