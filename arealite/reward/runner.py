@@ -46,7 +46,11 @@ _MAX_REPLY_BYTES = 2**20
 _EXPLAINED = ("ready", "exception", "contract")  # kinds of replies whose value is text
 _FOREIGN_REPLY = "an answer to another call or to none: the function, or a process that it has started, wrote it"
 _GIB = 2**30
-_BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from arealite.reward.worker import main"
+# Until the worker is imported, the standard library comes first: the user's folder may hold a json.py of its own.
+_BOOTSTRAP = (
+    "import json, sys; path = json.loads(sys.argv.pop(1)); sys.path += path; "
+    "from arealite.reward.worker import main; sys.path[:] = path"
+)
 _PREPARATION = ("name", "sys_path", "sys_argv", "dir", "orig_dir")
 _MAIN = ("init_main_from_name", "init_main_from_path")
 
@@ -222,7 +226,7 @@ class WorkerProcess:
         with theirs:
             arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"{_BOOTSTRAP}; main()", *arguments],
+                [sys.executable, "-P", "-c", f"{_BOOTSTRAP}; main()", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},

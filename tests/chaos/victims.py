@@ -42,7 +42,7 @@ def role_of(pid: int) -> Role | None:
             return "launcher"
         case [script, *_] if script == str(ENTRY):
             return "trainer"
-        case ["-c", code] if "arealite.reward.worker" in code:
+        case ["-P", "-c"] if "arealite.reward.worker" in words[3]:
             return "reward"
     return None
 

@@ -469,6 +469,15 @@ async def test_a_reward_whose_module_can_not_be_imported_says_why(runner_of, tmp
     assert error.kind == "exception" and "no such library" in str(error)
 
 
+async def test_files_of_the_user_do_not_stand_in_for_the_standard_library(runner_of, tmp_path, monkeypatch) -> None:
+    for name in ("json", "logging", "types"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert await runner_of(length)(prompt="", completions="abc") == 3.0
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as if the script lay there, too
+    assert await runner_of(length)(prompt="", completions="abc") == 3.0
+
+
 def test_functions_that_no_worker_can_import_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="module level"):
         RewardRunner(lambda **kwargs: 1.0)

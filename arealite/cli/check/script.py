@@ -112,7 +112,7 @@ def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
 def _running(script: Path) -> Iterator[None]:
     """Let imports and arguments be as in a process that runs the script."""
     argv, path = sys.argv, sys.path[:]
-    sys.argv, sys.path[0] = [str(script)], str(script.parent)
+    sys.argv, sys.path[:] = [str(script)], [str(script.parent), *path]
     try:
         yield
     finally:

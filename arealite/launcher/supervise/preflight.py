@@ -21,7 +21,7 @@ def preflight(run: Run) -> None:
     if not (run.config.launcher.preflight and run.plan.trainers):
         return
     print("checking model, data and reward (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
-    command, ours = [sys.executable, "-m", "arealite.cli.check", str(run.entry), *run.argv], os.getpid()
+    command, ours = [sys.executable, "-P", "-m", "arealite.cli.check", str(run.entry), *run.argv], os.getpid()
     env = os.environ | environment(run.config.launcher.trainer_env_vars) | {"CUDA_VISIBLE_DEVICES": ""}
     check = subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=lambda: die_with_parent(ours)

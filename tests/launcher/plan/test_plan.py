@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +137,21 @@ def test_dry_run_of_this_node(capsys, tmp_path):
     assert "node 0\n  server-0       log server-0.log\n" in told
     assert "  trainer-{0-1}  log trainer-{0-1}.log\n" in told
     assert list(tmp_path.iterdir()) == [entry], "nothing may be written"
+
+
+def test_files_of_the_user_do_not_stand_in_for_the_standard_library(tmp_path):
+    for name in ("entry", "json", "logging"):
+        (tmp_path / f"{name}.py").write_text("")
+    program = [sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", str(GRPO), "--dry-run"]
+    done = subprocess.run(
+        [*program, "cluster.n_gpus_per_node=0", "allocation_mode=lite.d1+d1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONSAFEPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_dry_run_of_the_documented_ray_command(monkeypatch, capsys):
