@@ -49,12 +49,18 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     print("\n".join(lines), file=sys.__stderr__, flush=True)
 
 
+def is_sentence(error: BaseException) -> bool:
+    """Tell whether the message is a sentence of ours, which says all there is to say."""
+    lines = lines_of_error(error)
+    return isinstance(error, AReaLiteError) or (" must " in str(error) and bool(lines and lines[0].room))
+
+
 def brief(error: BaseException) -> list[str]:
     """Return an error in few lines; none for one in which there is no line of the user's."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = lines_of_error(error)
-    if isinstance(error, AReaLiteError) or (" must " in str(error) and lines and lines[0].room):
+    if is_sentence(error):
         return [f"{type(error).__name__}: {error}"]
     users = [line for line in lines if line.is_users][:_MAX_LINES]
     if not users:

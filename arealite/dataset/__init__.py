@@ -56,7 +56,7 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, R
     train, valid = config.train_dataset, config.valid_dataset
     if tokenizer.chat_template is None:
         logger.warning("the tokenizer has no chat template: prompts are plain texts, without roles.")
-    rows, held_out = read_rows(train, train.split or "train", config.seed), None
+    rows, held_out, first_held_out = read_rows(train, train.split or "train", config.seed), None, 0
     if valid is not None:
         is_own = valid.path != train.path or valid.split is not None
         try:
@@ -75,12 +75,13 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, R
             message = "%s has no test split: its last %d of %d rows are held out for evaluation, not trained on."
             logger.warning(message, train.path, num, len(rows))
             rows, held_out = rows[:-num], rows[-num:]
-    return _prepare(rows, train, tokenizer), held_out and _prepare(held_out, valid or train, tokenizer)
+            first_held_out = len(rows)
+    return _prepare(rows, train, tokenizer), held_out and _prepare(held_out, valid or train, tokenizer, first_held_out)
 
 
-def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any) -> Rows:
-    """Turn rows of a source into prompts or demonstrations."""
-    first = enumerate(rows[: config.max_rows])
+def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any, start: int = 0) -> Rows:
+    """Turn rows of a source, from its row `start` on, into prompts or demonstrations."""
+    first = enumerate(rows[: config.max_rows], start)
     rows = [_with_messages(row, f"row {index} of {config.path}", config) for index, row in first]
     if config.type == "sft":
         rows = _demonstrations(rows, tokenizer)
@@ -129,8 +130,9 @@ def _has_text(message: dict[str, Any]) -> bool:
 
 
 def _missing(row: dict[str, Any], where: str, column: str, key: str, other: str = "") -> ValueError:
+    columns = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in row.items())
     return ValueError(
-        f"every row must have the column {column}: got {', '.join(map(str, row))} in {where}. "
+        f"every row must have the column {column}: got {columns} in {where}. "
         f"Set train_dataset.{key} to the name of your column{other}, or drop the row."
     )
 

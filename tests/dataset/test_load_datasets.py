@@ -52,6 +52,12 @@ def test_a_file_gives_its_last_rows_to_the_evaluation(load, tmp_path, caplog) ->
     assert (len(train), valid) == (100, None)
 
 
+def test_a_held_out_row_has_the_number_that_it_has_in_the_file(load, tmp_path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "?", "label": 1}\n' * 9 + '{"prompt": "?", "label": null}\n')
+    with pytest.raises(ValueError, match=r"must have the column label: got prompt, label \(null\) in row 9 of "):
+        load(f"train_dataset.path={tmp_path / 'own.jsonl'}", *COLUMNS)
+
+
 def test_a_single_row_can_not_be_shared(load, tmp_path) -> None:
     write(tmp_path / "own.jsonl", 0, 1)
     with pytest.raises(ValueError, match=r"own.jsonl must have a row for training and one to hold out: got one\. Add"):

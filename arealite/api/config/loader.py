@@ -131,7 +131,9 @@ def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[s
         elif equals and not option.startswith("-"):
             overrides.append(argument)
         else:
-            change = f"Write {argument.lstrip('-')}." if equals else "Correct or remove it."
+            key = option.lstrip("-")
+            is_flag = key != option
+            change = f"Write {key}={value or '...'}." if is_flag else "Correct or remove it."
             raise ConfigError(f"arguments must be --config FILE or key=value: got {argument!r}. {change}")
     if not config_file:
         raise ConfigError("--config must be given: got no file. Add --config FILE.yaml.")

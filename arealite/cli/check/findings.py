@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from arealite.api.errors import AReaLiteError
+from arealite.api.script import is_sentence
 from arealite.utils.source_lines import lines_of_error, users_line
 
 Level = Literal["ok", "warning", "problem"]
@@ -49,12 +49,11 @@ class Findings:
         try:
             with self.console.status(f"checking the {topic}"):
                 return check(self, *args, **kwargs)
-        except AReaLiteError as error:
-            self.add("problem", str(error))
         except Exception as error:
             place = users_line(lines_of_error(error))
             told = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARS]
-            self.add("problem", f"{told}, at {place}" if place else told)
+            told = f"{told}, at {place}" if place else told
+            self.add("problem", str(error) if is_sentence(error) else told)
         return None
 
     def add(self, level: Level, text: str, fix: str = "") -> None:

@@ -61,10 +61,10 @@ def command(
     for flag, text in (flags or {}).items():
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
-    args = parser.parse_intermixed_args(argv)
+    args, unknown = parser.parse_known_intermixed_args(argv)
     try:
         require_linux()
-        script, words = entry_script(args.entry), ["--config", args.config, *args.overrides]
+        script, words = entry_script(args.entry), ["--config", args.config, *unknown, *args.overrides]
         config = load_run_config(words, script)
         return act(Run(config, checked_plan(config), script, words), args)
     except ConfigError as error:
