@@ -64,9 +64,18 @@ def test_conversations_are_learned(folder: Path) -> None:
     assert [row["step"] for row in metrics(folder, "chats")] == [0, 1, 2]
 
 
-def test_metrics_of_a_workflow_are_averaged(folder: Path) -> None:
-    first, last = metrics(folder, "metrics")
-    assert 0 <= first["workflow/is_short"] <= 1 and 0 <= last["eval/is_short"] <= 1
+def test_a_second_turn_follows_a_wrong_answer(folder: Path) -> None:
+    first, last = metrics(folder, "turns")
+    assert first["workflow/num_turns"] == last["eval/num_turns"] == 2, "random weights answer nothing right"
+    again = re.compile(
+        r"<\|user\|>Tom has .*\?<\|end\|><\|assistant\|>.*<\|end\|><\|user\|>That is wrong. Try again."
+        r"<\|end\|><\|assistant\|>.*",
+        re.DOTALL,
+    )
+    rows = (folder / "runs/own/turns/rollouts/step_0.jsonl").read_text().splitlines()
+    assert len(rows) == 64
+    for row in map(json.loads, rows):
+        assert again.fullmatch(row["prompt"] + row["completion"]), row
 
 
 def test_every_key_of_the_table_exists() -> None:

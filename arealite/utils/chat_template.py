@@ -58,6 +58,21 @@ def prompt_tokens(
     return list(tokenizer(["\n\n".join(message["content"] for message in one) for one in conversations])["input_ids"])
 
 
+def next_prompt(
+    tokenizer: Any, tokens: list[int], messages: list[dict[str, Any]], *, enable_thinking: bool = False
+) -> list[int]:
+    """Return what a model is asked after `tokens`, a prompt and the answer that it sampled, and further `messages`.
+
+    The tokens stay as they are; what follows them is what the template writes after an answer.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(_NO_TEMPLATE)
+    dummy = [_message("user", _QUESTIONS[0]), _message("assistant", _PLAIN)]
+    text = _render(tokenizer, [*dummy, *messages], asks=True, enable_thinking=enable_thinking)
+    ids = _encode(tokenizer, text.partition(_PLAIN)[2])
+    return [*tokens, *(ids[1:] if tokens[-1:] == ids[:1] else ids)]  # an answer that was cut off has no end token
+
+
 def demonstration(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, list[int]]:
     """Return `input_ids` and `loss_mask` of a conversation: 1 on each turn of the assistant and the token that ends it.
 

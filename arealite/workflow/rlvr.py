@@ -9,7 +9,7 @@ and the episode fails with the original error: a group is trained on as a whole 
 import asyncio
 import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, TrajectoryError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
@@ -66,10 +66,9 @@ class RLVRWorkflow(RolloutWorkflow):
         """Sample and score the group of one prompt."""
         (prompt_ids,) = prompt_tokens(self.tokenizer, [data["messages"]], enable_thinking=self.enable_thinking)
         request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1), rid=uuid.uuid4().hex)
-        columns = reward_columns(data)
         prompt = self.tokenizer.decode(prompt_ids)
         samples = [
-            asyncio.create_task(self._sample(engine, request, prompt, columns)) for _ in range(self.gconfig.n_samples)
+            asyncio.create_task(self._sample(engine, request, data, prompt)) for _ in range(self.gconfig.n_samples)
         ]
         try:
             return concat_padded_tensors(await asyncio.gather(*samples))
@@ -82,22 +81,28 @@ class RLVRWorkflow(RolloutWorkflow):
         for runner in self.rewards:
             runner.close()
 
-    async def _sample(
-        self, engine: InferenceEngine, request: ModelRequest, prompt: str, columns: dict[str, Any]
-    ) -> TensorDict:
-        response = await engine.agenerate(request)
+    async def score(
+        self, response: ModelResponse, data: dict[str, Any], prompt: str | None = None
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return the reward of a completion and, if there are several functions, what each says as a metric `[1]`."""
         call = {
-            "prompt": prompt,
+            **reward_columns(data),
+            "prompt": self.tokenizer.decode(response.input_tokens) if prompt is None else prompt,
             "completions": self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
             "prompt_ids": response.input_tokens,
             "completion_ids": response.output_tokens,
         }
-        scores = {runner: await runner(**call, **columns) for runner in self.rewards}
+        scores = {runner: await runner(**call) for runner in self.rewards}
         reward = sum(weight * scores[runner] for runner, weight in self.rewards.items())
-        trajectory = trajectory_from_response(response, reward)
-        if len(scores) > 1:
-            trajectory.update({f"rewards/{runner.name}": torch.tensor([scores[runner]]) for runner in scores})
-        return trajectory
+        each = {f"rewards/{runner.name}": torch.tensor([scores[runner]]) for runner in scores}
+        return reward, each if len(each) > 1 else {}
+
+    async def _sample(
+        self, engine: InferenceEngine, request: ModelRequest, data: dict[str, Any], prompt: str
+    ) -> TensorDict:
+        response = await engine.agenerate(request)
+        reward, each = await self.score(response, data, prompt)
+        return trajectory_from_response(response, reward).update(each)
 
 
 def reward_columns(data: dict[str, Any]) -> dict[str, Any]:
@@ -107,20 +112,39 @@ def reward_columns(data: dict[str, Any]) -> dict[str, Any]:
 
 def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:
     """Return one completion as a trajectory with a single row: tensors `[1, S]`, rewards and no_eos `[1]`."""
-    num_prompt, num_sampled = response.input_len, response.output_len
+    return trajectory_from_turns([response], reward)
+
+
+def trajectory_from_turns(turns: Sequence[ModelResponse], reward: float) -> TensorDict:
+    """Return a conversation as a trajectory with a single row, in which only what was sampled is trained on."""
+    ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    kept: list[list[int]] = []
+    for number, turn in enumerate(turns, start=1):
+        if turn.input_tokens[: len(ids)] != ids:
+            raise TrajectoryError(
+                "the prompt of a turn must begin with the tokens of the turns before it: got others in turn "
+                f"{number}. Make it with arealite.utils.chat_template.next_prompt."
+            )
+        num_given, ids = turn.input_len - len(ids), turn.input_tokens + turn.output_tokens
+        loss_mask += [0] * num_given + [1] * turn.output_len
+        logprobs += [0.0] * num_given + turn.output_logprobs
+        versions += [-1] * num_given + turn.output_versions
+        kept += [[]] * num_given + (turn.output_kept or [])
     trajectory = {
-        "input_ids": _tensor([response.input_tokens + response.output_tokens], np.int64),
-        "attention_mask": _tensor([[True] * (num_prompt + num_sampled)], np.bool_),
-        "loss_mask": _tensor([[0] * num_prompt + [1] * num_sampled], np.int64),
-        "logprobs": _tensor([[0.0] * num_prompt + response.output_logprobs], np.float32),
-        "versions": _tensor([[-1] * num_prompt + response.output_versions], np.int64),
+        "input_ids": _tensor([ids], np.int64),
+        "attention_mask": _tensor([[True] * len(ids)], np.bool_),
+        "loss_mask": _tensor([loss_mask], np.int64),
+        "logprobs": _tensor([logprobs], np.float32),
+        "versions": _tensor([versions], np.int64),
         "rewards": _tensor([reward], np.float32),
-        "no_eos": _tensor([response.stop_reason == "length"], np.bool_),
+        "no_eos": _tensor([turns[-1].stop_reason == "length"], np.bool_),
     }
-    if response.output_kept is not None:
-        counts = list(map(len, response.output_kept))
-        trajectory["kept_counts"] = _tensor([[0] * num_prompt + counts], np.int32)
-        trajectory["kept_ids"] = _tensor([list(itertools.chain(*response.output_kept))], np.int32)
+    if all(turn.output_kept is not None for turn in turns):
+        trajectory["kept_counts"] = _tensor([list(map(len, kept))], np.int32)
+        trajectory["kept_ids"] = _tensor([list(itertools.chain(*kept))], np.int32)
     return TensorDict(trajectory, batch_size=[1])
 
 

@@ -6,7 +6,7 @@ from testing_chat_templates import STYLES, tokenizer_of
 from testing_quickstart import END, train_tokenizer
 from tokenizers import normalizers
 
-from arealite.utils.chat_template import PLAIN, certify, demonstration, prompt_tokens
+from arealite.utils.chat_template import PLAIN, certify, demonstration, next_prompt, prompt_tokens
 
 THINK = "answers with a <think> block"
 EMPTY_LINE = "answers that begin with an empty line"
@@ -159,6 +159,23 @@ def styled(tmp_path_factory):
 
 def taught(tokenizer, row) -> str:
     return tokenizer.decode([token for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask])
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_next_prompt_keeps_what_was_sampled_and_adds_what_the_template_writes(styled, style, is_cut) -> None:
+    tokenizer = styled[style]
+    asked = {"role": "user", "content": "How many?"}
+    again = {"role": "user", "content": "Sure?"}
+    (prompt,) = prompt_tokens(tokenizer, [[asked]])
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "Five"]  # as no encoding of it is
+    sampled = [*prompt, *letters, *([] if is_cut else [tokenizer.eos_token_id])]
+    found = next_prompt(tokenizer, sampled, [again])
+    assert found[: len(sampled)] == sampled
+    conversation = [asked, {"role": "assistant", "content": "Five"}, again]
+    whole = tokenizer.decode(prompt_tokens(tokenizer, [conversation])[0])
+    thought = "<think>\n\n</think>\n\n" if style == "qwen3" else ""  # which the template takes out of earlier turns
+    assert tokenizer.decode(found) == whole.replace("Five", f"{thought}Five")
 
 
 @pytest.mark.parametrize(
