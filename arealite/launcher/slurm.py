@@ -3,8 +3,8 @@
     python3 -m arealite.launcher.slurm ENTRY.py --config FILE.yaml [--dry-run] [--no-wait] [key=value ...]
 
 The batch script, `job.sbatch` in the run folder, runs `place.slurm` on the first node of the plan. Nothing of the run
-lives here: Ctrl-C and SIGTERM cancel the job, but the end of the terminal or a SIGKILL leaves it alone. No accounting
-is needed; all nodes must see the folder of runs.
+lives here: Ctrl-C and SIGTERM stop the run in order (twice: cancel the job), but the end of the terminal or a SIGKILL
+leaves it alone. No accounting is needed; all nodes must see the folder of runs.
 """
 
 import argparse
@@ -160,12 +160,18 @@ class _Follower:
                 self._copy_output()
 
     def take_signal(self, number: int, _frame: object) -> None:
-        """Cancel the job at the first signal, and don't wait for its end at the second."""
-        if self._signals:
+        """Let the launcher in the job stop the run at the first signal, cancel the job at the second, leave it at the
+        third."""
+        if len(self._signals) == 2:
             os._exit(128 + number)
         self._signals.append(number)
-        self._say(f"received {signal.Signals(number).name}: cancelling the job")
-        subprocess.run(["scancel", self._job], timeout=_CANCEL_S, check=False)
+        name, command = signal.Signals(number).name, ["scancel", self._job]
+        if len(self._signals) == 1 and (job_state(self._job) or {}).get("JobState") == "RUNNING":
+            self._say(f"received {name}: the run stops after a checkpoint; once more cancels the job")
+            command += ["--batch", "--signal=TERM"]
+        else:
+            self._say(f"received {name}: cancelling the job")
+        subprocess.run(command, timeout=_CANCEL_S, check=False)
 
     def _tell(self, state: Mapping[str, str]) -> None:
         word = {

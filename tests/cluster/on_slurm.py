@@ -51,7 +51,7 @@ def main() -> int:
     model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
     experiments = [
         Experiment(folder / name, model, ALLOCATION, steps=STEPS, batch_size=12, entry=PACED)
-        for name in ("hit", "cancelled", "held")
+        for name in ("hit", "cancelled", "stopped", "held")
     ]
     with SlurmCluster(folder / "slurm", num_nodes=NUM_MACHINES, gpus_per_node=4) as cluster:
         say(f"a Slurm cluster of {NUM_MACHINES} machines with 4 GPUs each")
@@ -67,12 +67,20 @@ def main() -> int:
             say("scancel")
             cluster.run("scancel", _job(run))
             verdict.broken += _end(run, 128 + signal.SIGTERM)
-        with _start(cluster, experiments[2], "launcher.slurm.sbatch_additional_args=--hold") as held:
+        with _start(cluster, experiments[2]) as run:
+            run.do(1)
+            say("Ctrl-C while it trains")
+            run.launcher.process.send_signal(signal.SIGINT)
+            run.release()
+            verdict.broken += _end(run, 128 + signal.SIGINT)
+            if not (run.said("launcher | stopped after step ") and run.said("the same command continues from step ")):
+                verdict.broken.append("Ctrl-C must leave a checkpoint of the last step: got none")
+        with _start(cluster, experiments[3], "launcher.slurm.sbatch_additional_args=--hold") as held:
             held.wait("the job's state", lambda: held.said("waiting: JobHeldUser") > 0, START_S)
             say("Ctrl-C while the job waits")
             held.launcher.process.send_signal(signal.SIGINT)
             verdict.broken += _end(held, 128 + signal.SIGINT)
-            faults += ["scancel", "interrupt"]
+            faults += ["scancel", "interrupt", "interrupt while it waits"]
         if jobs := cluster.run("squeue", "-h"):
             verdict.broken.append(f"no job may be left: got {jobs}")
     if verdict.broken:
