@@ -30,6 +30,7 @@ from arealite.utils.stop import RunStopped
 logger = logging.getLogger("arealite.stats")
 
 _WHOLE_LINE = 1000  # characters
+_SILENT_S = 30.0  # after which a step has a line, whatever `line_freq_steps` says
 
 
 class StatsLogger:
@@ -117,7 +118,7 @@ class _Writer:
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
-        self._line_freq_steps = config.line_freq_steps
+        self._line_freq_steps, self._silent_s = config.line_freq_steps, 0.0
         # COLUMNS is set where a launcher stands between us and a terminal; a file or pipe gets whole lines.
         width = shutil.get_terminal_size((_WHOLE_LINE, 0)).columns
         self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=self._bound, width=width)
@@ -133,8 +134,11 @@ class _Writer:
         with writing(self._rows.name):
             self._rows.write(json.dumps(row, allow_nan=False) + "\n")
             self._rows.flush()
-        if step % self._line_freq_steps == 0 or "eval/version" in metrics or "eval/loss" in metrics:
+        self._silent_s += metrics["time/step_s"]
+        is_due = step % self._line_freq_steps == 0 or self._silent_s >= _SILENT_S
+        if is_due or "eval/version" in metrics or "eval/loss" in metrics:
             print(self._line.render(step, metrics), flush=True)
+            self._silent_s = 0.0
         heartbeat.show(step=step + 1)
         for sink in self._sinks:
             sink.write(step, finite)

@@ -1,8 +1,10 @@
+import itertools
 import json
 import logging
 import math
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +125,22 @@ def test_every_nth_step_and_every_evaluation_has_a_line(tmp_path: Path, capsys: 
     assert last.startswith("done: ") and last.endswith("report.html")
     assert [line.split("/")[0].split()[-1] for line in lines] == ["0", "3", "4"]
     assert [row["step"] for row in read(tmp_path)] == list(range(6))
+
+
+def test_slow_steps_have_a_line_each_half_minute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1000.0, 5.0)  # a step looks at it three times
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    config = stats_config(tmp_path)
+    config.line_freq_steps = 100
+    stats = StatsLogger(config, FT_SPEC)
+    for step in range(8):
+        with stats.timer("train"):
+            pass
+        stats.commit(step)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0].split()[-1] for line in lines] == ["0", "2", "4", "6"]
 
 
 def test_an_sft_run_has_no_staleness(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class StatsLoggerConfig(FolderBlock):
     """Where metrics go besides `metrics.jsonl`."""
 
     line_freq_steps: PositiveInt = 1
-    """Steps per line on the console, for very short steps; `metrics.jsonl` has every step."""
+    """Steps per line on the console, for very short steps: one at least every 30 s. `metrics.jsonl` has every step."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard."""
     wandb: dict[str, Any] = field(default_factory=lambda: {"mode": "disabled"})

@@ -23,6 +23,8 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
     candidates = [
         _held_out(rows),
         _chart("Reward", _smoothed(rows, "reward/mean", "--blue")),
+        _chart("Rewards by function", _of_functions(rows)),
+        *(_chart(key.removeprefix("workflow/"), _line(rows, key, "--teal")) for key in _keys(rows, "workflow/")),
         _chart("Held-out loss", _evaluation(rows, "eval/loss", "--green")),
         _chart("Loss", [*_smoothed(rows, "sft/loss", "--blue"), *_smoothed(rows, "policy/loss", "--blue")]),
         _chart(
@@ -43,16 +45,21 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
                 *_line(rows, "policy/mismatch_kl", "--red", "mismatch_kl"),
                 *_line(rows, "policy/approx_kl", "--blue", "approx_kl"),
             ],
+            exponentformat="e",  # Plotly writes 8e-14 as 80f
         ),
-        _chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), percent=True),
+        _chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), tickformat=".0%"),
         _chart("Entropy", _line(rows, "policy/entropy", "--purple"), unit="nats per token"),
         _chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
     ]
     return [chart for chart in candidates if chart["traces"]]
 
 
-def _chart(title: str, traces: list[Trace], *, unit: str = "", percent: bool = False, **layout: Any) -> Chart:
-    axis = {"rangemode": "tozero"} | ({"tickformat": ".0%"} if percent else {})
+def _chart(
+    title: str, traces: list[Trace], *, unit: str = "", tickformat: str = "", exponentformat: str = "B", **layout: Any
+) -> Chart:
+    axis = {"rangemode": "tozero", "exponentformat": exponentformat} | (
+        {"tickformat": tickformat} if tickformat else {}
+    )
     return {"title": title, "unit": unit, "traces": traces, "layout": {"yaxis": axis, **layout}}
 
 
@@ -96,13 +103,24 @@ def _held_out(rows: Sequence[Row]) -> Chart:
         above = [(score(row, "_high") or 0.0) - row["score"] for row in scored]
         below = [row["score"] - (score(row, "_low") or 0.0) for row in scored]
         traces[0]["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1}
-    return _chart(f"Held-out {name}", traces, percent=name == "accuracy")
+    return _chart(f"Held-out {name}", traces, tickformat=".0%" if name == "accuracy" else "")
+
+
+def _keys(rows: Sequence[Row], prefix: str) -> list[str]:
+    return sorted({key for row in rows for key in row if key.startswith(prefix)})
+
+
+def _of_functions(rows: Sequence[Row]) -> list[Trace]:
+    """Draw the mean of each reward function, if there are several."""
+    keys = zip(_keys(rows, "rewards/"), itertools.cycle(PHASE_COLOURS))
+    return [trace for key, colour in keys for trace in _line(rows, key, colour, key.removeprefix("rewards/"))]
 
 
 def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:
     traces = [
-        *_line(rows, "staleness/mean", "--blue", "mean"),
-        *_line(rows, "staleness/max", "--orange", "max", line={"color": "--orange", "width": 2, "shape": "hv"}),
+        trace
+        for name, colour in (("mean", "--blue"), ("max", "--orange"))
+        for trace in _line(rows, f"staleness/{name}", colour, name, line={"color": colour, "width": 2, "shape": "hv"})
     ]
     if traces and bound is not None:
         ends = [traces[0]["x"][0], traces[0]["x"][-1]]

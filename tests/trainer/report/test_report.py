@@ -269,6 +269,27 @@ def test_servers_that_come_and_go_are_shown_over_time() -> None:
     assert chart["layout"]["xaxis"]["range"] == [0.0, 9.0] and chart["layout"]["yaxis2"]["overlaying"] == "y"
 
 
+def test_metrics_of_rewards_and_workflow_are_shown() -> None:
+    rows = [{"step": step, "rewards/correct": 0.5, "rewards/brief": -1.0, "workflow/turns": 2.0} for step in range(3)]
+    found = {chart["title"]: chart["traces"] for chart in charts(rows, staleness_bound=None)}
+    assert {title: [trace["name"] for trace in traces] for title, traces in found.items()} == {
+        "Rewards by function": ["brief", "correct"],
+        "turns": ["workflow/turns"],
+    }
+    assert [trace["y"] for trace in found["Rewards by function"]] == [[-1.0] * 3, [0.5] * 3]
+
+
+def test_the_mean_of_a_step_is_never_drawn_above_its_maximum() -> None:
+    rows = [{"step": step, "staleness/mean": step, "staleness/max": step} for step in range(3)]
+    (chart,) = charts(rows, staleness_bound=None)
+    assert {trace["line"]["shape"] for trace in chart["traces"]} == {"hv"}
+
+
+def test_tiny_numbers_have_an_exponent_and_no_prefix() -> None:
+    (chart,) = charts([{"step": 0, "policy/mismatch_kl": 8e-14}], staleness_bound=None)
+    assert chart["layout"]["yaxis"]["exponentformat"] == "e", "80f is no number"
+
+
 def test_servers_that_stay_are_not_shown() -> None:
     rows = [elastic_row(step, 2.0, 100.0) for step in range(3)]
     assert not [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
