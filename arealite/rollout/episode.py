@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -88,6 +89,9 @@ def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int, attempt: i
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")
 
 
+_MAX_REWARDS = 1_000_000
+
+
 @dataclass(frozen=True)
 class EpisodeRunner:
     """Runs attempts in the event loop, and records them."""
@@ -98,6 +102,8 @@ class EpisodeRunner:
     budgets: Budgets
     is_evaluation: bool = False
     columns: Columns = field(default_factory=Columns)
+    sampled_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_REWARDS))
+    """Of what workflows returned since they were last taken, whatever became of it."""
 
     def start(self, prompt: Prompt, head_version: int) -> Episode:
         if prompt.first_started_s is None:
@@ -130,6 +136,7 @@ class EpisodeRunner:
         try:
             needs_kept = episode.is_narrowed and not self.is_evaluation
             trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
+            self.sampled_rewards.extend(trajectory["rewards"].tolist())
             if prompt.should_accept is not None and not prompt.should_accept(trajectory):
                 return BY_FILTER
             self.columns.check(trajectory, prompt.workflow)

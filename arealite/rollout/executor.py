@@ -193,10 +193,13 @@ class RolloutExecutor:
         return RolloutStat(submitted=sum(totals.values()), **{k: n for k, n in totals.items() if k != "issued"})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts since the run began, by metric name."""
+        """Return the counts since the run began, and the mean reward since the last call, of rejected groups too."""
         totals = self._ledger.totals()
         counts = {name: totals[name] for name in ("accepted", "rejected", "running")} | self._ledger.causes()
-        return {f"rollout/{name}": float(count) for name, count in counts.items()} | self.loop.watch.metrics()
+        metrics = {f"rollout/{name}": float(count) for name, count in counts.items()} | self.loop.watch.metrics()
+        sampled = self._runner.sampled_rewards  # the event loop may add to it meanwhile
+        rewards = [sampled.popleft() for _ in range(len(sampled))]
+        return metrics | ({"reward/sampled_mean": sum(rewards) / len(rewards)} if rewards else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Make everything so far durable and return what `load_state_dict` needs to resume from here."""

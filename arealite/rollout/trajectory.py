@@ -56,6 +56,11 @@ class Columns:
             )
 
 
+def has_spread(trajectory: TensorDict) -> bool:
+    """Tell whether the rewards of a group differ: the filter of dynamic sampling (DAPO, arXiv:2503.14476)."""
+    return bool((trajectory["rewards"] != trajectory["rewards"][0]).any())
+
+
 def check_trajectory(
     trajectory: object, head_version: int, newest_version: float = math.inf, *, needs_kept: bool = False
 ) -> TensorDict:

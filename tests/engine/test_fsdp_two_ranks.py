@@ -7,7 +7,7 @@ import testing_forks
 import torch
 import two_rank_program
 from training_cases import actor_config, train_config, write_model
-from two_rank_program import ACTOR, BATCHES, ENGINES, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
+from two_rank_program import BATCHES, ENGINES, PPO_RUNS, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
 
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -33,10 +33,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             engine.save(SaveLoadMeta(found["paths"]["resumed"], with_optim=True))
             found["resumed"] = sft_steps(engine, BATCHES)
         engine.destroy()
-    actor = FSDPPPOActor(actor_config(paths["tied"], **ACTOR))
-    actor.initialize(None, SPEC)
-    found["ppo"] = ppo_steps(actor, TRAJECTORIES.clone())
-    actor.destroy()
+    for name, (choices, advantage_fn) in PPO_RUNS.items():
+        actor = FSDPPPOActor(actor_config(paths["tied"], **choices), advantage_fn=advantage_fn)
+        actor.initialize(None, SPEC)
+        found[name] = ppo_steps(actor, TRAJECTORIES.clone())
+        actor.destroy()
     return found
 
 
@@ -83,12 +84,13 @@ def test_one_rank_loads_what_two_saved(two: dict[str, Any]) -> None:
     engine.destroy()
 
 
-def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], two: dict[str, Any]) -> None:
+@pytest.mark.parametrize("run", PPO_RUNS)
+def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], two: dict[str, Any], run: str) -> None:
     for rank, rows in zip(two["ranks"], TRAJECTORY_SHARES):
-        torch.testing.assert_close(rank["ppo"]["advantages"], one["ppo"]["advantages"][rows], atol=1e-4, rtol=1e-4)
-        for metrics, expected in zip(rank["ppo"]["metrics"], one["ppo"]["metrics"]):
+        torch.testing.assert_close(rank[run]["advantages"], one[run]["advantages"][rows], atol=1e-4, rtol=1e-4)
+        for metrics, expected in zip(rank[run]["metrics"], one[run]["metrics"]):
             assert metrics == pytest.approx(expected, abs=1e-4, rel=1e-4)
-        assert_params_equal(rank["ppo"]["params"], one["ppo"]["params"])
+        assert_params_equal(rank[run]["params"], one[run]["params"])
 
 
 def test_a_rank_without_trajectories_reports_what_the_others_do(two: dict[str, Any]) -> None:

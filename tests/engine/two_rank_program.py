@@ -42,6 +42,32 @@ ACTOR = {
     "kl_ctl": 0.1,
 }
 
+OTHER_CHOICES = {
+    "group_size": 2,
+    "reward_scale": "batch_std",
+    "adv_norm": False,
+    "aggregation": "prompt_mean",
+    "proximal": "recompute",
+    "second_moment_limit": 2.0,
+    "sequence_mask_delta": 0.2,
+    "kl_in": "loss",
+    "kl_estimator": "k3",
+    "kl_ctl": 0.1,
+    "ppo_n_minibatches": 2,
+}
+
+
+def rank_of_rewards(rewards: torch.Tensor, group_index: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """An advantage function that must see all answers of the batch."""
+    return (rewards.argsort().argsort() - group_index * 0.1) / num_tokens
+
+
+PPO_RUNS = {
+    "ppo": (ACTOR, None),
+    "other choices": (OTHER_CHOICES | {"baseline": "length_weighted"}, None),
+    "own advantages": (OTHER_CHOICES, rank_of_rewards),
+}
+
 
 class BrokenTokenizer:
     def save_pretrained(self, path: str) -> None:
@@ -96,10 +122,11 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
         found["upload_error"] = f"{type(error).__name__}: {error}"
     engine.destroy()
 
-    actor = FSDPPPOActor(actor_config(paths["tied"], **ACTOR))
-    actor.initialize(None, FinetuneSpec(1, 100, 10))
-    found["ppo"] = ppo_steps(actor, TRAJECTORIES[TRAJECTORY_SHARES[rank]])
-    # A rank without a single trajectory takes part in everything and reports the same metrics.
-    found["idle"] = ppo_steps(actor, TRAJECTORIES[[] if rank == 0 else list(range(len(TRAJECTORIES)))])
-    actor.destroy()
+    for name, (choices, advantage_fn) in PPO_RUNS.items():
+        actor = FSDPPPOActor(actor_config(paths["tied"], **choices), advantage_fn=advantage_fn)
+        actor.initialize(None, FinetuneSpec(1, 100, 10))
+        found[name] = ppo_steps(actor, TRAJECTORIES[TRAJECTORY_SHARES[rank]])
+        if name == "ppo":  # a rank without a single trajectory takes part in everything and reports the same metrics
+            found["idle"] = ppo_steps(actor, TRAJECTORIES[[] if rank == 0 else list(range(len(TRAJECTORIES)))])
+        actor.destroy()
     torch.save(found, out / f"rank{rank}.pt")

@@ -39,7 +39,9 @@ from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import current_episode, sampling_seed
+from arealite.rollout.trajectory import has_spread
 from arealite.utils import stop
+from arealite.utils.tensors import concat_padded_tensors
 
 Row = dict[str, Any]
 
@@ -379,6 +381,25 @@ def test_rejections_between_accepted_episodes_are_no_error(
     loader = (rows(6, first) for first in itertools.count(0, 6))
     assert prompts_of(engine.executor.prepare_batch(loader, workflow, should_accept)) == [0, 6, 12, 18]
     assert engine.executor.metrics()["rollout/rejected_workflow"] == engine.executor.stats.rejected >= 15
+
+
+def test_dynamic_sampling_replaces_groups_without_spread_and_tells_the_reward_of_all(
+    start: Callable[..., IdleEngine],
+) -> None:
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        group = concat_padded_tensors([waiting_trajectory(row["prompt_id"].index, 0)] * 2)
+        group["rewards"] = torch.tensor([1.0, float(row["prompt_id"].index % 3 > 0)])
+        return group
+
+    engine = start(consumer_batch_size=2, max_head_offpolicyness=0)
+    loader = (rows(2, first) for first in itertools.count(0, 2))
+    batch = engine.executor.prepare_batch(loader, WaitingWorkflow(act), has_spread)
+    assert prompts_of(batch)[::2] == [0, 3] and batch["rewards"].tolist() == [1.0, 0.0] * 2
+    num_rejected = engine.executor.stats.rejected
+    assert num_rejected >= 2
+    expected = (4 * 0.5 + num_rejected * 2) / (4 + num_rejected * 2)
+    assert engine.executor.metrics()["reward/sampled_mean"] == pytest.approx(expected)
+    assert "reward/sampled_mean" not in engine.executor.metrics(), "told once"
 
 
 def test_failures_long_ago_are_forgiven(start: Callable[..., IdleEngine]) -> None:

@@ -1,53 +1,74 @@
-"""The policy of PPO and GRPO: logprobs, advantages and updates of one engine.
+"""The policy: logprobs, advantages and updates of one engine, for every choice of the algorithm.
 
-Tensors `[B, T]` are aligned with the token they are about (nothing is shifted). Invariant: statistics, advantages and
-minibatches depend on `group_index`, a row's group in the global batch, and never on the rank that holds the row.
+Loss of an optimizer step: the sum over its trained tokens of c (f l + KL - entropy). An objective gives l, one number
+per token; c (how tokens are averaged) and f (the off-policy correction) are constants, computed once over the global
+batch. Nothing else is averaged, so no result depends on micro-batches, ranks or the order of rows.
+
+Tensors `[B, T]` are aligned with the token they are about (nothing is shifted). `group_index` is a row's group in the
+global batch.
 """
 
-# B rows of this rank, T padded tokens, N packed tokens
+# B rows of this rank, S rows of all ranks, T padded tokens, N packed tokens
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 
-from arealite.algorithms.advantages import gae, scale_rewards, spread, token_rewards, whiten
-from arealite.algorithms.kl import k3
-from arealite.algorithms.logprobs import (
-    LazyLogits,
-    count_loss_tokens,
-    packed_logprobs,
-    packed_logprobs_entropy,
-    trained_tokens,
+from arealite.algorithms import objectives
+from arealite.algorithms.advantages import (
+    gae,
+    overlong_penalty,
+    reward_advantages,
+    scale_rewards,
+    spread,
+    token_rewards,
+    whiten,
 )
-from arealite.algorithms.ppo import ppo_actor_loss_fn
+from arealite.algorithms.aggregation import token_weights
+from arealite.algorithms.corrections import correction_factors, drifted_answers, second_moment_mask
+from arealite.algorithms.kl import k3, kl_estimates, kl_losses
+from arealite.algorithms.logprobs import LazyLogits, packed_logprobs, packed_logprobs_entropy, trained_tokens
+from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.metrics import MaskedMetrics
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
-from arealite.utils.stats import Reduction, reduction_of
 
 # What scripts of the original call these; a key that nobody reads would change the objective silently.
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
 UNKNOWN_LOGPROB = -9999.0  # vLLM's, over HTTP, of a logprob that is not finite; such a token is not trained on
-_Reduce = Callable[..., torch.Tensor]
-_REDUCTIONS: dict[Reduction, tuple[_Reduce, float, _Reduce]] = {  # of values, the result of none, of two results
-    "mean": (torch.sum, 0.0, torch.add),
-    "max": (torch.max, -math.inf, torch.maximum),
-    "min": (torch.min, math.inf, torch.minimum),
-}
+
+TokenLossFn = Callable[[torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""`(logprobs [N], micro_batch) -> (token losses [N], statistics [N] by name)`; nobody averages."""
+AdvantageFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(rewards [S], group_index [S], num_tokens [S]) -> advantages [S]` over all answers of the global batch."""
 
 
 class PPOActor:
-    """Runs the algorithm on an engine. Every method is collective."""
+    """Runs the algorithm on an engine. Every method is collective.
 
-    def __init__(self, config: PPOActorConfig, engine: FSDPEngine) -> None:
+    `loss_fn` replaces the objective of the config, `advantage_fn` its baseline and scale.
+    """
+
+    def __init__(
+        self,
+        config: PPOActorConfig,
+        engine: FSDPEngine,
+        loss_fn: TokenLossFn | None = None,
+        advantage_fn: AdvantageFn | None = None,
+    ) -> None:
         self.config = resolve_choices(config)
+        self.choices: Any = self.config  # in which no choice is None any more
         self.engine = engine
-        _require_built(self.config)
+        self.loss_fn = loss_fn or _objective(self.choices)
+        self.advantage_fn = advantage_fn
 
     def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
         """Return the logprob `[B, T]` of every token under the current weights, 0 for padding and first tokens.
@@ -65,30 +86,31 @@ class PPOActor:
     compute_logp = compute_logprobs
 
     def compute_advantages(self, batch: TensorDict) -> None:
-        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens.
+        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens; with `values` also `returns [B, T]`.
 
-        Needs `rewards [B]`, the masks and logprobs of a trajectory, `ref_logprobs` with a KL penalty; takes `values`.
+        Needs `rewards [B]`, the masks and logprobs of a trajectory, `ref_logprobs` with a KL penalty in the reward,
+        `values [B, T]` with `baseline: critic`, and `no_eos [B]` where cut-off answers are treated apart.
         """
-        config = self.config
-        groups_B, num_groups = self._groups(batch)
-        rewards_B = batch["rewards"]
-        if config.truncated == "zero":
-            _require(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
-            rewards_B = rewards_B.masked_fill(batch["no_eos"].bool(), 0.0)
-        scores_B = scale_rewards(
-            rewards_B, scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip
-        )
-        if config.reward_scale == "group_std":
-            scores_B = whiten(scores_B, groups_B, num_groups, reduce=self._sum_over_ranks)
-        mask_BT = _trained_tokens(batch)
-        kl_BT = None
-        if config.kl_ctl > 0:
+        config, (groups_B, num_groups) = self.choices, self._groups(batch)
+        mask_BT = self._trained_tokens(batch)
+        scores_B = self._shaped_rewards(batch)
+        kl_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
+        if config.kl_ctl > 0 and config.kl_in == "reward":
             _require(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
-            kl_BT = self._old_logprobs(batch)[1] - batch["ref_logprobs"]
+            log_ratio_BT = masked_log_ratio(self._sampling_logprobs(batch), batch["ref_logprobs"], mask_BT)
+            kl_BT = kl_estimates(log_ratio_BT, config.kl_estimator)
+        if config.baseline == "leave_one_out":  # the KL of an answer is part of its reward, also for the others
+            scores_B = scores_B - config.kl_ctl * kl_BT.sum(dim=1)
+            kl_BT = torch.zeros_like(kl_BT)
+        scores_B = self._relative_rewards(scores_B, groups_B, num_groups, mask_BT)
         rewards_BT = token_rewards(scores_B, mask_BT, kl_BT, kl_ctl=config.kl_ctl)
-        values_BT = batch["values"] if "values" in batch else torch.zeros_like(rewards_BT)
-        assert config.discount is not None and config.gae_lambda is not None
+        values_BT = torch.zeros_like(rewards_BT)
+        if config.baseline == "critic":
+            _require(batch, "values", "baseline: critic", "Set it to critic.compute_values(batch)")
+            values_BT = torch.where(mask_BT, batch["values"], 0.0)
         advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=config.discount, gae_lambda=config.gae_lambda)
+        if config.baseline == "critic":
+            batch["returns"] = torch.where(mask_BT, advantages_BT + values_BT, 0.0)
         if config.group_adv_norm or config.adv_norm:
             groups_BT = groups_B[:, None].expand_as(mask_BT)
             if not config.group_adv_norm:  # the whole batch is one group
@@ -104,46 +126,16 @@ class PPOActor:
         Needs `advantages` and what they need. A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are
         equal on all ranks.
         """
-        config = self.config
         groups_B, num_groups = self._groups(batch)
         if num_groups == 0:
             raise ValueError("a batch must have a row on some rank: got none. Train on what prepare_batch returns.")
-        proximal_BT, rollout_BT = self._old_logprobs(batch)
-        columns = batch.select("input_ids", "attention_mask", "advantages")
-        columns["loss_mask"] = _trained_tokens(batch)
-        columns["proximal_logprobs"], columns["rollout_logprobs"] = proximal_BT, rollout_BT
+        columns = self._columns(batch)
         metrics = MaskedMetrics()
-        eps_clip = config.eps_clip
-        assert eps_clip is not None
-
-        def loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
-            logprobs_N, entropy_N = packed_logprobs_entropy(
-                logits, micro_batch["input_ids"], micro_batch["cu_seqlens"], config.temperature
-            )
-            loss, statistics = ppo_actor_loss_fn(
-                logprobs_N,
-                micro_batch["proximal_logprobs"],
-                micro_batch["rollout_logprobs"],
-                micro_batch["advantages"],
-                eps_clip,
-                micro_batch["loss_mask"],
-                config.c_clip,
-                config.correction.upper,
-            )
-            statistics["entropy"] = entropy_N
-            mask_N = micro_batch["loss_mask"]
-            kept_N = mask_N & ~statistics["rollout_importance_dropped_ratio"]
-            weight_N = torch.where(kept_N, statistics.pop("rollout_importance_weight"), 0.0)
-            metrics.add(kept_N, {"policy/rollout_importance_weight": weight_N})
-            metrics.add(mask_N, {f"policy/{name}": value for name, value in statistics.items()})
-            largest = {"policy/ratio_max": statistics["ratio"], "policy/rollout_importance_weight_max": weight_N}
-            metrics.add(mask_N, largest)
-            return loss
-
         self.engine.train()
-        num_minibatches = min(config.ppo_n_minibatches, num_groups)
+        num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
+        minibatch_B = groups_B % num_minibatches
         steps = [
-            self.engine.train_batch(columns[groups_B % num_minibatches == index], loss_fn, count_loss_tokens)
+            self._step(columns[minibatch_B == index], groups_B[minibatch_B == index], num_groups, metrics)
             for index in range(num_minibatches)
         ]
         self.engine.step_lr_scheduler()
@@ -157,20 +149,160 @@ class PPOActor:
             **described,
         }
 
-    def _old_logprobs(self, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the proximal logprobs, to clip around, and those of the policy that sampled.
+    # Rewards
 
-        With a correction: the recomputed ones and the server's. Without, both are the recomputed ones with `proximal:
-        recompute` (which leaves out the numerical gap to the server), else the server's.
-        """
+    def _shaped_rewards(self, batch: TensorDict) -> torch.Tensor:
+        """Return the rewards `[B]`: cut-off answers treated, long ones penalised, then scaled."""
+        config, rewards_B = self.choices, batch["rewards"].float()
+        if config.truncated == "zero":
+            _require(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
+            rewards_B = rewards_B.masked_fill(batch["no_eos"].bool(), 0.0)
+        if config.overlong_buffer is not None:
+            lengths_B = batch["loss_mask"].sum(dim=1)
+            rewards_B = rewards_B + config.overlong_penalty * overlong_penalty(
+                lengths_B, longest=config.max_new_tokens, buffer=config.overlong_buffer
+            )
+        return scale_rewards(rewards_B, scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip)
+
+    def _relative_rewards(
+        self, scores_B: torch.Tensor, groups_B: torch.Tensor, num_groups: int, mask_BT: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the rewards `[B]` minus the baseline and over the scale, or what the user's function makes of them."""
+        num_tokens_B = mask_BT.sum(dim=1)
+        if self.advantage_fn is not None:
+            of_ranks = [self._gather(values) for values in (scores_B, groups_B, num_tokens_B)]
+            advantages_S = self.advantage_fn(*map(torch.cat, of_ranks))
+            return advantages_S.to(scores_B).split([len(one) for one in of_ranks[0]])[
+                dist.get_rank(self.engine.parallelism_group)
+            ]
+        baseline, scale = self.choices.baseline, self.choices.reward_scale
+        return reward_advantages(
+            scores_B,
+            groups_B,
+            num_groups,
+            baseline="none" if baseline == "critic" else baseline,  # whose values enter token by token
+            scale=scale,
+            lengths=num_tokens_B,
+            reduce=self._sum_over_ranks,
+        )
+
+    # Steps
+
+    def _columns(self, batch: TensorDict) -> TensorDict:
+        """Return what the loss reads; all of it is constant during the update."""
+        config, proximal_BT = self.choices, self._proximal_logprobs(batch)
+        columns = batch.select("input_ids", "attention_mask", "advantages")
+        mask_BT = columns["loss_mask"] = self._trained_tokens(batch)
+        columns["rollout_logprobs"] = batch["logprobs"]
+        if config.kl_ctl > 0 and config.kl_in == "loss":
+            _require(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
+            columns["ref_logprobs"] = batch["ref_logprobs"]
+        columns["corrections"] = torch.ones_like(batch["logprobs"])
+        if proximal_BT is not None:
+            columns["proximal_logprobs"] = proximal_BT
+            columns["corrections"] = self._corrections(proximal_BT, columns)
+        if config.second_moment_limit is not None:
+            assert proximal_BT is not None, "resolve_choices refuses it"
+            columns["corrections"] *= second_moment_mask(
+                proximal_BT,
+                batch["logprobs"],
+                mask_BT,
+                max_moment=config.second_moment_limit,
+                reduce=self._sum_over_ranks,
+            )
+        return columns
+
+    def _corrections(self, proximal_BT: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the factor `[B, T]` of each token's objective: off-policy correction and mask of drifted answers."""
+        config, mask_BT, rollout_BT = self.choices, columns["loss_mask"], columns["rollout_logprobs"]
+        factors_BT = torch.ones_like(rollout_BT)
+        if config.correction.action != "none":
+            settings = {key: value for key, value in vars(config.correction).items() if value is not None}
+            factors_BT = correction_factors(proximal_BT, rollout_BT, mask_BT, **settings)
+        if config.sequence_mask_delta is not None:
+            drifted_B = drifted_answers(
+                proximal_BT, rollout_BT, columns["advantages"], mask_BT, delta=config.sequence_mask_delta
+            )
+            factors_BT = factors_BT.masked_fill(drifted_B[:, None], 0.0)
+        return factors_BT
+
+    def _step(
+        self, columns: TensorDict, groups_B: torch.Tensor, num_groups: int, metrics: MaskedMetrics
+    ) -> dict[str, float]:
+        """Take one optimizer step on the sum of c (f l + KL - entropy)."""
+        mask_BT = columns["loss_mask"]
+        columns["token_weights"] = token_weights(
+            mask_BT,
+            groups_B,
+            num_groups,
+            aggregation=self.choices.aggregation,
+            loss_constant=self.choices.loss_constant,
+            reduce=self._sum_over_ranks,
+        ).to(columns["advantages"])
+        counts = [len(groups_B), mask_BT.sum().item()]
+        num_rows, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
+
+        def weight(micro_batch: TensorDict) -> float:
+            return float(len(micro_batch["cu_seqlens"]) - 1) if num_trained else 0.0
+
+        # The engine takes a mean over rows, and c already contains every denominator.
+        def loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
+            return self._loss(logits, micro_batch, metrics) * (num_rows / weight(micro_batch))
+
+        return self.engine.train_batch(columns, loss_fn, weight)
+
+    def _loss(self, logits: LazyLogits, micro_batch: TensorDict, metrics: MaskedMetrics) -> torch.Tensor:
+        config, mask_N = self.choices, micro_batch["loss_mask"]
+        logprobs_N, entropy_N = packed_logprobs_entropy(
+            logits,
+            micro_batch["input_ids"],
+            micro_batch["cu_seqlens"],
+            config.temperature,
+            entropy_grad=config.entropy_ctl > 0,
+        )
+        if config.proximal == "current":
+            micro_batch["proximal_logprobs"] = logprobs_N.detach()
+            lengths = micro_batch["cu_seqlens"].diff().tolist()
+            keys = ("proximal_logprobs", "rollout_logprobs", "advantages", "loss_mask")
+            rows = {key: pad_sequence(micro_batch[key].split(lengths), batch_first=True) for key in keys}
+            factors_BT = self._corrections(rows["proximal_logprobs"], rows)
+            micro_batch["corrections"] = torch.cat([row[:length] for row, length in zip(factors_BT, lengths)])
+        losses_N, statistics = self.loss_fn(logprobs_N, micro_batch)
+        losses_N = micro_batch["corrections"] * torch.where(mask_N, losses_N, 0.0)
+        if "ref_logprobs" in micro_batch:
+            kl_N = kl_losses(logprobs_N, micro_batch, estimator=config.kl_estimator)
+            losses_N = losses_N + config.kl_ctl * kl_N
+        if config.entropy_ctl > 0:
+            losses_N = losses_N - config.entropy_ctl * torch.where(mask_N, entropy_N, 0.0)
+        statistics["entropy"] = entropy_N.detach()
+        if config.proximal == "current":
+            statistics["mismatch_kl"] = k3((micro_batch["rollout_logprobs"] - logprobs_N.detach()).double())
+        _note(metrics, micro_batch, statistics)
+        return (micro_batch["token_weights"] * losses_N).sum()
+
+    def _proximal_logprobs(self, batch: TensorDict) -> torch.Tensor | None:
+        """Return the logprobs `[B, T]` to clip around; None is those of the forward pass of the update itself."""
         for old, new in RENAMED_KEYS.items():
             if old in batch:
                 raise ValueError(f"the key {old!r} of a batch must be called {new!r}: got {old!r}. Rename it.")
-        if self.config.proximal != "recompute":
-            return batch["logprobs"], batch["logprobs"]
-        _require(batch, "proximal_logprobs", "proximal: recompute", "Set it to actor.compute_logprobs(batch)")
-        proximal_BT = batch["proximal_logprobs"]
-        return proximal_BT, proximal_BT if self.config.correction.action == "none" else batch["logprobs"]
+        if self.config.proximal == "recompute":
+            _require(batch, "proximal_logprobs", "proximal: recompute", "Set it to actor.compute_logprobs(batch)")
+            return batch["proximal_logprobs"]
+        return batch["logprobs"] if self.config.proximal == "rollout" else None
+
+    def _sampling_logprobs(self, batch: TensorDict) -> torch.Tensor:
+        """Return the logprobs `[B, T]` of the policy that sampled: the server's, or recomputed ones where those count
+        as its (without a correction), which leaves out the numerical gap to the server."""
+        is_recomputed = self.config.proximal == "recompute" and self.config.correction.action == "none"
+        return batch["proximal_logprobs" if is_recomputed and "proximal_logprobs" in batch else "logprobs"]
+
+    def _trained_tokens(self, batch: TensorDict) -> torch.Tensor:
+        """Return the bool mask `[B, T]` of tokens to train on: those that were sampled, with a known logprob."""
+        mask_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & (batch["logprobs"] > UNKNOWN_LOGPROB)
+        if self.config.truncated == "mask":
+            _require(batch, "no_eos", "truncated: mask", "Let the workflow mark truncated completions")
+            mask_BT &= ~batch["no_eos"].bool()[:, None]
+        return mask_BT
 
     def _describe(self, batch: TensorDict, mask_BT: torch.Tensor, metrics: "MaskedMetrics") -> dict[str, float]:
         """Describe the global batch: add what can be reduced value by value to `metrics`, and return the rest.
@@ -178,7 +310,7 @@ class PPOActor:
         `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
         the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
         `policy/ref_kl` is that between the sampling policy, or the recomputed one without the decoupled loss, and the
-        reference. A dead group, whose rewards are all equal, teaches nothing with baseline group_mean.
+        reference. A dead group, whose rewards are all equal, teaches nothing under `group_reward_norm`.
         """
         version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
         staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)
@@ -194,7 +326,7 @@ class PPOActor:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
             metrics.add(mask_BT, {"policy/mismatch_kl": k3(log_ratio_BT)})
         if "ref_logprobs" in batch:
-            log_ratio_BT = self._old_logprobs(batch)[1].double() - batch["ref_logprobs"].double()
+            log_ratio_BT = self._sampling_logprobs(batch).double() - batch["ref_logprobs"].double()
             metrics.add(mask_BT, {"policy/ref_kl": k3(log_ratio_BT)})
         groups_B, num_groups = self._groups(batch)
         (deviation,) = spread(batch["rewards"], torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()
@@ -237,74 +369,55 @@ class PPOActor:
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(tensor, group=self.engine.parallelism_group)
 
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, which may differ in length."""
+        group = self.engine.parallelism_group
+        of_ranks: list[torch.Tensor] = [tensor] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, tensor.cpu(), group=group)
+        return [one.to(tensor.device) for one in of_ranks]
+
 
 class FSDPPPOActor(FSDPEngine, PPOActor):
     """The policy on FSDP2; with `optimizer: null` a frozen reference. Dropout is off: ratios would be noise."""
 
     config: PPOActorConfig
 
-    def __init__(self, config: PPOActorConfig) -> None:
+    def __init__(
+        self, config: PPOActorConfig, loss_fn: TokenLossFn | None = None, advantage_fn: AdvantageFn | None = None
+    ) -> None:
         config = dataclasses.replace(config, disable_dropout=True)
         FSDPEngine.__init__(self, config)
-        PPOActor.__init__(self, config, engine=self)
+        PPOActor.__init__(self, config, engine=self, loss_fn=loss_fn, advantage_fn=advantage_fn)
 
 
-class MaskedMetrics:
-    """Means (maxima, minima where a name ends so) of values under masks, over all that was added and all ranks."""
-
-    def __init__(self) -> None:
-        self._totals: dict[str, torch.Tensor] = {}
-
-    def add(self, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Add values under a mask of their shape."""
-        for name, value in values.items() if mask.numel() else ():
-            total, of_none, _ = _REDUCTIONS[reduction_of(name)]
-            count = mask.double().sum() if total is torch.sum else torch.ones((), device=mask.device)
-            kept = torch.where(mask.bool(), value.double(), of_none)
-            _merge(self._totals, {name: torch.stack([total(kept), count])})
-
-    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Return the results, also of names that only other ranks added (collective)."""
-        of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, {name: entry.cpu() for name, entry in self._totals.items()}, group=group)
-        totals: dict[str, torch.Tensor] = {}
-        for of_rank in of_ranks:
-            _merge(totals, of_rank)
-        return {name: total.item() / max(count.item(), 1.0) for name, (total, count) in totals.items()}
-
-
-def _merge(totals: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
-    for name, other in others.items():
-        merged = _REDUCTIONS[reduction_of(name)][2]
-        totals[name] = merged(totals[name], other) if name in totals else other
-
-
-def _trained_tokens(batch: TensorDict) -> torch.Tensor:
-    """Return the bool mask `[B, T]` of tokens to train on: those that were sampled, with a known logprob."""
-    return trained_tokens(batch["attention_mask"], batch["loss_mask"]) & (batch["logprobs"] > UNKNOWN_LOGPROB)
-
-
-def _require_built(config: PPOActorConfig) -> None:
-    """Refuse choices that this actor does not train with yet."""
-    correction = config.correction
-    built = {
-        "baseline and reward_scale": (config.baseline, config.reward_scale)
-        in (("none", "none"), ("group_mean", "group_std")),
-        "objective": config.objective == "ppo" and config.importance_sampling_level == "token",
-        "eps_clip_higher": config.eps_clip_higher == config.eps_clip,
-        "aggregation": config.aggregation == "token_mean",
-        "proximal": config.proximal != "current",
-        "correction": correction.action == "none"
-        or (correction.action, correction.level, correction.metric, correction.lower)
-        == ("mask", "token", "ratio", None),
-        "kl_in": config.kl_ctl == 0 or (config.kl_in, config.kl_estimator) == ("reward", "k1"),
-        "truncated": config.truncated != "mask",
-        "overlong_buffer, sequence_mask_delta, second_moment_limit and entropy_ctl": config.entropy_ctl == 0
-        and (config.overlong_buffer, config.sequence_mask_delta, config.second_moment_limit) == (None, None, None),
+def _objective(config: Any) -> TokenLossFn:
+    """Return the objective of a config with its settings."""
+    clip = {"eps_clip": config.eps_clip, "eps_clip_higher": config.eps_clip_higher}
+    made: dict[str, TokenLossFn] = {
+        "ppo": functools.partial(objectives.ppo, **clip, c_clip=config.c_clip, level=config.importance_sampling_level),
+        "reinforce": objectives.reinforce,
+        "cispo": functools.partial(objectives.cispo, cispo_max=config.cispo_max),
+        "sapo": functools.partial(
+            objectives.sapo, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative
+        ),
+        "gmpo": functools.partial(objectives.gmpo, eps_log=config.gmpo_eps_log),
+        "dppo": functools.partial(objectives.dppo, delta=config.dppo_delta),
     }
-    for name, is_built in built.items():
-        if not is_built:
-            raise ValueError(f"actor.{name} must be the default: got another choice, not built yet. Remove it.")
+    return made[config.objective]
+
+
+def _note(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dict[str, torch.Tensor]) -> None:
+    """Add what a loss tells to the metrics; importance weights are those of what no correction has left out."""
+    mask_N = micro_batch["loss_mask"]
+    kept_N = mask_N & (micro_batch["corrections"] > 0)
+    log_weight_N = micro_batch["proximal_logprobs"] - micro_batch["rollout_logprobs"]
+    weight_N = torch.where(kept_N, log_weight_N, -torch.inf).exp()
+    metrics.add(kept_N, {"policy/rollout_importance_weight": weight_N})
+    statistics["rollout_importance_weight_max"] = weight_N
+    statistics["rollout_importance_dropped_ratio"] = mask_N & ~kept_N
+    if "ratio" in statistics:
+        statistics["ratio_max"] = statistics["ratio"]
+    metrics.add(mask_N, {f"policy/{name}": value for name, value in statistics.items()})
 
 
 def _require(batch: TensorDict, key: str, because: str, remedy: str) -> None:

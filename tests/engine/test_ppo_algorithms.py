@@ -1,0 +1,238 @@
+"""Every algorithm through the engine: no split, order or rank changes it, and it is what plain autograd says."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tensordict import TensorDict
+from training_cases import OPTIMIZER, actor_config, trajectory_batch, write_model
+from transformers import AutoModelForCausalLM
+
+from arealite.algorithms.aggregation import token_weights
+from arealite.algorithms.logprobs import trained_tokens
+from arealite.api.cli_args import CorrectionConfig, MicroBatchSpec, OptimizerConfig
+from arealite.api.config.algorithm import PRESETS
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
+
+LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
+WITHOUT_CRITIC = sorted(name for name, choices in PRESETS.items() if choices["baseline"] != "critic")
+Make = Callable[..., FSDPPPOActor]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model_path: str) -> Iterator[Make]:
+    actors: list[FSDPPPOActor] = []
+
+    def make_actor(functions: dict[str, object] | None = None, **changes: object) -> FSDPPPOActor:
+        # With so large an eps AdamW does not magnify the rounding of tiny gradients.
+        optimizer = OptimizerConfig(**OPTIMIZER | {"eps": 1e-2})
+        values = {"ppo_n_minibatches": 1, "group_size": 2, "max_new_tokens": 10, "optimizer": optimizer} | changes
+        actor = FSDPPPOActor(actor_config(model_path, **values), **(functions or {}))
+        actor.initialize(None, FinetuneSpec(1, 100, 10))
+        actors.append(actor)
+        return actor
+
+    yield make_actor
+    for actor in actors:
+        actor.destroy()
+
+
+def a_batch() -> TensorDict:
+    """Two-row groups with rewards that are no two alike, cut-off answers and a reference."""
+    batch = trajectory_batch(LENGTHS, 2)
+    batch["ref_logprobs"] = (batch["logprobs"] + 0.3 * torch.sin(torch.arange(12.0))) * batch["loss_mask"]
+    batch["no_eos"] = torch.tensor([False] * 7 + [True])
+    return batch
+
+
+def update(actor: FSDPPPOActor, batch: TensorDict) -> tuple[dict[str, float], list[torch.Tensor]]:
+    if actor.config.proximal == "recompute":
+        batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    return metrics, [parameter.full_tensor().detach().clone() for parameter in actor.model.parameters()]
+
+
+def assert_same(first: tuple[dict[str, float], list[torch.Tensor]], other: tuple[dict, list[torch.Tensor]]) -> None:
+    assert first[0] == pytest.approx(other[0], rel=2e-4, abs=2e-5)
+    for one, two in zip(first[1], other[1], strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
+
+
+SPLIT = {
+    **{name: {"algorithm": name, "kl_ctl": 0.1} for name in WITHOUT_CRITIC},
+    "entropy": {"entropy_ctl": 0.1, "aggregation": "sequence_mean"},
+    "prompt_mean": {"aggregation": "prompt_mean", "baseline": "length_weighted", "adv_norm": False},
+    "sequence correction": {
+        "proximal": "recompute",
+        "correction": {"action": "mask", "level": "sequence", "upper": 1e9},
+        "truncated": "mask",
+    },
+    "current": {"proximal": "current", "correction": {"action": "truncate", "level": "sequence", "upper": 5.0}},
+    "drift": {
+        "proximal": "recompute",
+        "sequence_mask_delta": 0.1,
+        "second_moment_limit": 0.5,
+        "baseline": "group_mean",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_neither_split_nor_order_of_rows_changes_an_update(make: Make, name: str) -> None:
+    choices = SPLIT[name]
+    if "correction" in choices:
+        choices = choices | {"correction": CorrectionConfig(**choices["correction"])}
+    batch = a_batch()
+    whole = update(make(**choices), batch.clone())
+    order = torch.tensor([5, 0, 3, 7, 1, 6, 2, 4])
+    split = update(make(**choices, mb_spec=MicroBatchSpec(1, 15)), batch[order])
+    assert whole[0]["optim/skipped_steps"] == 0.0 and whole[0]["optim/grad_norm"] > 1e-4
+    assert_same(whole, split)
+
+
+@pytest.mark.parametrize("name", [name for name in WITHOUT_CRITIC if name != "dppo"])
+def test_where_the_policy_has_not_moved_the_gradient_is_that_of_reinforce(
+    make: Make, model_path: str, name: str
+) -> None:
+    """Whatever the objective clips or pools: -c A by logp, with A of its baseline and c of its aggregation."""
+    actor, batch = make(algorithm=name), a_batch()
+    batch["logprobs"] = actor.compute_logprobs(batch) * batch["loss_mask"]
+    metrics, _ = update(actor, batch)
+    mask = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+    choices = actor.config
+    weights = token_weights(
+        mask, batch["group_index"], 4, aggregation=choices.aggregation, loss_constant=choices.loss_constant
+    )
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    (-(weights * batch["advantages"])[:, 1:] * logprobs).sum().backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-3) and norm > 1e-4
+
+
+def test_one_token_that_is_far_off_skips_no_step(make: Make) -> None:
+    """Beyond 88 the ratio would be infinite in float32, and a clipped token would still make the gradient NaN."""
+    for far in (-100.0, 100.0):
+        actor, batch = make(use_decoupled_loss=True, adv_norm=False), a_batch()
+        batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+        batch["proximal_logprobs"][2, 5] += far
+        actor.compute_advantages(batch)
+        metrics = actor.ppo_update(batch)
+        assert metrics["optim/skipped_steps"] == 0.0 and math.isfinite(metrics["optim/grad_norm"])
+
+
+def test_current_logprobs_are_the_recomputed_ones_of_a_single_step(make: Make) -> None:
+    choices = {"correction": CorrectionConfig(action="truncate", upper=2.0), "algorithm": "grpo", "kl_ctl": 0.2}
+    assert_same(*(update(make(proximal=proximal, **choices), a_batch()) for proximal in ("recompute", "current")))
+
+
+def test_cut_off_answers_can_be_left_out_of_sum_and_count(make: Make) -> None:
+    """As if they had no trained token, but their reward stays in the baseline."""
+    masked, batch = make(truncated="mask", algorithm="grpo"), a_batch()
+    found = update(masked, batch)
+    by_hand = a_batch()
+    actor = make(algorithm="grpo")
+    actor.compute_advantages(by_hand)
+    by_hand["loss_mask"][7] = 0
+    by_hand["advantages"][7] = 0.0
+    expected = actor.ppo_update(by_hand)
+    for name in ("policy/loss", "optim/grad_norm", "perf/trained_tokens"):
+        assert found[0][name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def test_a_kl_penalty_in_the_loss_acts_without_spread_too(make: Make, model_path: str) -> None:
+    actor, batch = make(algorithm="reinforce_plus_plus_baseline", adv_norm=False, kl_ctl=0.5), a_batch()
+    batch["rewards"] = torch.ones(8)
+    batch["logprobs"] = actor.compute_logprobs(batch) * batch["loss_mask"]
+    metrics, _ = update(actor, batch)
+    mask = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    loss = 0.5 * (0.5 * (logprobs - batch["ref_logprobs"][:, 1:]).square())[mask[:, 1:]].mean()  # k2
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_an_entropy_bonus_has_the_gradient_of_the_entropy(make: Make, model_path: str) -> None:
+    actor, batch = make(entropy_ctl=0.5, adv_norm=False, temperature=0.7), a_batch()
+    batch["rewards"] = torch.zeros(8)
+    metrics, _ = update(actor, batch)
+    mask = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1] / 0.7
+    entropy = torch.distributions.Categorical(logits=logits).entropy()[mask[:, 1:]].mean()
+    (-0.5 * entropy).backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    assert metrics["policy/entropy"] == pytest.approx(entropy.item(), rel=1e-5)
+    assert metrics["policy/loss"] == pytest.approx(-0.5 * entropy.item(), rel=1e-5)
+    assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_the_kl_of_an_answer_is_part_of_its_reward_under_rloo(make: Make) -> None:
+    actor, batch = make(algorithm="rloo", kl_ctl=0.1), a_batch()
+    actor.compute_advantages(batch)
+    mask = trained_tokens(batch["attention_mask"], batch["loss_mask"])
+    kl = (mask * (batch["logprobs"] - batch["ref_logprobs"])).sum(1)
+    penalised = batch["rewards"] - 0.1 * kl
+    expected = penalised - penalised.view(4, 2).flip(1).flatten()  # minus that of the other answer
+    torch.testing.assert_close(batch["advantages"], expected[:, None] * mask, atol=1e-5, rtol=1e-5)
+
+
+def test_long_answers_lose_reward_before_the_baseline(make: Make) -> None:
+    actor, batch = make(overlong_buffer=4, overlong_penalty=2.0, adv_norm=False), a_batch()
+    batch["rewards"] = torch.ones(8)
+    actor.compute_advantages(batch)
+    lengths = torch.tensor(LENGTHS) - 2
+    expected = 1.0 - 2.0 * ((lengths - 6).clamp(min=0) / 4)
+    torch.testing.assert_close(batch["advantages"], expected[:, None] * batch["loss_mask"])
+
+
+def test_masks_and_corrections_leave_the_sum_but_not_the_count(make: Make) -> None:
+    actor, batch = make(proximal="recompute", sequence_mask_delta=0.5, adv_norm=False), a_batch()
+    batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    batch["logprobs"] = batch["proximal_logprobs"] * batch["loss_mask"]
+    batch["logprobs"][3] += 1.0 * batch["loss_mask"][3]  # drifted, and punished
+    batch["logprobs"][4] += 1.0 * batch["loss_mask"][4]  # drifted, but rewarded
+    batch["rewards"] = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0])
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    trained = sum(LENGTHS) - 2 * 8
+    assert metrics["policy/rollout_importance_dropped_ratio"] == pytest.approx((LENGTHS[3] - 2) / trained)
+    assert metrics["policy/loss"] == pytest.approx(-(trained - (LENGTHS[3] - 2)) / trained, rel=1e-5)
+
+
+def test_functions_of_the_user_replace_objective_and_baseline(make: Make) -> None:
+    seen = []
+
+    def loss_fn(logprobs: torch.Tensor, micro_batch: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -micro_batch["advantages"] * logprobs, {"surprise": -logprobs.detach()}
+
+    def advantage_fn(rewards: torch.Tensor, group_index: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        seen.append((rewards, group_index, num_tokens))
+        return (rewards > rewards.median()).float()
+
+    functions = {"loss_fn": loss_fn, "advantage_fn": advantage_fn}
+    batch = a_batch()
+    mine = update(make(functions, adv_norm=False), batch)
+    assert seen[0][1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and seen[0][2].tolist() == [n - 2 for n in LENGTHS]
+    expected = (batch["rewards"] > batch["rewards"].median()).float()
+    assert torch.equal(batch["advantages"], expected[:, None] * batch["loss_mask"])
+    assert mine[0]["policy/surprise"] > 0
+    builtin = make({"advantage_fn": advantage_fn}, objective="reinforce", adv_norm=False)
+    theirs = update(builtin, a_batch())
+    assert mine[0]["policy/loss"] == pytest.approx(theirs[0]["policy/loss"], rel=1e-6)
+    for one, two in zip(mine[1], theirs[1]):
+        assert torch.equal(one, two)
