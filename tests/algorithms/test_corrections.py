@@ -117,6 +117,12 @@ def test_a_weight_without_bound_leaves_the_sum(gap: float, level: str, action: s
     assert reverse == pytest.approx(math.exp(-20))
 
 
+@pytest.mark.parametrize("action", ["truncate", "mask"])
+def test_factors_carry_no_gradient(action: str) -> None:
+    """Also where the proximal policy is the current one."""
+    assert not correction_factors(PROXIMAL.clone().requires_grad_(), ROLLOUT, MASK, action=action).requires_grad
+
+
 def test_what_means_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="the metric of action truncate must be one of ratio: got 'k2'"):
         correction_factors(PROXIMAL, ROLLOUT, MASK, metric="k2")

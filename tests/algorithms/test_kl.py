@@ -74,6 +74,7 @@ def test_distillation_by_any_objective_has_the_gradient_of_the_divergence_to_the
 def test_distillation_from_oneself_and_of_masked_tokens_is_exactly_zero() -> None:
     logprobs, mask = torch.tensor([[-1.0, -2.0, math.nan]]), torch.tensor([[True, True, False]])
     assert distillation_advantages(logprobs, logprobs, mask).tolist() == [[0.0] * 3]
+    assert not distillation_advantages(logprobs, logprobs.clone().requires_grad_(), mask).requires_grad
     assert distillation_advantages(logprobs + 0.5, logprobs, mask).tolist() == [[0.5, 0.5, 0.0]]
 
 
