@@ -301,6 +301,27 @@ def test_mismatch_is_measured_against_the_server(make: Make) -> None:
     assert metrics["policy/rollout_importance_weight"] == pytest.approx(torch.tensor(-0.1).exp().item(), abs=1e-5)
 
 
+def test_recomputed_logprobs_without_a_correction_take_the_place_of_the_servers(make: Make) -> None:
+    found = {}
+    for name, older in {
+        "server": {"recompute_logprob": False},
+        "recomputed": {"recompute_logprob": True},
+        "decoupled": {"use_decoupled_loss": True, "recompute_logprob": True},
+    }.items():
+        actor, batch = make(ppo_n_minibatches=1, **older), trajectory_batch(LENGTHS, 2)
+        batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+        batch["logprobs"] = (batch["proximal_logprobs"] + 0.1) * batch["loss_mask"]
+        actor.compute_advantages(batch)
+        found[name] = actor.ppo_update(batch)
+    gap = math.exp(-0.1)
+    ratios = {name: metrics["policy/ratio"] for name, metrics in found.items()}
+    assert ratios == pytest.approx({"server": gap, "recomputed": 1.0, "decoupled": 1.0}, abs=1e-5)
+    norms = {
+        name: metrics["optim/grad_norm"] / found["recomputed"]["optim/grad_norm"] for name, metrics in found.items()
+    }
+    assert norms == pytest.approx({"server": gap, "recomputed": 1.0, "decoupled": gap}, rel=1e-4)
+
+
 @pytest.mark.parametrize("is_decoupled", [True, False])
 def test_tokens_whose_logprob_the_server_does_not_know_are_left_out_and_counted(make: Make, is_decoupled: bool) -> None:
     actors = [make(use_decoupled_loss=is_decoupled, kl_ctl=0.1, ppo_n_minibatches=1) for _ in range(2)]

@@ -138,6 +138,12 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
     return resolved
 
 
+def describe_choices(config: PPOActorConfig) -> str:
+    """Return resolved choices as overrides, `algorithm=grpo baseline=group_mean ...`, without what is off."""
+    values = {key: _value(config, key) for key in ("algorithm", *DEFAULTS)}
+    return " ".join(f"{key}={str(value).lower()}" for key, value in values.items() if value is not None)
+
+
 def _value(config: PPOActorConfig, key: str) -> Any:
     block, _, leaf = key.rpartition(".")
     return getattr(getattr(config, block) if block else config, leaf)

@@ -309,8 +309,8 @@ class PPOActor:
 
         `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
         the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
-        `policy/ref_kl` is that between the sampling policy, or the recomputed one without the decoupled loss, and the
-        reference. A dead group, whose rewards are all equal, teaches nothing under `group_reward_norm`.
+        `policy/ref_kl` is that between the sampling policy, or the recomputed one without a correction, and the
+        reference. A dead group, whose rewards are all equal, teaches nothing with a baseline of groups.
         """
         version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
         staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)

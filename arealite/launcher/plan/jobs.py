@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import arealite
-from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
+from arealite.api.config.algorithm import describe_choices
 from arealite.api.script import TRACEBACK_VARIABLE
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job
@@ -70,6 +71,8 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
     nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
     yield f"{config.experiment_name}/{config.trial_name}: {config.allocation_mode} on {nodes}, {devices} ({by})"
     yield f"run folder: {run.folder.path}"
+    if isinstance(config, GRPOConfig):
+        yield f"actor: {describe_choices(config.actor)}"
     for node in plan.used_nodes:
         yield f"node {node}"
         servers = [(one,) for one in plan.servers if one.node == node]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +18,7 @@ from arealite.api.cli_args import CorrectionConfig, GRPOConfig, PPOActorConfig, 
 from arealite.api.config.algorithm import BELONGS_TO, DEFAULTS, GRPO_DEFAULTS, OLDER_KEYS, PRESETS, resolve_choices
 from arealite.api.errors import ConfigError
 
+REPOSITORY = Path(__file__).parents[3]
 COMMON = "experiment_name: e\ntrial_name: t\ntrain_dataset: {path: p, batch_size: 8}\n"
 TABLE = """
 preset                       baseline      scale      norm  objective aggregation   kl           bounds
@@ -273,3 +277,36 @@ def test_experiments_refuse_what_their_groups_cannot_give(tmp_path: Path, overri
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, COMMON, "gconfig.n_samples=1", override)
     assert told in str(caught.value)
+
+
+def test_the_page_has_a_row_per_preset_and_names_tests_that_exist() -> None:
+    page = (REPOSITORY / "docs/algorithms.md").read_text()
+    _, _, presets = page.partition("\n## Presets\n")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", presets.partition("\n## Off-policy")[0], re.M))
+    assert rows.keys() == PRESETS.keys()
+    for name, choices in PRESETS.items():
+        _, advantage, objective, weight, kl, *_ = rows[name].split(" | ")
+        named = {choices["baseline"], choices["reward_scale"]} - {"none"}
+        assert set(advantage.split(", ")) - {"whitened", "lambda 0.95"} == named
+        assert ("whitened" in advantage) == choices["adv_norm"]
+        assert objective.split(" ")[0] == choices["objective"] and weight.split(" ")[0] == choices["aggregation"]
+        assert kl in ("none", f"{choices['kl_estimator']} in {choices['kl_in']}")
+    tests = re.findall(r"`(tests/\S+\.py)::(\w+)`", page)
+    assert len(tests) >= 8
+    for file, test in tests:
+        assert f"def {test}(" in (REPOSITORY / file).read_text()
+
+
+def test_the_functions_on_the_page_do_what_it_says() -> None:
+    page = (REPOSITORY / "docs/algorithms.md").read_text()
+    source = re.search(r"```python\n(.*?)\n\n\nactor = FSDPPPOActor", page, re.DOTALL)
+    names: dict[str, Any] = {"torch": torch, "math": math}
+    exec(source[1] if source else "", names)
+    best = names["best_of_group"](torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1]), None)
+    assert best.tolist() == [1, 0, 1, 1]
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    batch = {"proximal_logprobs": torch.tensor([-1.0, -3.0]), "advantages": torch.tensor([2.0, -1.0])}
+    losses, statistics = names["capped_reinforce"](logprobs, batch)
+    losses.sum().backward()
+    assert logprobs.grad.tolist() == [-2, 3]
+    assert statistics["ratio"].tolist() == pytest.approx([1, math.exp(2)])
