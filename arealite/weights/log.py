@@ -6,14 +6,12 @@ that is published again, because the run went back to a checkpoint or began anew
 import json
 from pathlib import Path
 
-import torch
-
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.run_folder import RunFolder
 from arealite.utils.files import read_jsonl, reading, write_atomically
 
 
-def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str) -> None:
+def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str, *, threads: int) -> None:
     """Write the line of a version; a run without a folder has no log."""
     if not config.fileroot:
         return
@@ -21,7 +19,7 @@ def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str
     path.parent.mkdir(parents=True, exist_ok=True)
     with reading(path):
         earlier = [row for row in read_jsonl(path) if row["version"] < version]
-    row = {"version": version, "fingerprint": fingerprint, "threads": torch.get_num_threads()}
+    row = {"version": version, "fingerprint": fingerprint, "threads": threads}
     write_atomically(path, "".join(json.dumps(one) + "\n" for one in [*earlier, row]))
 
 

@@ -245,7 +245,7 @@ def test_a_publication_waits_for_a_server_when_its_last_one_dies(
 ) -> None:
     dies, comes = serving(stack, dies_at="/begin_weight_update"), serving(stack)
     registry.put("server-0", dies.address)
-    actor, rollout = start(stack, model_path, 1)
+    actor, rollout = start(stack, model_path, 1, weight_update_timeout=8.0)
     pending = Background(lambda: publish_weights(actor, rollout, version=1))
     until(lambda: dies.is_dead)
     registry.put("server-1", comes.address)

@@ -134,6 +134,7 @@ def test_serving_until_sigterm_answers_what_is_in_flight(start: Start, model_pat
     deadline = time.monotonic() + 120
     while json.load(urllib.request.urlopen(f"{url}/server_info", timeout=120))["running"] < 4:
         assert time.monotonic() < deadline
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     for client in clients:
         client.join(120)

@@ -192,16 +192,16 @@ def test_the_log_of_weights_goes_back_with_the_run(tmp_path: Path) -> None:
     config = InferenceEngineConfig(experiment_name="exp", trial_name="t", fileroot=str(tmp_path))
     folder = tmp_path / "exp" / "t"
     for version in range(5):
-        record_weights(config, version, f"{version:016x}")
-    record_weights(config, 2, "a" * 16)
+        record_weights(config, version, f"{version:016x}", threads=2)
+    record_weights(config, 2, "a" * 16, threads=2)
     assert read_weights(folder) == {0: "0" * 16, 1: "0" * 15 + "1", 2: "a" * 16}
     with (folder / "weights.jsonl").open("a") as file:
         file.write('{"version": 3, "finge')
-    record_weights(config, 3, "b" * 16)
+    record_weights(config, 3, "b" * 16, threads=2)
     assert [json.loads(line)["version"] for line in (folder / "weights.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
-    record_weights(config, 0, "c" * 16)
+    record_weights(config, 0, "c" * 16, threads=2)
     assert read_weights(folder) == {0: "c" * 16}
-    record_weights(InferenceEngineConfig(), 1, "d" * 16)
+    record_weights(InferenceEngineConfig(), 1, "d" * 16, threads=2)
     assert [path.name for path in folder.iterdir()] == ["weights.jsonl"]
 
 

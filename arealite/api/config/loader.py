@@ -6,6 +6,7 @@ Every failure is a ConfigError that names key, value and fix. Only the YAML file
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -249,10 +250,15 @@ def _lookup(tree: Tree, name: str) -> Any:
     return node
 
 
+@functools.cache
+def _adapter(config_cls: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(config_cls)
+
+
 def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sources) -> ConfigT:
     """Check types and ranges; explain what pydantic found once, not again for keys that follow a wrong one."""
     try:
-        return TypeAdapter(config_cls).validate_python(values)
+        return cast(ConfigT, _adapter(cast(Any, config_cls)).validate_python(values))
     except ValidationError as error:
         problems = {_key_of(problem, keys): problem for problem in error.errors()}
         lines = []
