@@ -29,8 +29,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.disable()  # until everything is imported and collected: nothing of it becomes garbage
-
 _costs = Counter[str]()
 _counted = [0.0]
 
@@ -46,9 +44,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import and collect without the garbage collector, which never has to look at modules and tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    gc.freeze()  # no collection has to look at modules and tests again
-    gc.enable()
     _counted[0] = _cpu_s()
 
 
