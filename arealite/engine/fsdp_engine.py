@@ -1,4 +1,4 @@
-"""Trains a Hugging Face causal language model with FSDP2 on packed micro-batches, on CPUs (gloo) and GPUs (NCCL).
+"""Trains a Hugging Face model with FSDP2 on packed micro-batches, on CPUs (gloo) and GPUs (NCCL).
 
 Invariant: the gradient is `sum(mean * weight) / sum(weight)` over all micro-batches of all ranks, so it depends on
 neither packing nor the number of micro-batches or ranks.
@@ -51,9 +51,11 @@ class FSDPEngine(TrainEngine):
     """A sharded model with its optimizer; without `config.optimizer` it only evaluates (a reference).
 
     Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs.
+    With `has_value_head` it is a sequence classifier of one label whose head starts at 0 if the checkpoint has none,
+    and loss functions and hooks get a value for each token, float32 `[N]`, instead of `LazyLogits`.
     """
 
-    def __init__(self, config: TrainEngineConfig) -> None:
+    def __init__(self, config: TrainEngineConfig, *, has_value_head: bool = False) -> None:
         refuse_import()
         if config.optimizer is not None and config.dtype == "float16":
             raise ValueError(
@@ -61,6 +63,7 @@ class FSDPEngine(TrainEngine):
                 "Set dtype: bfloat16."
             )
         self.config = config
+        self.has_value_head = has_value_head
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._version = 0
         self._has_trained = False
@@ -86,10 +89,12 @@ class FSDPEngine(TrainEngine):
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
         seed_everything(self.config.seed + dist.get_rank())
         self._attention = hf_model.pick_attention(self.config.attn_impl, self.device, self.dtype)
-        self.model = hf_model.build_meta_model(self.config.path, self._attention)
+        has_value_head = self.has_value_head
+        self.model = hf_model.build_meta_model(self.config.path, self._attention, has_value_head=has_value_head)
         if self.config.disable_dropout:
             _disable_dropout(self.model)
-        self._outputs = output_layer.logits_of(self.model)  # of hidden states: what loss functions get
+        outputs_of = output_layer.values_of if has_value_head else output_layer.logits_of
+        self._outputs: Callable[[torch.Tensor], Any] = outputs_of(self.model)  # of hidden states: what losses get
         output_layer.return_hidden_states(self.model)
         layers = _layers_to_wrap(self.model, self.config)
         if self.config.gradient_checkpointing:
@@ -117,8 +122,8 @@ class FSDPEngine(TrainEngine):
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
         """Read a model on rank 0 and distribute it (collective)."""
         self.num_changes += 1
-        seed = self.config.seed
-        load = functools.partial(hf_model.load_whole_model, path, init_from_scratch=init_from_scratch, seed=seed)
+        options: dict[str, Any] = {"has_value_head": self.has_value_head, "init_from_scratch": init_from_scratch}
+        load = functools.partial(hf_model.load_whole_model, path, seed=self.config.seed, **options)
         hf_model.copy_from_rank0(self.model, distributed.on_rank_0(load, self._group), self.device)
 
     def destroy(self) -> None:
@@ -234,7 +239,8 @@ class FSDPEngine(TrainEngine):
         """Return mean loss times weight; 0 with a zero gradient for a micro-batch without weight."""
         hidden_NH, packed = self._hidden_states(micro_batch)
         if weight == 0:  # nothing of everything: ranks reduce the same gradients, be they zero
-            return hidden_NH[:0].sum() + self._outputs(hidden_NH[:0]).dense().sum()
+            nothing = self._outputs(hidden_NH[:0])
+            return hidden_NH[:0].sum() + (nothing if self.has_value_head else nothing.dense()).sum()
         return loss_fn(self._outputs(hidden_NH), packed) * weight
 
     def _hidden_states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:

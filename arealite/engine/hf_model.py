@@ -4,6 +4,7 @@ Only rank 0 ever holds a whole model. Invariant: after `copy_from_rank0` all ran
 rank 0's model, also buffers that no checkpoint contains.
 """
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -14,14 +15,23 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.files import writing
-from arealite.utils.hf import as_in_checkpoint, load_causal_lm, sdpa_required
+from arealite.utils.hf import as_in_checkpoint, load_model, sdpa_required
+
+_SCORE = "score.weight"  # of a sequence classifier, in every family
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -33,15 +43,16 @@ def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dty
     return PACKED_SDPA
 
 
-def build_meta_model(path: str, attention: str) -> PreTrainedModel:
-    """Build the float32 architecture of a folder or hub id on the meta device."""
+def build_meta_model(path: str, attention: str, *, has_value_head: bool = False) -> PreTrainedModel:
+    """Build the float32 architecture of a folder or hub id on the meta device.
+
+    With `has_value_head` it is a sequence classifier of one label, be the folder one or a language model.
+    """
     if not os.path.isdir(path) and (not path or path[0] in "./~"):
         raise ValueError(f"path of a model must be an existing folder or a hub id: got {path!r}. Correct actor.path.")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kind, config = _kind_and_config(path, has_value_head)
     with torch.device("meta"), sdpa_required():
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-        )
+        model = kind.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
     check_packable(model)
     parameters = dict(model.named_parameters())
     if as_in_checkpoint(model, parameters).keys() != revert_weight_conversion(model, parameters).keys():
@@ -53,21 +64,66 @@ def build_meta_model(path: str, attention: str) -> PreTrainedModel:
     return model
 
 
-def load_whole_model(path: str, *, init_from_scratch: bool = False, seed: int = 1) -> PreTrainedModel:
-    """Load a whole model in float32 on the CPU, or with random weights that depend on `seed` only."""
+def load_whole_model(
+    path: str, *, has_value_head: bool = False, init_from_scratch: bool = False, seed: int = 1
+) -> PreTrainedModel:
+    """Load a whole model in float32 on the CPU, or with random weights that depend on `seed` only.
+
+    The value head starts at 0 unless the folder has one.
+    """
     transformers_logging.disable_progress_bar()
-    if not init_from_scratch:
-        model, told = load_causal_lm(path, dtype=torch.float32, output_loading_info=True)
-        if missing := sorted(told["missing_keys"]):  # transformers made them up
+    kind, config = _kind_and_config(path, has_value_head)
+    if init_from_scratch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        missing = {_SCORE} if has_value_head else set()
+    else:
+        is_classifier = _is_classifier(config)
+        with _without_load_report():
+            model, told = load_model(kind, path, config=config, dtype=torch.float32, output_loading_info=True)
+        missing = set(told["missing_keys"])  # transformers made them up
+        if unknown := sorted(missing - ({_SCORE} if has_value_head and not is_classifier else set())):
             raise ValueError(
-                f"the checkpoint {path} must have every tensor of {type(model).__name__}: got {len(missing)} missing, "
-                f"{', '.join(missing[:3])}. Save or download it again."
+                f"the checkpoint {path} must have every tensor of {type(model).__name__}: got {len(unknown)} missing, "
+                f"{', '.join(unknown[:3])}. Save or download it again."
             )
-        return model
+    if _SCORE in missing:
+        torch.nn.init.zeros_(model.get_parameter(_SCORE))
+    return model
+
+
+def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedConfig]:
+    """Return the auto class of a folder or hub id and the config for it."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if not has_value_head:
+        return AutoModelForCausalLM, config
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"a critic or reward model must have a sequence classifier in transformers: got {config.model_type}, which "
+            "has none. Use a model of the Qwen2, Qwen3, Llama or Mistral type."
+        )
+    if _is_classifier(config) and config.num_labels != 1:
+        raise ValueError(
+            f"a critic or reward model must have one label: got {config.num_labels} in {path}. Use another model."
+        )
+    config.num_labels = 1
+    return AutoModelForSequenceClassification, config
+
+
+@contextlib.contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Let transformers not warn of a head that is in the model or in the checkpoint only: that is meant."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _is_classifier(config: PreTrainedConfig) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
 """What a loss function gets instead of logits: hidden states, the output layer, and what the model does after it.
+Of a sequence classifier of one label (a critic, a reward model) it gets the values.
 
 A model whose logits are something else than `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)` is refused.
 """
@@ -22,7 +23,8 @@ def return_hidden_states(model: PreTrainedModel) -> None:
 
     Its parameters in no layer stay gathered until the backward pass has run, the output layer's weight among them.
     """
-    model.forward = functools.partial(_hidden_states, model.get_decoder())
+    is_lm = model.get_output_embeddings() is not None
+    model.forward = functools.partial(_hidden_states, model.get_decoder() if is_lm else model.base_model)
 
 
 def _hidden_states(decoder: torch.nn.Module, **inputs: Any) -> torch.Tensor:
@@ -34,6 +36,12 @@ def logits_of(model: PreTrainedModel) -> Callable[[torch.Tensor], LazyLogits]:
     scale, softcap = _probe(model)
     layer = model.get_output_embeddings()
     return lambda hidden_NH: LazyLogits(hidden_NH, layer.weight, layer.bias, scale, softcap)
+
+
+def values_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that makes float32 values `[N]` of hidden states `[N, H]`."""
+    layer = model.get_submodule("score")
+    return lambda hidden_NH: (hidden_NH.float() @ layer.weight.float().T).squeeze(-1)
 
 
 def _probe(model: PreTrainedModel) -> tuple[float, float | None]:

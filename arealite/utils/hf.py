@@ -35,10 +35,15 @@ def sdpa_required() -> Iterator[None]:
 
 
 def load_causal_lm(path: str, **options: Any) -> Any:
-    """Load a model from safetensors files; other files of weights are pickles, which may run code."""
+    """Load a language model from safetensors files."""
+    return load_model(AutoModelForCausalLM, path, **options)
+
+
+def load_model(kind: Any, path: str, **options: Any) -> Any:
+    """Load a model of an auto class from safetensors files; other files of weights are pickles, which may run code."""
     try:
         with sdpa_required():
-            return AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
+            return kind.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
     except OSError as error:
         if "safetensors" not in str(error):
             raise
