@@ -122,6 +122,9 @@ benchmark: $(VENV)/.installed            ## measure the embedded engine against 
 benchmark-runtime: $(VENV)/.installed            ## measure what the rollout runtime itself costs (a minute)
 	$(VENV)/bin/python benchmarks/runtime_overhead.py $(ARGS)
 
+benchmark-logprobs: $(VENV)/.installed            ## measure memory and time of a policy's loss at a large vocabulary (10 minutes)
+	$(VENV)/bin/python benchmarks/logprob_memory.py $(ARGS)
+
 lint: $(VENV)/.installed-dev            ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch.autograd.function import once_differentiable
 
-BLOCK_VALUES = 2**26  # logits in memory at once
+BLOCK_VALUES = 2**25  # logits in memory at once
 MIN_COLUMNS = 1024  # of a block: narrower matrix products are slow
 _EXCLUDED = -1e20  # the logit of a token outside of a kept set; finite because 0 * -inf is not a number
 
@@ -88,13 +88,12 @@ def _blocks(logits: LazyLogits, labels_N: torch.Tensor, temperature: float, kept
         excluded_NK = None
         if kept is not None:
             inside_M = (kept.ids_M >= start) & (kept.ids_M < stop)
-            spare_NK = (kept.counts_N > 0)[:, None].repeat(
-                1, stop - start + 1
-            )  # its last column takes other blocks' ids
-            spare_NK[rows_M, torch.where(inside_M, kept.ids_M - start, stop - start)] = False
-            excluded_NK = spare_NK[:, :-1]
+            excluded_NK = (kept.counts_N > 0)[:, None].repeat(1, stop - start + 1)
+            excluded_NK[rows_M, torch.where(inside_M, kept.ids_M - start, stop - start)] = False
+            excluded_NK = excluded_NK[:, :-1]  # without the column for ids of other blocks
         scaled_NK = logits.block(start, stop).div_(temperature)
         yield _Block(start, stop, scaled_NK, columns_N1, has_label_N1, excluded_NK)
+        del scaled_NK, excluded_NK  # before the next ones are made
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 kept_normalizer_N = torch.logaddexp(kept_normalizer_N, block.kept().logsumexp(1))
             if settings.with_entropy:
                 normalizer_N, entropy_N = _add_entropy(normalizer_N, entropy_N, block.scaled_NK)
+            del block  # before the next one is made
         if kept is None and settings.with_entropy:
             kept_normalizer_N = normalizer_N
         ctx.settings, ctx.kept = settings, kept
@@ -173,6 +173,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 grad_hidden_NH += rounded_NK @ weight_VH[columns]
             if grad_weight_VH is not None:
                 torch.mm(rounded_NK.t(), hidden_NH, out=grad_weight_VH[columns])
+            del block, d_NK, rounded_NK, slope_NK, by_entropy_NK  # before the next ones are made
         grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
 

@@ -1,16 +1,16 @@
 """Estimates the memory of training and serving a transformer, in bytes, from the shape of the model.
 
 Parameters, gradients, moments and cache are exact. Activations assume grouped attention, a gated MLP (Llama, Qwen,
-Mistral) and a memory-efficient kernel; logits are those of `algorithms/logprobs.py`. The caller adds a margin for the
-device's context, communication buffers, fragmentation, and temporaries of the backward pass.
+Mistral) and a memory-efficient kernel; the output layer is that of `algorithms/logprobs.py`. The caller adds a margin
+for the device's context, communication buffers, fragmentation, and temporaries of the backward pass.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 FLOAT32 = 4
-LOGITS_CHUNK = 1024  # tokens whose float32 probabilities the losses hold at once
-_CHUNK_COPIES = 3
+LOGITS_BLOCK, MIN_COLUMNS = 2**25, 1024  # of `algorithms/logprobs.py`: logits at once, tokens of the vocabulary in them
+_BLOCK_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,18 @@ def training_step(
     """Return what a rank needs on top while it runs a micro-batch of `tokens`.
 
     A rank that accumulates over micro-batches keeps the float32 gradient whole until the last one, since only then it
-    is summed over ranks. Gathered are two layers (one runs, the next arrives) and all that is not in a layer.
+    is summed over ranks. Gathered are two layers (one runs, the next arrives) and all that is not in a layer. The
+    output layer holds a block of logits and the gradients of its weight and of the hidden states.
     """
     layer = layer_activations(shape, compute_bytes=compute_bytes)
     kept = shape.num_layers * (shape.hidden * compute_bytes if recomputes else layer) + (layer if recomputes else 0)
-    probabilities = _CHUNK_COPIES * min(tokens, LOGITS_CHUNK) * shape.vocab * FLOAT32
+    block = tokens * min(shape.vocab, max(LOGITS_BLOCK // max(tokens, 1), MIN_COLUMNS))
+    head_gradients = (shape.vocab + tokens) * shape.hidden * compute_bytes + tokens * shape.hidden * FLOAT32
     return {
         "gathered layers": (shape.outer_parameters + 2 * shape.layer_parameters) * compute_bytes,
         "whole gradients": shape.num_parameters * FLOAT32 if accumulates else 0,
         "activations": tokens * kept,
-        "logits": 2 * tokens * shape.vocab * compute_bytes + probabilities,
+        "output layer": _BLOCK_COPIES * block * FLOAT32 + head_gradients,
     }
 
 

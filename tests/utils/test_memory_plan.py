@@ -1,12 +1,17 @@
 """The arithmetic against tensors of real models."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from arealite.algorithms import logprobs
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.generation.model_runner import ModelRunner
 from arealite.utils.memory_plan import (
+    LOGITS_BLOCK,
+    MIN_COLUMNS,
     kv_bytes_per_token,
     layer_activations,
     model_shape,
@@ -115,12 +120,21 @@ def test_a_step_worked_by_hand() -> None:
         "gathered layers": shape.num_parameters * 2,  # two layers and the rest are all there is
         "whole gradients": shape.num_parameters * 4,
         "activations": 10 * 2 * layer,
-        "logits": 2 * 10 * 300 * 2 + 3 * 10 * 300 * 4,
+        "output layer": 2 * 10 * 300 * 4 + (300 + 10) * 64 * 2 + 10 * 64 * 4,
     }
     step = training_step(shape, tokens=2000, compute_bytes=2, accumulates=False, recomputes=True)
     assert step["whole gradients"] == 0
     assert step["activations"] == 2000 * (2 * 64 * 2 + layer)
-    assert step["logits"] == 2 * 2000 * 300 * 2 + 3 * 1024 * 300 * 4
+    assert step["output layer"] == 2 * 2000 * 300 * 4 + (300 + 2000) * 64 * 2 + 2000 * 64 * 4
+
+
+def test_logits_are_there_in_blocks() -> None:
+    assert (LOGITS_BLOCK, MIN_COLUMNS) == (logprobs.BLOCK_VALUES, logprobs.MIN_COLUMNS)
+    shape = dataclasses.replace(model_shape(build()), vocab=151_936)
+    for tokens, columns in ((100, 151_936), (8192, 4096), (100_000, 1024)):
+        step = training_step(shape, tokens=tokens, compute_bytes=2, accumulates=False, recomputes=True)
+        gradients = 151_936 * 64 * 2 + tokens * 64 * 6
+        assert step["output layer"] == 2 * tokens * columns * 4 + gradients
 
 
 def test_experts_that_a_token_does_not_use_keep_nothing() -> None:

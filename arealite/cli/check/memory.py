@@ -21,7 +21,6 @@ _SERVER_SHARE = 0.9  # of a GPU that SGLang and vLLM take unless told
 _MORE_RANKS = "Use more trainer ranks in allocation_mode, a smaller model, or {key}.fsdp.offload_params=true."
 _KNOBS = {
     "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb.",
-    "logits": "Lower {key}.mb_spec.max_tokens_per_mb.",
     "whole gradients": "Let a batch be one micro-batch (raise {key}.mb_spec.max_tokens_per_mb, or more trainer ranks).",
     "servers' cache": "Lower lite.slots or lite.context.",
 }
