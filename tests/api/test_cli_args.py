@@ -263,18 +263,14 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
     def vllm(*overrides: str) -> Any:
         return load(tmp_path, MINIMAL, "rollout.backend=vllm", *overrides)
 
-    stops = ("gconfig.stop=[x]", "gconfig.min_new_tokens=3")
+    stops = ("eval_gconfig.stop=[x]", "eval_gconfig.min_new_tokens=3")
     assert vllm("gconfig.top_k=5", "gconfig.top_p=0.9", *stops, "rollout.pause_mode=wait").gconfig.top_k == 5
     assert "at most 2 for vllm: got 2.5" in refusal(
         tmp_path, MINIMAL, "rollout.backend=vllm", "gconfig.temperature=2.5"
     )
     assert "got wait" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", "rollout.pause_mode=wait")
     assert "got wait" in refusal(tmp_path, MINIMAL, "rollout.backend=lite", "rollout.pause_mode=wait")
-    for narrowed in ("gconfig.top_k=5", "gconfig.top_p=0.9"):
-        assert "whole distribution" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", narrowed)
-    assert "gconfig.min_new_tokens must be 0" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", *stops)
-    evaluation = ("eval_gconfig.stop=[x]", "eval_gconfig.min_new_tokens=3")
-    assert "eval_gconfig.min_new_tokens" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", *evaluation)
+    assert "eval_gconfig.min_new_tokens" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", *stops)
 
 
 def test_server_addresses(tmp_path: Path) -> None:
@@ -381,16 +377,28 @@ def test_embeddings_are_no_longer_untied(tmp_path: Path, caplog: pytest.LogCaptu
     assert "rollout.untie_embeddings must be False: got True. Remove it: vLLM on a CPU refuses models with tied" in told
 
 
-@pytest.mark.parametrize("override", ["gconfig.top_p=0.9", "gconfig.top_k=5", "gconfig.min_new_tokens=2"])
-def test_sampling_that_the_trainer_can_not_reproduce_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, override: str
-) -> None:
-    overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=gsm8k")
-    overrides += ("train_dataset.batch_size=8", "rollout.backend=vllm")
-    load(tmp_path, "", *overrides)
-    assert not caplog.records
-    load(tmp_path, "", *overrides, override)
-    assert "importance weights are off" in caplog.text
+def test_truncation_has_a_finite_top_k_and_servers_that_return_what_they_kept(tmp_path: Path) -> None:
+    def sampling(*overrides: str) -> tuple[int, int]:
+        config = load(tmp_path, MINIMAL, *overrides)
+        return config.gconfig.top_k, config.eval_gconfig.top_k
+
+    everything = 100_000_000
+    for backend in ("lite", "sglang", "vllm"):
+        chosen = (f"rollout.backend={backend}", "gconfig.max_new_tokens=64")
+        assert sampling(*chosen) == (everything, everything)
+        assert sampling(*chosen, "gconfig.top_p=0.9") == (512, everything), "an evaluation needs no kept sets"
+        assert sampling(*chosen, "gconfig.top_p=0.9", "gconfig.top_k=20") == (20, 20)
+        assert sampling(*chosen, "eval_gconfig.top_k=5", "eval_gconfig.min_new_tokens=2") == (everything, 5)
+        for override, rule in (
+            ("gconfig.top_k=1", "gconfig.top_k must be at least 2 in training: got 1"),
+            ("gconfig.min_new_tokens=2", "gconfig.min_new_tokens must be 0 in training: got 2"),
+        ):
+            assert rule in refusal(tmp_path, MINIMAL, *chosen, override)
+    sglang = refusal(tmp_path, MINIMAL, "rollout.backend=sglang", "gconfig.top_k=5000")
+    assert "gconfig.top_k must be at most 4096 for sglang in training: got 5000" in sglang
+    cpu = ("cluster.n_gpus_per_node=0", "rollout.backend=vllm", "gconfig.top_k=20")
+    assert "for vllm on CPUs: got 1 and 20" in refusal(tmp_path, MINIMAL, *cpu)
+    assert sampling(*cpu, "rollout.server_addrs=[a:1]")[0] == 20, "others' servers may have GPUs"
 
 
 def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

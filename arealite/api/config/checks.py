@@ -9,13 +9,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
-from arealite.api.config.rollout import (
-    ALL_TOKENS,
-    GenerationHyperparameters,
-    InferenceEngineConfig,
-    LiteConfig,
-    PauseMode,
-)
+from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig, PauseMode
 from arealite.api.errors import ConfigError
 
 logger = logging.getLogger("arealite.config")
@@ -27,8 +21,10 @@ class ServerLimits:
 
     pause_modes: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
     max_temperature: float = math.inf
-    has_narrowed_logprobs: bool = True
-    """Whether top_p and top_k narrow the distribution of the logprobs too, and not only the one that is sampled."""
+    max_kept_ids: float = math.inf
+    """Largest top_k for which it returns the ids that a token was sampled from."""
+    returns_kept_on_cpu: bool = True
+    """Whether it returns them without a GPU, too."""
     is_embedded: bool = False
     """Whether the `lite` block describes it."""
     delays_stop_strings: bool = True
@@ -36,8 +32,10 @@ class ServerLimits:
 
 
 LIMITS: dict[str, ServerLimits] = {
-    "sglang": ServerLimits(has_narrowed_logprobs=False, delays_stop_strings=False),
-    "vllm": ServerLimits(pause_modes=("abort", "retract", "in_place", "wait"), max_temperature=2.0),
+    "sglang": ServerLimits(max_kept_ids=4096, delays_stop_strings=False),
+    "vllm": ServerLimits(
+        pause_modes=("abort", "retract", "in_place", "wait"), max_temperature=2.0, returns_kept_on_cpu=False
+    ),
     "lite": ServerLimits(is_embedded=True),
 }
 
@@ -129,13 +127,6 @@ def check_servers(
         f"rollout.pause_mode must be {', '.join(modes[:-1])} or {modes[-1]} for {backend}: got {rollout.pause_mode}. "
         "Remove it for the default, abort.",
     )
-    require(
-        limits.has_narrowed_logprobs or not (gconfig.top_p < 1 or gconfig.top_k < ALL_TOKENS),
-        f"gconfig.top_p must be 1 and gconfig.top_k at least {ALL_TOKENS} for {backend}: got {gconfig.top_p} and "
-        f"{gconfig.top_k}. Its logprobs are those of the whole distribution, not of what it sampled from, "
-        f"so that importance weights would be wrong. Remove both, or use "
-        f"{backends_where(lambda one: one.has_narrowed_logprobs)}.",
-    )
     check_sampler(gconfig, "gconfig", backend)
     check_sampler(eval_gconfig, "eval_gconfig", backend)
     longest = max(gconfig.max_new_tokens, eval_gconfig.max_new_tokens)
@@ -167,20 +158,36 @@ def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) ->
     )
 
 
-def check_sampling(gconfig: GenerationHyperparameters) -> None:
-    """Samples must be ones that can be trained on."""
+def check_sampling(
+    gconfig: GenerationHyperparameters, rollout: InferenceEngineConfig, cluster: ClusterSpecConfig
+) -> None:
+    """Samples must be ones that can be trained on, so servers must say what top_p and top_k have kept."""
     require(
         not gconfig.greedy or gconfig.n_samples == 1,
         f"gconfig.greedy must be false if gconfig.n_samples > 1: got true and {gconfig.n_samples}, so "
         "that all samples of a group would be equal. Set gconfig.greedy=false.",
     )
-    if gconfig.top_p < 1 or gconfig.top_k < ALL_TOKENS or gconfig.min_new_tokens > 0:
-        logger.warning(
-            "gconfig.top_p, top_k and min_new_tokens narrow the distribution that servers sample from, and their "
-            "logprobs are of the narrowed one, while the trainer's are of the whole: importance weights are off. "
-            "Set top_p to 1, top_k to %d and min_new_tokens to 0 unless you mean it.",
-            ALL_TOKENS,
-        )
+    require(
+        gconfig.min_new_tokens == 0,
+        f"gconfig.min_new_tokens must be 0 in training: got {gconfig.min_new_tokens}. Servers sample without stop "
+        "tokens until then, and the trainer's logprobs are with them. Set it to 0; eval_gconfig may have another.",
+    )
+    backend, limits = rollout.backend, LIMITS[rollout.backend]
+    require(
+        not gconfig.narrows or gconfig.top_k > 1,
+        "gconfig.top_k must be at least 2 in training: got 1, so that the policy has no choice. Raise it or remove it.",
+    )
+    require(
+        not gconfig.narrows or gconfig.top_k <= limits.max_kept_ids,
+        f"gconfig.top_k must be at most {limits.max_kept_ids:g} for {backend} in training: got {gconfig.top_k}. The "
+        "server returns no larger set of what it sampled from. Lower it.",
+    )
+    require(
+        not gconfig.narrows or limits.returns_kept_on_cpu or cluster.n_gpus_per_node > 0 or bool(rollout.server_addrs),
+        f"gconfig.top_p must be 1 and gconfig.top_k left out for {backend} on CPUs: got {gconfig.top_p:g} and "
+        f"{gconfig.top_k}. It returns what it sampled from only on GPUs (its Model Runner V2), and without that ratios "
+        f"are wrong. Remove both, or use {backends_where(lambda one: one.returns_kept_on_cpu)}.",
+    )
 
 
 def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, rollout: InferenceEngineConfig) -> None:

@@ -9,7 +9,14 @@ from arealite.api.config.algorithm import GRPO_DEFAULTS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
-from arealite.api.config.rollout import BackendName, GenerationHyperparameters, InferenceEngineConfig, LiteConfig
+from arealite.api.config.rollout import (
+    ALL_TOKENS,
+    DEFAULT_KEPT_IDS,
+    BackendName,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    LiteConfig,
+)
 from arealite.api.config.schema import MISSING
 from arealite.api.config.types import Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt
 
@@ -191,13 +198,15 @@ class GRPOConfig(BaseExperimentConfig):
         return self.ref is not None
 
     def validate(self) -> None:
-        """Apply `async_training`, fill in the choices of the algorithm, and refuse contradictions."""
+        """Apply `async_training`, fill in the choices of the algorithm and `top_k`, and refuse contradictions."""
         super().validate()
         self.actor = resolve_choices(self.actor, GRPO_DEFAULTS)
+        if self.gconfig.narrows and self.gconfig.top_k >= ALL_TOKENS:
+            self.gconfig.top_k = DEFAULT_KEPT_IDS
         if not self.async_training:
             self.rollout.max_head_offpolicyness = 0
         checks.check_training(self.actor, "actor", self.train_dataset, "rl")
         checks.check_servers(self.rollout, self.lite, self.gconfig, self.eval_gconfig)
-        checks.check_sampling(self.gconfig)
+        checks.check_sampling(self.gconfig, self.rollout, self.cluster)
         checks.check_objective(self.actor, self.gconfig, self.rollout)
         checks.check_reference(self.actor, self.ref, self.gconfig)

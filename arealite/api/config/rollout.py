@@ -24,6 +24,8 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
+DEFAULT_KEPT_IDS = 512
+"""The `top_k` of training with `top_p` alone: servers return the kept ids of every token, which must be bounded."""
 
 
 @dataclass
@@ -39,9 +41,10 @@ class GenerationHyperparameters(ConfigBase):
     greedy: Bool = False
     """Always take the likeliest token."""
     top_p: PositiveFraction = 1.0
-    """Sample from the likeliest tokens that hold this much probability; 1 is all."""
+    """Sample from the likeliest tokens that hold this much probability; 1 is all. Training computes logprobs over what
+    the server kept."""
     top_k: PositiveInt = ALL_TOKENS
-    """Sample from this many likeliest tokens; the default is all."""
+    """Sample from this many likeliest tokens; the default is all, with `top_p` below 1 in training 512."""
     temperature: Positive = 1.0
     """Divides the logits. For temperature 0 set `greedy: true`."""
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
