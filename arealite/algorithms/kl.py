@@ -26,15 +26,20 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-def kl_losses(logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, estimator: str) -> torch.Tensor:
+def kl_losses(
+    logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, estimator: str, whole: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return a penalty `[N]` whose expected gradient is that of KL(pi || pi_ref), for `logprobs [N]`; 0 where masked.
 
     `batch` has `ref_logprobs`, `proximal_logprobs` and `loss_mask`, `[N]`. k2 as it is; k3 times r = pi / pi_prox with
-    its gradient, so that tokens count as pi would sample them. k1 is refused: it would pull nowhere.
+    its gradient, so that tokens count as pi would sample them. k1 is refused: it would pull nowhere. Where
+    `logprobs` are over kept sets, `whole [N]` are those over the whole vocabulary, as the reference's are.
     """
     check_choice("the estimator of a KL loss", estimator, ("k2", "k3"))
     mask_N = batch["loss_mask"].bool()
-    estimates_N = kl_estimates(masked_log_ratio(logprobs, batch["ref_logprobs"], mask_N), estimator)
+    estimates_N = kl_estimates(
+        masked_log_ratio(logprobs if whole is None else whole, batch["ref_logprobs"], mask_N), estimator
+    )
     if estimator == "k2":
         return estimates_N
     return masked_log_ratio(logprobs, batch["proximal_logprobs"], mask_N).exp() * estimates_N

@@ -9,7 +9,7 @@ of the vocabulary, once in the forward and once more in the backward pass; in be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +56,11 @@ class KeptSets(NamedTuple):
 
     ids_M: torch.Tensor
     counts_N: torch.Tensor
+
+
+def kept_sets(micro_batch: Mapping[str, torch.Tensor]) -> KeptSets | None:
+    """Return the kept sets of a packed micro-batch; None if it has none."""
+    return KeptSets(micro_batch["kept_ids"], micro_batch["kept_counts"]) if "kept_ids" in micro_batch else None
 
 
 class _Block(NamedTuple):

@@ -135,6 +135,8 @@ def _check_kept(trajectory: TensorDict) -> None:
             raise _broken(key, "be two-dimensional integers of at least 0", values.dtype, _COPY_KEPT)
     if (counts_BS[mask_BS == 0] > 0).any():
         raise _broken("kept_counts", "be 0 where attention_mask is 0", "a kept set in the padding", _COPY_KEPT)
+    if (counts_BS[np.arange(len(mask_BS)), (mask_BS != 0).argmax(1)] > 0).any():
+        raise _broken("kept_counts", "be 0 on first tokens, which nothing predicts", "a kept set there", _COPY_KEPT)
     if (sums_B := counts_BS.sum(1)).max() > ids_BL.shape[1]:
         raise _broken("kept_ids", f"have {sums_B.max()} ids in its longest row", ids_BL.shape[1], _COPY_KEPT)
     for ids, counts, tokens in zip(ids_BL, counts_BS, tokens_BS):

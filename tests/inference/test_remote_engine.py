@@ -472,9 +472,9 @@ def masked(kept: list[Any]) -> dict[str, Any]:
         ({"output_token_sampling_mask": [[1], [2]]}, "the fields of SGLang"),
         (masked([[1]]), "the kept ids of its 2 tokens"),
         (masked([[1], [3, 4]]), "each token among those that it was sampled from"),
-        (masked([[1], []]), "lists of ints of at least 0 as kept ids"),
-        (masked([[1], [2, -1]]), "lists of ints of at least 0 as kept ids"),
-        (masked([[1], [2, "3"]]), "lists of ints of at least 0 as kept ids"),
+        (masked([[1], []]), "each token among those that it was sampled from"),
+        (masked([[1], [2, -1]]), "kept ids that are ints of at least 0"),
+        (masked([[1], [2, "3"]]), "kept ids that are ints of at least 0"),
         (masked([[1], 2]), "the fields of SGLang"),
     ],
 )

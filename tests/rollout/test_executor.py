@@ -669,6 +669,7 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "kept ids that are floats": (kept([[1.0]], [[0, 1, 0]]), r"\['kept_ids'\] must be two-dimensional integers"),
     "kept ids below 0": (kept([[1, -1]], [[0, 2, 0]]), r"\['kept_ids'\] must be .* of at least 0"),
     "kept counts below 0": (kept([[1, 1]], [[0, 2, -1]]), r"\['kept_counts'\] must be .* of at least 0"),
+    "a kept set of a first token": (kept([[1, 1]], [[1, 1, 0]]), r"\['kept_counts'\] must be 0 on first tokens"),
     "too few kept ids": (kept([[1, 1]], [[0, 1, 2]]), r"\['kept_ids'\] must have 3 ids in its longest row: got 2"),
     "a token outside its kept set": (
         kept([[1, 5, 6, 7]], [[0, 1, 3]]),

@@ -26,14 +26,18 @@ from arealite.api.errors import ContextOverflowError, ServerError, WeightUpdateE
 from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.fingerprint import fingerprints
+from arealite.utils.tensors import concat_padded_tensors
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 from arealite.weights.canary import check_canary
+from arealite.workflow.rlvr import trajectory_from_response
 from servers.models import Scored, end_ids
 from servers.programs import CONTEXT, REPOSITORY
 from servers.subject import Flight, Subject, prompt, requests
 
 _IN_FLIGHT_S = 300.0
 """In which a publication must have met requests in flight."""
+RATIO_GAP = 1e-5
+"""Most that the trainer's ratio at equal weights may differ from 1."""
 GAP = 1e-3
 """Most that a server's logprob may differ from the reference's, both in float32."""
 MAX_Z = 5.0
@@ -96,7 +100,38 @@ def top_p(subject: Subject) -> str:
         mask_TV = torch.zeros_like(is_cut_TV).scatter(-1, order_TV, is_cut_TV)
         return one.logits_TV.masked_fill(mask_TV, -torch.inf).log_softmax(-1)
 
-    return _follows(subject, expected, top_p=0.7)
+    return _follows(subject, expected, top_p=0.7, top_k=512)
+
+
+def kept_sets(subject: Subject) -> str:
+    """With the kept sets the trainer's ratio at equal weights is 1, without them the kept mass, also if interrupted."""
+    if subject.program.name == "vllm":
+        raise NotApplicable("on GPUs only")
+    with subject.client(pause_mode="abort", weight_update="disk") as engine:
+        flight = Flight(subject, engine, requests(16, 160, top_p=0.9, top_k=20))
+        time.sleep(1)
+        subject.publish(engine, subject.history[-1])
+        responses = flight.land()
+    actor, num_interrupts = subject.laboratory.actor, sum(one.num_interrupts for one in responses)
+    batch = concat_padded_tensors([trajectory_from_response(one, 0.0) for one in responses])
+    mask_BT = batch["loss_mask"].bool()
+    with_kept_N, without_N = (
+        (actor.compute_logprobs(batch, whole=whole) - batch["logprobs"])[mask_BT].double().exp()
+        for whole in (False, True)
+    )
+    gap = (with_kept_N - 1).abs().max().item()
+    assert gap <= RATIO_GAP, f"every ratio must be 1 within {RATIO_GAP:g}: it is {gap:.3g} off"
+    mass_N = torch.cat([_kept_mass(one) for one in subject.score(responses)])
+    without_gap = (without_N - mass_N).abs().max().item()
+    assert without_gap <= RATIO_GAP, f"without kept sets ratios must be their mass: they are {without_gap:.3g} off"
+    assert mass_N.min() < 0.7, f"some sets must have a small mass: got {mass_N.min():.3g} at least"
+    return f"{gap:.0e} off 1, {mass_N.min():.2f}-{mass_N.max():.2f} without, {num_interrupts} interrupts"
+
+
+def _kept_mass(one: Scored) -> torch.Tensor:
+    assert one.response.output_kept is not None
+    probs_TV = one.logprobs_TV().exp()
+    return torch.stack([probs_V[ids].sum() for probs_V, ids in zip(probs_TV, one.response.output_kept)])
 
 
 def seeds(subject: Subject) -> str:
@@ -458,6 +493,7 @@ CHECKS = (
     Check("temperature", temperature, may_refuse=True),
     Check("top_k", top_k, may_refuse=True),
     Check("top_p", top_p, may_refuse=True),
+    Check("kept sets", kept_sets),
     Check("seeds", seeds, may_refuse=True),
     Check("samples of a group differ", group),
     Check("end tokens", end_tokens),
@@ -502,9 +538,6 @@ def _follows(subject: Subject, expected: Callable[[Scored], torch.Tensor], **sam
     """
     scored = subject.sample(64, **sampling)
     distributions = [expected(one) for one in scored]
-    told = (
-        None if subject.program.narrows_logprobs or "temperature" in sampling else [one.logprobs_TV() for one in scored]
-    )
     surprise = variance = 0.0
     for one, logprobs_TV in zip(scored, distributions):
         finite_TV = logprobs_TV.clamp_min(-1e4)
@@ -513,8 +546,7 @@ def _follows(subject: Subject, expected: Callable[[Scored], torch.Tensor], **sam
         surprise += (-one.of_tokens(logprobs_TV) - entropy_T).sum().item()
     z = surprise / variance**0.5
     assert abs(z) <= MAX_Z, f"tokens must follow the distribution: their surprise is {z:.1f} standard deviations off"
-    whose = "" if told is None or not sampling else " of the whole distribution"
-    return f"{_agree(scored, told or distributions)}{whose}, z {z:.1f}"
+    return f"{_agree(scored, distributions)}, z {z:.1f}"
 
 
 def _refusal(subject: Subject, engine: RemoteInferenceEngine, request: ModelRequest) -> Exception:

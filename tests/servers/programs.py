@@ -47,8 +47,6 @@ class Program:
     pause_modes: tuple[str, ...]
     verifies_fingerprints: bool = True
     honours_seeds: bool = True
-    narrows_logprobs: bool = True
-    """Whether logprobs are those of the distribution that top_k and top_p leave, rather than of the whole one."""
 
     @property
     def for_in_place(self) -> Program:
@@ -140,7 +138,6 @@ def program(name: Name, python: str) -> Program:
         ("abort", "retract", "in_place"),
         verifies_fingerprints=False,
         honours_seeds=False,  # it needs attention kernels of GPUs for that
-        narrows_logprobs=False,
     )
 
 

@@ -33,16 +33,18 @@ from arealite.algorithms.advantages import (
 from arealite.algorithms.aggregation import token_weights
 from arealite.algorithms.corrections import correction_factors, drifted_answers, second_moment_mask
 from arealite.algorithms.kl import k3, kl_estimates, kl_losses
-from arealite.algorithms.logprobs import LazyLogits, packed_logprobs, packed_logprobs_entropy, trained_tokens
+from arealite.algorithms.logprobs import LazyLogits, kept_sets, packed_logprobs, packed_logprobs_entropy, trained_tokens
 from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.metrics import MaskedMetrics
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
+from arealite.utils.tensors import RAGGED
 
 # What scripts of the original call these; a key that nobody reads would change the objective silently.
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
+_TOKENS = ("input_ids", "attention_mask", *RAGGED, *RAGGED.values())  # and what they were sampled from, if narrowed
 UNKNOWN_LOGPROB = -9999.0  # vLLM's, over HTTP, of a logprob that is not finite; such a token is not trained on
 
 TokenLossFn = Callable[[torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -70,16 +72,18 @@ class PPOActor:
         self.loss_fn = loss_fn or _objective(self.choices)
         self.advantage_fn = advantage_fn
 
-    def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
+    def compute_logprobs(self, batch: TensorDict, *, whole: bool = False) -> torch.Tensor:
         """Return the logprob `[B, T]` of every token under the current weights, 0 for padding and first tokens.
 
-        The softmax is over the whole vocabulary at `config.temperature`: rollouts sampled with top-p or top-k differ.
+        The softmax at `config.temperature` is over what each token was sampled from, where the batch has `kept_ids`
+        (top-p, top-k); with `whole`, and always for a reference (no optimizer), over the whole vocabulary.
         """
+        keys = _TOKENS[:2] if whole or self.config.optimizer is None else _TOKENS
         self.engine.eval()
         return self.engine.forward(
-            batch.select("input_ids", "attention_mask"),
+            batch.select(*keys, strict=False),
             lambda logits, micro_batch: packed_logprobs(
-                logits, micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
+                logits, *self._tokens(micro_batch), kept=kept_sets(micro_batch)
             ),
         )
 
@@ -97,7 +101,7 @@ class PPOActor:
         kl_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
         if config.kl_ctl > 0 and config.kl_in == "reward":
             _require(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
-            log_ratio_BT = masked_log_ratio(self._sampling_logprobs(batch), batch["ref_logprobs"], mask_BT)
+            log_ratio_BT = masked_log_ratio(self._whole_logprobs(batch), batch["ref_logprobs"], mask_BT)
             kl_BT = kl_estimates(log_ratio_BT, config.kl_estimator)
         if config.baseline == "leave_one_out":  # the KL of an answer is part of its reward, also for the others
             scores_B = scores_B - config.kl_ctl * kl_BT.sum(dim=1)
@@ -191,7 +195,7 @@ class PPOActor:
     def _columns(self, batch: TensorDict) -> TensorDict:
         """Return what the loss reads; all of it is constant during the update."""
         config, proximal_BT = self.choices, self._proximal_logprobs(batch)
-        columns = batch.select("input_ids", "attention_mask", "advantages")
+        columns = batch.select(*_TOKENS, "advantages", strict=False)
         mask_BT = columns["loss_mask"] = self._trained_tokens(batch)
         columns["rollout_logprobs"] = batch["logprobs"]
         if config.kl_ctl > 0 and config.kl_in == "loss":
@@ -253,13 +257,8 @@ class PPOActor:
 
     def _loss(self, logits: LazyLogits, micro_batch: TensorDict, metrics: MaskedMetrics) -> torch.Tensor:
         config, mask_N = self.choices, micro_batch["loss_mask"]
-        logprobs_N, entropy_N = packed_logprobs_entropy(
-            logits,
-            micro_batch["input_ids"],
-            micro_batch["cu_seqlens"],
-            config.temperature,
-            entropy_grad=config.entropy_ctl > 0,
-        )
+        tokens, kept = self._tokens(micro_batch), kept_sets(micro_batch)
+        logprobs_N, entropy_N = packed_logprobs_entropy(logits, *tokens, kept=kept, entropy_grad=config.entropy_ctl > 0)
         if config.proximal == "current":
             micro_batch["proximal_logprobs"] = logprobs_N.detach()
             lengths = micro_batch["cu_seqlens"].diff().tolist()
@@ -270,7 +269,10 @@ class PPOActor:
         losses_N, statistics = self.loss_fn(logprobs_N, micro_batch)
         losses_N = micro_batch["corrections"] * torch.where(mask_N, losses_N, 0.0)
         if "ref_logprobs" in micro_batch:
-            kl_N = kl_losses(logprobs_N, micro_batch, estimator=config.kl_estimator)
+            whole_N = logprobs_N if kept is None else packed_logprobs(logits, *tokens)
+            kl_N = kl_losses(logprobs_N, micro_batch, estimator=config.kl_estimator, whole=whole_N)
+            if kept is not None:
+                statistics["ref_kl"] = k3((whole_N.detach() - micro_batch["ref_logprobs"]).double())
             losses_N = losses_N + config.kl_ctl * kl_N
         if config.entropy_ctl > 0:
             losses_N = losses_N - config.entropy_ctl * torch.where(mask_N, entropy_N, 0.0)
@@ -289,6 +291,17 @@ class PPOActor:
             _require(batch, "proximal_logprobs", "proximal: recompute", "Set it to actor.compute_logprobs(batch)")
             return batch["proximal_logprobs"]
         return batch["logprobs"] if self.config.proximal == "rollout" else None
+
+    def _tokens(self, micro_batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor, float]:
+        return micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
+
+    def _whole_logprobs(self, batch: TensorDict) -> torch.Tensor:
+        """Return what a KL compares with the reference, over the whole vocabulary: for narrowed samples recomputed."""
+        if "kept_ids" not in batch:
+            return self._sampling_logprobs(batch)
+        if "whole_logprobs" not in batch:
+            batch["whole_logprobs"] = self.compute_logprobs(batch, whole=True)
+        return batch["whole_logprobs"]
 
     def _sampling_logprobs(self, batch: TensorDict) -> torch.Tensor:
         """Return the logprobs `[B, T]` of the policy that sampled: the server's, or recomputed ones where those count
@@ -325,8 +338,8 @@ class PPOActor:
         if "proximal_logprobs" in batch:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
             metrics.add(mask_BT, {"policy/mismatch_kl": k3(log_ratio_BT)})
-        if "ref_logprobs" in batch:
-            log_ratio_BT = self._sampling_logprobs(batch).double() - batch["ref_logprobs"].double()
+        if "ref_logprobs" in batch and ("kept_ids" not in batch or "whole_logprobs" in batch):
+            log_ratio_BT = self._whole_logprobs(batch).double() - batch["ref_logprobs"].double()
             metrics.add(mask_BT, {"policy/ref_kl": k3(log_ratio_BT)})
         groups_B, num_groups = self._groups(batch)
         (deviation,) = spread(batch["rewards"], torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()

@@ -5,6 +5,7 @@ protocol becomes a ServerError that names server and endpoint."""
 import abc
 import itertools
 import math
+import operator
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -75,9 +76,9 @@ class Segment:
         if kept is None:
             return self
         require(len(kept) == len(self.tokens), f"have the kept ids of its {len(self.tokens)} tokens")
-        for token, ids in zip(self.tokens, kept):
-            require(set(map(type, ids)) == {int} and min(ids) >= 0, "have lists of ints of at least 0 as kept ids")
-            require(token in ids, "have each token among those that it was sampled from")
+        ids = list(itertools.chain.from_iterable(kept))
+        require(set(map(type, ids)) <= {int} and min(ids, default=0) >= 0, "have kept ids that are ints of at least 0")
+        require(all(map(operator.contains, kept, self.tokens)), "have each token among those that it was sampled from")
         return replace(self, kept=kept)
 
     def kept_in_place(self) -> Self:
