@@ -143,13 +143,25 @@ def test_completions_end_at_stop_tokens(recorded: Recorded, backend: Backend) ->
     assert not set(ended.tokens[:-1]) & set(recorded.end_ids)
 
 
-def test_logprobs_after_top_k_are_of_the_rest_on_vllm_and_of_everything_on_sglang(
-    recorded: Recorded, backend: Backend
-) -> None:
+def test_logprobs_after_top_k_are_of_the_rest(recorded: Recorded, backend: Backend) -> None:
     whole, only = parse(recorded, backend, "greedy"), parse(recorded, backend, "top_k")
     assert only.tokens == whole.tokens
-    expected = [0.0] * 16 if recorded.program == "vllm" else whole.logprobs
-    assert only.logprobs == pytest.approx(expected, abs=1e-4)
+    assert only.logprobs == pytest.approx([0.0] * 16, abs=1e-4)
+
+
+def test_logprobs_are_over_the_kept_sets(recorded: Recorded, backend: Backend, references: list[Reference]) -> None:
+    if not recorded.of("kept sets"):
+        pytest.skip("vLLM returns them on GPUs only")
+    segment = parse(recorded, backend, "kept sets")
+    (exchange,) = recorded.of("kept sets")
+    assert exchange["payload"]["return_sampling_mask"] and segment.kept is not None
+    response = ModelResponse(tokens_asked(exchange), segment.tokens, segment.logprobs, [0] * 16, "length", "")
+    scored = references[0].score(response)
+    for logprobs_V, ids, token, told in zip(scored.logprobs_TV(), segment.kept, segment.tokens, segment.logprobs):
+        order = logprobs_V.argsort(descending=True)
+        before = logprobs_V[order].exp().cumsum(0)
+        assert set(ids) == set(order[: min(20, int((before < 0.9).sum()) + 1)].tolist())
+        assert told == pytest.approx((logprobs_V[token] - logprobs_V[ids].logsumexp(0)).item(), abs=1e-4)
 
 
 def test_an_aborted_completion_keeps_what_was_sampled(

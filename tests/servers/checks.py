@@ -108,7 +108,7 @@ def kept_sets(subject: Subject) -> str:
     if subject.program.name == "vllm":
         raise NotApplicable("on GPUs only")
     with subject.client(pause_mode="abort", weight_update="disk") as engine:
-        flight = Flight(subject, engine, requests(16, 160, top_p=0.9, top_k=20))
+        flight = Flight(subject, engine, requests(16, 96, top_p=0.9, top_k=20))
         time.sleep(1)
         subject.publish(engine, subject.history[-1])
         responses = flight.land()

@@ -76,6 +76,8 @@ class Recorder:
         tokens = greedy.get("output_ids") or greedy["choices"][0]["token_ids"]
         self._complete("sampled", 16, greedy=False)
         self._complete("top_k", 16, greedy=False, top_k=1)
+        if self._program != "vllm":  # which returns kept sets on GPUs only
+            self._complete("kept sets", 16, greedy=False, top_p=0.9, top_k=20)
         self._complete("stop id", 16, stop_token_ids=[tokens[5]])
         self._complete("stop string", 16, stop=[_letter_of(tokens, model)])
         self._complete("min tokens", 8, stop_token_ids=[tokens[5]], min_new_tokens=8)
