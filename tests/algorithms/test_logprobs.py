@@ -215,6 +215,16 @@ def test_a_gradient_of_the_weight_is_summed_in_float32() -> None:
     assert weight.grad.tolist() == [[1000.0], [-1000.0]]
 
 
+def test_a_gradient_of_hidden_states_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 blocks that add 1/512 each to 1: a bfloat16 sum would stay at 1."""
+    monkeypatch.setattr(logprobs_module, "BLOCK_VALUES", 1)
+    weight = torch.full((64 * 1024, 1), -0.125, dtype=torch.bfloat16)
+    weight[0] = 1.0
+    hidden = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    gather_logprobs(LazyLogits(hidden, weight), torch.tensor([0])).sum().backward()
+    assert hidden.grad.item() == 1.125
+
+
 def test_logprobs_belong_to_the_token_they_are_about() -> None:
     # Sequences [0, 1] and [1, 0, 0]; each position predicts token 1 with probability 3/4.
     logits = of_logits(torch.tensor([[0.0, math.log(3.0)]]).expand(5, 2))

@@ -27,12 +27,15 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     model = build(config(getattr(transformers, config_name), **changes), seed=1)
     input_ids = torch.arange(2, 14)[None]
     with torch.no_grad():
+        if (bias := model.get_output_embeddings().bias) is not None:
+            bias.normal_()
         expected = model(input_ids=input_ids, use_cache=False).logits[0]
         assert expected.std() > 0.1
         make_logits = logits_of(model)
         return_hidden_states(model)
         logits = make_logits(model(input_ids=input_ids, use_cache=False)[0])
     torch.testing.assert_close(logits.dense(), expected, atol=1e-5, rtol=1e-5)
+    assert (logits.bias_V is not None) == ("bias" in name)
     assert (logits.scale != 1 or logits.softcap is not None) == (name in AFTER_THE_OUTPUT_LAYER and "Phi" not in name)
 
 
