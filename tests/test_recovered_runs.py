@@ -212,6 +212,41 @@ def test_ctrl_c_in_the_last_evaluation(make_run: Callable[[str, str], Run], whol
     assert_same_run(cut, whole)
 
 
+def test_a_killed_rank_and_then_a_full_disk_in_the_last_evaluation(
+    make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path
+) -> None:
+    """The launcher starts the run again, twice."""
+    cut = make_run("cut", "lite.d1p1t1+d1p1t1")
+    before, last = (EXAMPLES / "gsm8k_grpo.py").read_text().rsplit('    with stats.timer("eval"):', 1)
+    wait = f"""
+    import os, pathlib, time
+    evaluates = pathlib.Path({str(tmp_path)!r}) / f"evaluates-{{os.getpid()}}"
+    evaluates.touch()
+    while evaluates.exists():
+        time.sleep(0.01)
+    with stats.timer("eval"):"""
+    entry = tmp_path / "entry.py"
+    entry.write_text(before + wait + last)
+    launcher = cut.start(entry=entry)
+    for harm in ("process", "disk", ""):
+        while not (waiting := [*tmp_path.glob("evaluates-*")]):
+            assert launcher.poll() is None, cut.output
+            time.sleep(0.02)
+        if harm == "process":
+            os.kill(cut.trainer, signal.SIGKILL)
+        elif harm == "disk":
+            resource.prlimit(cut.trainer, resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+        waiting[0].unlink()
+    cut.finish(launcher)
+    assert cut.output.count("resuming after step ") == 2, (
+        "the first time maybe after an older one: step 3's was being written"
+    )
+    assert "restart 1 of 3, because trainer-0 failed with exit status 137 (SIGKILL)" in cut.output
+    assert "must be writable: got " in cut.output and "restart 2 of 3, " in cut.output
+    assert "Traceback" not in cut.output, "each of them is told in a few lines"
+    assert_same_run(cut, whole)
+
+
 def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: Run) -> None:
     """A limit on the size of a file stands in for it."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
