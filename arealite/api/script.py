@@ -17,6 +17,11 @@ TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"
 """`1` shows uncaught errors as Python does; `log` marks the lines of the whole traceback as `FOR_LOG`."""
 FOR_LOG = "\x1e"
 """Begins a line that a launcher writes to the log of a process and not to the console."""
+_OUT_OF_MEMORY = ("can't allocate memory", "can't start new thread", "out of memory", "Cannot allocate memory")
+_LESS_MEMORY = (
+    "  memory ran out: lower max_tokens_per_mb in mb_spec, use more ranks, or raise the limit of the process; "
+    "`arealite check` estimates the need"
+)
 _MAX_LINES = 5  # of the user's code, and of a message that is not ours
 
 
@@ -71,4 +76,5 @@ def brief(error: BaseException) -> list[str]:
         *"".join(traceback.format_exception_only(error)).splitlines()[:_MAX_LINES],
         *(f"  {line}: {linecache.getline(line.file, line.line).strip()}" for line in users),
         *(f"  after {line}" for line in after),
+        *([_LESS_MEMORY] if isinstance(error, MemoryError) or any(one in str(error) for one in _OUT_OF_MEMORY) else []),
     ]

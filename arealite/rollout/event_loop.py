@@ -113,6 +113,8 @@ class EventLoopThread:
                 for part in (*[_cancel_tasks] * _WIND_UP_ROUNDS, *self.closers):
                     if (error := _failure(runner, part)) is not None:
                         logger.error("the rollout loop did not end in order", exc_info=error)
+        except RuntimeError as error:  # asyncio starts a thread at its end, for which a process may lack the memory
+            logger.error("the rollout loop did not end in order: %s", error)
         finally:
             self._ended.set_result(None)
             self.watch.close()

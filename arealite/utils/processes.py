@@ -132,6 +132,13 @@ def exit_status(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
+def num_oom_kills() -> int:
+    """Return how many processes the kernel of this node has ended because memory ran out, since it booted."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as counters:
+        return sum(int(line.split()[1]) for line in counters if line.startswith("oom_kill "))
+    return 0
+
+
 def describe_exit(status: int) -> str:
     """Say how a process ended, e.g. `exit status 1` or `exit status 137 (SIGKILL)`."""
     with contextlib.suppress(ValueError):

@@ -63,6 +63,26 @@ def test_another_error_shows_the_users_lines_alone_and_innermost_first(tmp_path:
     assert lines[0] == "Traceback (most recent call last):" and any("json/decoder.py" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "MemoryError",
+        'RuntimeError("can\'t start new thread")',
+        'RuntimeError("DefaultCPUAllocator: can\'t allocate memory: you tried to allocate 8 bytes")',
+        "__import__('torch').OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')",
+    ],
+)
+def test_the_end_of_memory_says_what_needs_less(tmp_path: Path, error: str) -> None:
+    lines, status = run(
+        tmp_path, f"try:\n    load_expr_config([], SFTConfig)\nexcept ValueError:\n    pass\nraise {error}"
+    )
+    assert status == 1 and len(lines) == 4
+    assert lines[2] == (
+        "  memory ran out: lower max_tokens_per_mb in mb_spec, use more ranks, or raise the limit of the process; "
+        "`arealite check` estimates the need"
+    )
+
+
 def test_the_launcher_gets_the_whole_traceback_for_the_log(tmp_path: Path) -> None:
     lines, _ = run(tmp_path, "load_expr_config([], SFTConfig)", mode="log")
     marked = [line[1:] for line in lines if line.startswith("\x1e")]

@@ -109,6 +109,23 @@ def test_killed_rank_is_told_by_signal_name(launch_script):
     assert "trainer-0 failed with exit status 137 (SIGKILL): stopping everything" in run.output
 
 
+def test_a_rank_that_the_kernel_ends_for_its_memory_is_told_so(launch_script, tmp_path):
+    group = Path("/sys/fs/cgroup/memory") / f"arealite-{tmp_path.name}-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("100000000")
+    except OSError as error:
+        pytest.skip(f"needs a memory cgroup (v1): {error}")
+    try:
+        run = launch_script(
+            f"open('{group}/cgroup.procs', 'w').write(str(os.getpid()))\nkept = bytearray(300_000_000)", *SFT
+        )
+        assert run.end() == 137
+        assert "trainer-0 failed with exit status 137 (SIGKILL), because memory ran out (the node's, " in run.output
+    finally:
+        group.rmdir()
+
+
 def test_server_that_dies_at_start_is_told_first(launch_script):
     run = launch_script(
         """

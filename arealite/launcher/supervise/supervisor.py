@@ -24,7 +24,7 @@ from arealite.launcher.supervise.console import Console, Output
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import read_jsonl
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
-from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
+from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree, num_oom_kills
 from arealite.utils.registry import Registry
 from arealite.watchdog.evidence import read_progress
 from arealite.watchdog.stall import StallWatch, forget_progress
@@ -91,6 +91,7 @@ class Supervisor:
         forget_progress(self._logs)
         self._console = Console()
         self._log = Output("launcher", self._logs / "launcher.log", self._console)
+        self._num_oom_kills = num_oom_kills()
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[str, Output] = {}
         self._running: dict[asyncio.Task[int], Slot] = {}  # the jobs that run, and where
@@ -210,7 +211,7 @@ class Supervisor:
                 if loading.done():
                     loading.result()
                     was_ready = True
-                ended = f"{name} ended with {describe_exit(await running)}"
+                ended = f"{name} ended with {self._describe(await running)}"
             except TimeoutError:
                 ended = f"{name} was not ready within {setup_timeout_s(self._config):g} s"
                 slot.kill()
@@ -273,7 +274,7 @@ class Supervisor:
                 status = await self._run_job(slots[rank], job)
             except NodeLostError as error:
                 return ExitReason(NODE_LOST, str(error))
-            reason = f"{job.name} failed with {describe_exit(status)}"
+            reason = f"{job.name} failed with {self._describe(status)}"
             return ExitReason(status, reason, self._output(job.name)) if status != 0 else None
 
         ranks = [self._loop.create_task(run(one)) for one in self._plan.trainers]
@@ -319,6 +320,12 @@ class Supervisor:
                 return ExitReason(STALLED, "the run is stalled")
             await watch.movement()
             self._say("the run moves again")
+
+    def _describe(self, status: int) -> str:
+        """Say how a job ended; of other nodes, only Slurm and Ray know whether memory was the reason."""
+        is_oom = status == 128 + signal.SIGKILL and num_oom_kills() > self._num_oom_kills
+        why = ", because memory ran out (the node's, or what its container or job may use)" if is_oom else ""
+        return describe_exit(status) + why
 
     async def _run_job(self, slot: Slot, job: Job) -> int:
         """Run a job on a slot to its end; a cancelled one is ended by `_stop`."""
