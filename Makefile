@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-mistakes test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-mistakes test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -39,7 +39,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 quickstart: install            ## train a tiny model by asynchronous GRPO, in minutes, on a CPU
 	$(VENV)/bin/arealite quickstart $(ARGS)
 
-test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 10 minutes on 2 cores)
+test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 7 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev            ## run the tests that need one or two CUDA devices; others are skipped (set CONSTRAINTS= for CUDA's torch)
@@ -51,8 +51,11 @@ test-explore: $(VENV)/.installed-dev            ## run the property-based tests 
 test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
-test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk, bit-identical (6 minutes)
-	$(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py $(ARGS)
+test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk, bit-identical; name stalls (7 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/launcher/test_stalls.py $(ARGS)
+
+test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (3 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers

@@ -14,7 +14,6 @@ from arealite.api.cli_args import DatasetConfig
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "data-and-rewards.md").read_text()
-pytestmark = pytest.mark.xdist_group("end_to_end")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +38,7 @@ def metrics(folder: Path, trial: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "runs/own" / trial / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_own_columns_and_weighted_rewards(folder: Path) -> None:
     rows = metrics(folder, "first")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -60,10 +60,12 @@ def test_own_columns_and_weighted_rewards(folder: Path) -> None:
     assert len(trained := numbers("step_*.jsonl")) == 16 and max(trained) < 95
 
 
+@pytest.mark.slow
 def test_conversations_are_learned(folder: Path) -> None:
     assert [row["step"] for row in metrics(folder, "chats")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_second_turn_follows_a_wrong_answer(folder: Path) -> None:
     first, last = metrics(folder, "turns")
     assert first["workflow/num_turns"] == last["eval/num_turns"] == 2, "random weights answer nothing right"

@@ -23,7 +23,7 @@ from arealite.utils.processes import kill_tree, wait_gone
 HERE = Path(__file__).parent
 PROGRAM = HERE / "planted_stalls.py"
 DEADLINE_S = 400
-pytestmark = pytest.mark.xdist_group("stalls")
+pytestmark = pytest.mark.slow
 
 NO_SERVER = ("allocation_mode=d1", "rollout.server_addrs=[127.0.0.1:9]")
 TWO_RANKS = ("allocation_mode=d2", "rollout.server_addrs=[127.0.0.1:9]")
