@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
 
 from tiny_model import CHAT_TEMPLATE, END, PAD, ROLES, make_tiny_model, train_tokenizer, write_tiny_model
 from word_problems import PATH as WORD_PROBLEMS
-from word_problems import is_held_out, rows
+from word_problems import is_held_out, pairs, rows
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -17,6 +17,7 @@ __all__ = [
     "WORD_PROBLEMS",
     "is_held_out",
     "make_tiny_model",
+    "pairs",
     "rows",
     "train_tokenizer",
     "write_tiny_model",

@@ -64,4 +64,5 @@ def _statistics(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> dict[str, t
     """Describe the rewards `[P]` that the policy, or the reward model, gives."""
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     margin_P = chosen_P - rejected_P
-    return {"chosen": chosen_P, "rejected": rejected_P, "margin": margin_P, "accuracy": margin_P > 0}
+    rewards = {"chosen_reward": chosen_P, "rejected_reward": rejected_P}
+    return rewards | {"margin": margin_P, "accuracy": margin_P > 0}

@@ -8,6 +8,7 @@ from arealite.api.config.data import SaverConfig as SaverConfig
 from arealite.api.config.data import StatsLoggerConfig as StatsLoggerConfig
 from arealite.api.config.data import TensorBoardConfig as TensorBoardConfig
 from arealite.api.config.experiment import BaseExperimentConfig as BaseExperimentConfig
+from arealite.api.config.experiment import DPOConfig as DPOConfig
 from arealite.api.config.experiment import GRPOConfig as GRPOConfig
 from arealite.api.config.experiment import SFTConfig as SFTConfig
 from arealite.api.config.launcher import ClusterSpecConfig as ClusterSpecConfig
@@ -17,6 +18,7 @@ from arealite.api.config.loader import load_expr_config as load_expr_config
 from arealite.api.config.loader import masked as masked
 from arealite.api.config.loader import to_yaml as to_yaml
 from arealite.api.config.model import CorrectionConfig as CorrectionConfig
+from arealite.api.config.model import DPOEngineConfig as DPOEngineConfig
 from arealite.api.config.model import FSDPEngineConfig as FSDPEngineConfig
 from arealite.api.config.model import FSDPWrapPolicy as FSDPWrapPolicy
 from arealite.api.config.model import MicroBatchSpec as MicroBatchSpec

@@ -80,17 +80,21 @@ class TrainEngine(abc.ABC):
         """Advance the learning-rate schedule by one step."""
 
     @abc.abstractmethod
-    def train_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+    def train_batch(
+        self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, rows_per_unit: int = 1
+    ) -> dict[str, float]:
         """Take one optimizer step.
 
         `loss_fn(logits, micro_batch)` gets `LazyLogits` (for `gather_logprobs`; `logits.dense()` is `[N, V]`) and the
         packed micro-batch (1-D tensors of N tokens, `cu_seqlens`) and returns the mean of the loss over what
         `loss_weight_fn(micro_batch)` counts. The gradient is that of `sum(mean * weight) / sum(weight)` over all
-        micro-batches and ranks, however the batch was split.
+        micro-batches and ranks, however the batch was split. Every `rows_per_unit` rows, such as pairs, stay together.
         """
 
     @abc.abstractmethod
-    def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
+    def eval_batch(
+        self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, rows_per_unit: int = 1
+    ) -> float:
         """Return the loss of `train_batch` without a gradient, equal on all ranks."""
 
     @abc.abstractmethod

@@ -1,7 +1,7 @@
-"""Data sets as plain lists of rows: prompts for reinforcement learning, token lists for supervised fine-tuning.
+"""Data sets as plain lists of rows: prompts for reinforcement learning, tokens for supervised fine-tuning, and pairs.
 
 Prompts are read whole by whoever asks, in the order of the source, so that an index names the same prompt for the
-whole run. Demonstrations are sharded: every rank gets equally many rows and no row is on two ranks.
+whole run. Demonstrations and pairs are sharded: every rank gets equally many rows and no row is on two ranks.
 """
 
 import logging
@@ -14,6 +14,7 @@ from arealite.utils.chat_template import demonstration, prompt_tokens
 logger = logging.getLogger(__name__)
 Rows = list[dict[str, Any]]
 
+TYPES = ("sft", "rl", "dpo", "rw")
 _HELD_OUT = 0.05  # of the rows of a source without a test split
 
 
@@ -21,7 +22,7 @@ def get_custom_dataset(
     path: str,
     rank: int = 0,
     world_size: int = 1,
-    type: Literal["sft", "rl"] = "sft",
+    type: Literal["sft", "rl", "dpo", "rw"] = "sft",
     split: str | None = None,
     tokenizer: Any = None,
     max_length: int | None = None,
@@ -32,14 +33,17 @@ def get_custom_dataset(
     """Load a data set; `columns` are the other keys of a `DatasetConfig`, such as `prompt_key`.
 
     `rl` rows are `{"messages", "answer", ...}` with all columns of the source, never sharded. `sft` rows are this
-    rank's share of `{"input_ids", "loss_mask"}`; up to `world_size - 1` rows at the end are left out so that all shares
-    are equal. `max_rows` keeps the first so many rows of the source; `max_length` drops longer rows (for `rl`: longer
-    prompts) and logs how many. `seed` is for data that a function generates.
+    rank's share of `{"input_ids", "loss_mask"}`, `dpo` and `rw` rows of `{"pair": [chosen, rejected]}`, each like a row
+    of `sft`; up to `world_size - 1` rows at the end are left out so that all shares are equal. `max_rows` keeps
+    the first so many rows of the source; `max_length` drops longer rows (for `rl`: longer prompts) and logs how many.
+    `seed` is for data that a function generates.
     """
-    if type not in ("sft", "rl"):
-        raise ValueError(f"dataset type must be 'sft' or 'rl': got {type!r}. Set train_dataset.type.")
-    if tokenizer is None and (type == "sft" or max_length is not None):
-        raise ValueError("tokenizer must be given for type='sft' or max_length: got None. Pass load_hf_tokenizer(...).")
+    if type not in TYPES:
+        raise ValueError(f"dataset type must be one of {', '.join(TYPES)}: got {type!r}. Set train_dataset.type.")
+    if tokenizer is None and (type != "rl" or max_length is not None):
+        raise ValueError(
+            f"tokenizer must be given for type={type!r} or max_length: got None. Pass load_hf_tokenizer(...)."
+        )
     config = DatasetConfig(path=path, type=type, max_length=max_length, max_rows=max_rows, **columns)
     rows = _prepare(read_rows(config, split or "train", seed), config, tokenizer)
     if type == "rl":
@@ -80,9 +84,13 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, R
 
 
 def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any, start: int = 0) -> Rows:
-    """Turn rows of a source, from its row `start` on, into prompts or demonstrations."""
-    first = enumerate(rows[: config.max_rows], start)
-    rows = [_with_messages(row, f"row {index} of {config.path}", config) for index, row in first]
+    """Turn rows of a source, from its row `start` on, into prompts, demonstrations or pairs."""
+    first = [(row, f"row {index} of {config.path}") for index, row in enumerate(rows[: config.max_rows], start)]
+    if config.type in ("dpo", "rw"):
+        rows = [{"pair": _pair(row, where, config, tokenizer)} for row, where in first]
+        longest = [max((one["input_ids"] for one in row["pair"]), key=len) for row in rows]
+        return rows if config.max_length is None else _within(rows, longest, config.max_length)
+    rows = [_with_messages(row, where, config) for row, where in first]
     if config.type == "sft":
         rows = _demonstrations(rows, tokenizer)
         tokens = [row["input_ids"] for row in rows]
@@ -98,17 +106,7 @@ def _with_messages(row: dict[str, Any], where: str, config: DatasetConfig) -> di
     key = config.prompt_key or ("messages" if "messages" in row else "question")
     if (prompt := row.get(key)) is None:
         raise _missing(row, where, key, "prompt_key")
-    messages = [*prompt] if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
-    if not messages or not all(isinstance(one, dict) and one.get("role") and _has_text(one) for one in messages):
-        raise ValueError(
-            f"{key} must be a text or a list of messages with role and content: got {prompt!r:.100} in {where}. "
-            "Set train_dataset.prompt_key to such a column, or convert it."
-        )
-    if config.system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
-    if config.prompt_suffix and last is not None:
-        messages[last] = {**messages[last], "content": f"{messages[last]['content']}{config.prompt_suffix}"}
+    messages = _messages(prompt, where, key, "prompt_key", config)
     is_complete = messages[-1]["role"] == "assistant"
     if is_complete and config.type == "rl":
         raise ValueError(
@@ -123,6 +121,59 @@ def _with_messages(row: dict[str, Any], where: str, config: DatasetConfig) -> di
         raise _missing(row, where, column, "answer_key", advice)
     is_structured = config.type == "rl" and isinstance(value, list | dict)
     return {**row, "answer": value if is_structured else str(value), "messages": messages}
+
+
+def _messages(content: Any, where: str, column: str, key: str, config: DatasetConfig) -> Rows:
+    """Return the conversation in a column, with the system prompt and the suffix of the config."""
+    messages = _turns(content)
+    if not messages or not all(isinstance(one, dict) and one.get("role") and _has_text(one) for one in messages):
+        raise ValueError(
+            f"{column} must be a text or a list of messages with role and content: got {content!r:.100} in {where}. "
+            f"Set train_dataset.{key} to such a column, or convert it."
+        )
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
+    if config.prompt_suffix and last is not None:
+        messages[last] = {**messages[last], "content": f"{messages[last]['content']}{config.prompt_suffix}"}
+    return messages
+
+
+def _turns(content: Any) -> Rows:
+    return [*content] if isinstance(content, list) else [{"role": "user", "content": str(content)}]
+
+
+def _pair(row: dict[str, Any], where: str, config: DatasetConfig, tokenizer: Any) -> Rows:
+    """Tokenize the chosen and the rejected answer; without a prompt, tokens that both begin with are not trained on."""
+    key = config.prompt_key or "prompt"
+    if config.prompt_key is not None and row.get(key) is None:
+        raise _missing(row, where, key, "prompt_key")
+    prompt = None if row.get(key) is None else _messages(row[key], where, key, "prompt_key", config)
+    pair: Rows = []
+    for name, column in (("chosen_key", config.chosen_key), ("rejected_key", config.rejected_key)):
+        if (answer := row.get(column)) is None:
+            raise _missing(row, where, column, name)
+        if isinstance(answer, list):
+            is_turn = bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
+            whole = [*_turns(row[key]), *answer] if prompt is not None and is_turn else answer
+            messages = _messages(whole, where, column, name, config)
+            if messages[-1]["role"] != "assistant":
+                raise ValueError(
+                    f"{column} must end with the assistant's turn: got one that ends with {messages[-1]['role']} in "
+                    f"{where}. Set train_dataset.{name} to a column of whole conversations or answers."
+                )
+            pair.append(demonstration(tokenizer, messages))
+        elif prompt is not None:
+            pair += _demonstrations([{"messages": prompt, "answer": str(answer)}], tokenizer)
+        else:
+            tokens = [*tokenizer(str(answer))["input_ids"], tokenizer.eos_token_id]
+            pair.append({"input_ids": tokens, "loss_mask": [1] * len(tokens)})
+    if prompt is None:
+        chosen, rejected = (one["input_ids"] for one in pair)
+        differ = (at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+        shared = next(differ, min(len(chosen), len(rejected)))
+        pair = [{**one, "loss_mask": [0] * shared + one["loss_mask"][shared:]} for one in pair]
+    return pair
 
 
 def _has_text(message: dict[str, Any]) -> bool:

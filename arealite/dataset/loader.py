@@ -146,6 +146,21 @@ def sft_batches(
 
     Without `drop_last`, the last share of an epoch may have no rows. `rank` and `world_size` default to torchrun's.
     """
+    return (sft_collate(rows, pad_token_id) for rows in _shares(loader, rank, world_size))
+
+
+def pair_batches(
+    loader: PromptLoader, pad_token_id: int, rank: int | None = None, world_size: int | None = None
+) -> Iterator[TensorDict]:
+    """Yield this rank's share of each global batch of pairs: row 2i is chosen, row 2i + 1 rejected.
+
+    See `sft_batches`; a batch and its share are counted in pairs.
+    """
+    for rows in _shares(loader, rank, world_size):
+        yield sft_collate([one for row in rows for one in row["pair"]], pad_token_id)
+
+
+def _shares(loader: PromptLoader, rank: int | None, world_size: int | None) -> Iterator[list[dict[str, Any]]]:
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if loader.batch_size < world_size:
@@ -153,7 +168,7 @@ def sft_batches(
             f"batch_size must be at least the number of ranks: got {loader.batch_size} and {world_size}. Raise it."
         )
     for rows in loader:
-        yield sft_collate(rows[rank::world_size], pad_token_id)
+        yield rows[rank::world_size]
 
 
 def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0) -> TensorDict:

@@ -36,7 +36,7 @@ from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
 from arealite.utils.logging import setup_logging
 from arealite.utils.seeding import seed_everything
-from arealite.utils.tensors import MicroBatch, count_micro_batches, pack_rows, split_balanced, unpack_rows
+from arealite.utils.tensors import MicroBatch, count_micro_batches, pack_rows, split_rows, unit_lengths, unpack_rows
 from arealite.utils.weight_transfer import BroadcastGroup, close_group
 
 if TYPE_CHECKING:
@@ -159,17 +159,20 @@ class FSDPEngine(TrainEngine):
     # Steps
 
     @heartbeat.waiting("all ranks in an update", on="ranks")
-    def train_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+    def train_batch(
+        self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, rows_per_unit: int = 1
+    ) -> dict[str, float]:
         """Take one optimizer step and return `loss, grad_norm, lr, update_successful`, equal on all ranks.
 
-        The step is skipped (`update_successful` 0) when the gradient is not finite or nothing has a weight.
+        The step is skipped (`update_successful` 0) when the gradient is not finite or nothing has a weight. Every
+        `rows_per_unit` rows stay in one micro-batch.
         """
         if self.config.optimizer is None:
             raise ConfigError(
                 "optimizer must be given for a model that is trained: got null, as for a reference. Pass "
                 "optimizer=OptimizerConfig() to its config."
             )
-        micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
+        micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn, rows_per_unit)
         self._has_trained = True
         self.optimizer.zero_grad()
         losses = []
@@ -197,8 +200,10 @@ class FSDPEngine(TrainEngine):
 
     @heartbeat.waiting("all ranks in a loss", on="ranks")
     @torch.no_grad()
-    def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> float:
-        micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn)
+    def eval_batch(
+        self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, rows_per_unit: int = 1
+    ) -> float:
+        micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn, rows_per_unit)
         losses = [self._weighted_loss(mb, weight, loss_fn) for mb, weight in zip(micro_batches, weights)]
         self.model.reshard()
         return self._mean_over_ranks(losses, total_weight)
@@ -220,17 +225,19 @@ class FSDPEngine(TrainEngine):
             self.lr_schedule.set_step(self.lr_schedule.num_steps + 1)
         self._has_trained = False
 
-    def _split(self, input_: TensorDict) -> list[MicroBatch]:
+    def _split(self, input_: TensorDict, rows_per_unit: int = 1) -> list[MicroBatch]:
         """Pack this rank's rows into micro-batches, as many as on every rank so that collectives match."""
-        lengths = input_["attention_mask"].bool().sum(dim=1).tolist()
-        spec = self.config.mb_spec
-        count = count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
+        mask_BS, spec = input_["attention_mask"], self.config.mb_spec
+        count = count_micro_batches(unit_lengths(mask_BS, rows_per_unit), spec.n_mbs, spec.max_tokens_per_mb)
         (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
-        return [pack_rows(input_, rows) for rows in split_balanced(lengths, int(count_on_all), spec.max_tokens_per_mb)]
+        groups = split_rows(mask_BS, int(count_on_all), spec.max_tokens_per_mb, rows_per_unit=rows_per_unit)
+        return [pack_rows(input_, rows) for rows in groups]
 
-    def _weigh(self, input_: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[MicroBatch], list[float], float]:
+    def _weigh(
+        self, input_: TensorDict, loss_weight_fn: LossWeightFn, rows_per_unit: int
+    ) -> tuple[list[MicroBatch], list[float], float]:
         """Split a batch; return the micro-batches, their weights and the total over all ranks."""
-        micro_batches = self._split(input_)
+        micro_batches = self._split(input_, rows_per_unit)
         weights = [float(loss_weight_fn(mb.packed)) if mb.num_tokens else 0.0 for mb in micro_batches]
         (total,) = distributed.all_reduce_numbers([sum(weights)], group=self._group)
         return micro_batches, weights, total

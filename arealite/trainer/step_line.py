@@ -37,7 +37,7 @@ class Column:
 
 COLUMNS = (
     Column("reward", ("reward/mean",), 6),
-    Column("loss", ("policy/loss", "sft/loss"), 6, "{:.3f}".format),
+    Column("loss", ("policy/loss", "sft/loss", "dpo/loss", "rw/loss"), 6, "{:.3f}".format),
     Column("length", ("rollout/completion_tokens",), 5),
     Column("truncated", ("rollout/truncated_ratio",), 4, "{:.0%}".format),
     Column("mismatch_kl", ("policy/mismatch_kl",), 6),

@@ -4,7 +4,8 @@ Padding is False in `attention_mask`, -1 in `versions`, and the caller's `pad_va
 concatenates: `[B, S, ...]` tensors become `[N, ...]`, `[B]` tensors keep one entry per row. It adds `cu_seqlens` (int32
 `[B + 1]`), `position_ids [N]` (restarting at each row) and `segment_ids [N]` (row of a token). Keys of `RAGGED` are
 `[B, L]`, with several entries per token one after the other; packed `[M]`. Invariant: every row is in exactly one
-micro-batch; one longer than `max_tokens` gets a micro-batch of its own.
+micro-batch; one longer than `max_tokens` gets a micro-batch of its own. Rows may come in units, such as pairs, which
+stay together.
 """
 
 # B rows, S padded tokens, N packed tokens; L padded and M packed entries of a ragged key
@@ -86,6 +87,25 @@ def count_micro_batches(lengths: Sequence[int], min_groups: int = 1, max_tokens:
     while any(sum(sizes[i] for i in group) > max_tokens for group in split_balanced(sizes, num_groups)):
         num_groups += 1
     return num_groups
+
+
+def split_rows(
+    attention_mask: torch.Tensor, num_groups: int, max_tokens: int | None = None, *, rows_per_unit: int = 1
+) -> list[list[int]]:
+    """Assign the rows of a mask `[B, S]` to groups as `split_balanced` does; rows of a unit follow each other."""
+    units = split_balanced(unit_lengths(attention_mask, rows_per_unit), num_groups, max_tokens)
+    return [[unit * rows_per_unit + row for unit in group for row in range(rows_per_unit)] for group in units]
+
+
+def unit_lengths(attention_mask: torch.Tensor, rows_per_unit: int = 1) -> list[int]:
+    """Return the tokens of each unit of `rows_per_unit` rows of a mask `[B, S]`."""
+    num_rows = attention_mask.shape[0]
+    if num_rows % rows_per_unit:
+        raise ValueError(
+            f"the rows of a rank must come in units of {rows_per_unit}: got {num_rows} rows. Keep units together."
+        )
+    lengths: list[int] = attention_mask.bool().sum(dim=1).view(-1, rows_per_unit).sum(dim=1).tolist()
+    return lengths
 
 
 def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:

@@ -77,6 +77,15 @@ def rows(
     return [{"question": question, "answer": answer} for question, answer in found.items()]
 
 
+def pairs(split: str, *, seed: int, **options: int | str) -> list[dict[str, str]]:
+    """Generate pairs of answers: one that writes the steps is preferred to one that jumps to the result."""
+    written = rows(split, seed=seed, with_steps=1, **options)
+    return [
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": row["answer"].splitlines()[-1]}
+        for row in written
+    ]
+
+
 def is_held_out(question: str) -> bool:
     """Tell whether a question belongs to the test split."""
     return zlib.crc32(question.encode()) % TEST_SHARE == 0

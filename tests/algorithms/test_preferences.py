@@ -16,7 +16,7 @@ def test_dpo_by_hand() -> None:
     slope = 0.1 / (1 + math.exp(0.06))
     assert log_ratios.grad is not None and log_ratios.grad.tolist() == pytest.approx([-slope, slope, 0, 0])
     assert statistics["margin"].tolist() == pytest.approx([0.06, 0.0])
-    assert statistics["chosen"].tolist() == pytest.approx([0.04, 0.1])
+    assert statistics["chosen_reward"].tolist() == pytest.approx([0.04, 0.1])
     assert statistics["accuracy"].tolist() == [True, False]
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arealite.api.cli_args import (
+    DPOConfig,
     GenerationHyperparameters,
     GRPOConfig,
     OptimizerConfig,
@@ -565,11 +566,11 @@ def test_own_config_classes(tmp_path: Path) -> None:
 
 
 def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for cls in (GRPOConfig, SFTConfig, CustomConfig):
+    for cls in (GRPOConfig, SFTConfig, DPOConfig, CustomConfig):
         assert [key.name for key in config_keys(cls) if not key.doc] == []
     assert "actor.c_clip (number or null; default None)\n    Dual clipping" in config_help(GRPOConfig)
     assert "actor.adv_norm (true or false or null; default None)" in config_help(GRPOConfig)
-    assert "train_dataset.type (sft or rl; default 'sft')" in config_help(SFTConfig)
+    assert "train_dataset.type (sft or rl or dpo or rw; default 'sft')" in config_help(SFTConfig)
     with pytest.raises(SystemExit) as stopped:
         load_expr_config(["--help"], GRPOConfig)
     assert stopped.value.code == 0
@@ -588,6 +589,10 @@ def test_shipped_configs_load() -> None:
         assert shipped("gsm8k_grpo.yaml", GRPOConfig, f"allocation_mode={mode}", *cluster).cluster.n_nodes == nodes
     assert shipped("gsm8k_sft.yaml", SFTConfig).train_dataset.type == "sft"
     assert shipped("gsm8k_sft_cpu.yaml", SFTConfig, "model.path=tiny").tokenizer_path == "tiny"
+    dpo = shipped("dpo.yaml", DPOConfig)
+    assert (dpo.ref.path, dpo.ref.dtype, dpo.ref.optimizer) == ("Qwen/Qwen2.5-1.5B-Instruct", "bfloat16", None)
+    assert (dpo.valid_dataset.type, dpo.valid_dataset.split) == ("dpo", "test_prefs")
+    assert shipped("dpo_cpu.yaml", DPOConfig, "model.path=tiny").ref.path == "tiny"
     overrides = "actor.path=tiny train_dataset.path=train.jsonl allocation_mode=lite.d2p1t1+d2p1t1 total_train_steps=5"
     cpu = shipped("gsm8k_grpo_cpu.yaml", GRPOConfig, *overrides.split())
     assert (cpu.tokenizer_path, cpu.rollout.backend, cpu.total_train_steps) == ("tiny", "lite", 5)

@@ -259,5 +259,5 @@ def test_a_damaged_file_is_named(tmp_path, name: str, content: bytes, cause: str
 def test_missing_arguments_are_named(jsonl) -> None:
     with pytest.raises(ValueError, match="tokenizer must be given"):
         get_custom_dataset(str(jsonl), type="sft")
-    with pytest.raises(ValueError, match="'sft' or 'rl'"):
-        get_custom_dataset(str(jsonl), type="dpo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one of sft, rl, dpo, rw: got 'ppo'"):
+        get_custom_dataset(str(jsonl), type="ppo")  # type: ignore[arg-type]

@@ -7,7 +7,18 @@ import testing_forks
 import torch
 import two_rank_program
 from training_cases import actor_config, train_config, write_model
-from two_rank_program import BATCHES, ENGINES, PPO_RUNS, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
+from two_rank_program import (
+    BATCHES,
+    ENGINES,
+    PAIR_SHARES,
+    PAIRS,
+    PPO_RUNS,
+    TRAJECTORIES,
+    TRAJECTORY_SHARES,
+    dpo_steps,
+    ppo_steps,
+    sft_steps,
+)
 
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -38,6 +49,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         actor.initialize(None, SPEC)
         found[name] = ppo_steps(actor, TRAJECTORIES.clone())
         actor.destroy()
+    found["pairs"] = dpo_steps(paths["tied"], [*range(len(PAIRS))])
     return found
 
 
@@ -63,6 +75,14 @@ def test_three_steps_on_two_ranks_equal_those_on_one(one: dict[str, Any], two: d
     for rank in two["ranks"]:
         assert rank[name]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         assert_params_equal(rank[name]["params"], expected["params"])
+
+
+@pytest.mark.parametrize("name", PAIR_SHARES)
+def test_pairs_on_two_ranks_are_learned_as_on_one(one: dict[str, Any], two: dict[str, Any], name: str) -> None:
+    for rank in two["ranks"]:
+        for found, expected in zip(rank[name]["metrics"], one["pairs"]["metrics"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert_params_equal(rank[name]["params"], one["pairs"]["params"])
 
 
 def test_two_ranks_resume_what_one_saved(one: dict[str, Any], two: dict[str, Any]) -> None:

@@ -70,3 +70,9 @@ def trajectory_batch(lengths: list[int], group_size: int, seed: int = 0) -> Tens
     batch["rewards"] = torch.rand(len(lengths), generator=generator)
     batch["group_index"] = torch.arange(len(lengths)) // group_size
     return batch
+
+
+def pair_batch(num_pairs: int, seed: int = 0) -> TensorDict:
+    """Random pairs of answers of 1 to 9 tokens, row 2i the chosen one."""
+    generator = torch.Generator().manual_seed(seed)
+    return token_batch((torch.randint(3, 12, (2 * num_pairs,), generator=generator)).tolist(), seed)

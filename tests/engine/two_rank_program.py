@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from training_cases import actor_config, token_batch, train_config, trajectory_batch
+from training_cases import OPTIMIZER, actor_config, pair_batch, token_batch, train_config, trajectory_batch
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.api.cli_args import FSDPEngineConfig
+from arealite.api.cli_args import DPOEngineConfig, FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sft.lm_engine import sft_loss_fn
@@ -69,6 +70,10 @@ PPO_RUNS = {
 }
 
 
+PAIRS = pair_batch(5)
+PAIR_SHARES = {"pairs": [[0, 1], [2, 3, 4, 5, 6, 7, 8, 9]], "pairs on one rank": [[], [*range(10)]]}
+
+
 class BrokenTokenizer:
     def save_pretrained(self, path: str) -> None:
         raise OSError(28, "No space left on device")
@@ -93,6 +98,20 @@ def ppo_steps(actor: FSDPPPOActor, batch: TensorDict) -> dict[str, object]:
         actor.compute_advantages(batch)
         metrics.append(actor.ppo_update(batch))
     return {"metrics": metrics, "params": full_params(actor), "advantages": batch["advantages"]}
+
+
+def dpo_steps(path: str, rows: list[int]) -> dict[str, object]:
+    """Take two steps of DPO on some rows and return what came of it."""
+    spec = MicroBatchSpec(1, 30)
+    config = DPOEngineConfig(path=path, dtype="float32", mb_spec=spec, optimizer=OptimizerConfig(**OPTIMIZER))
+    engine = FSDPDPOEngine(config)
+    engine.initialize(None, FinetuneSpec(1, 100, 10))
+    batch = PAIRS[rows]
+    batch["ref_logprobs"] = engine.compute_logprobs(batch) * 0.9
+    metrics = [engine.train_dpo(batch) for _ in range(2)]
+    params = full_params(engine)
+    engine.destroy()
+    return {"metrics": metrics, "params": params}
 
 
 def main(_: Connection, paths: dict[str, str], out: Path) -> None:
@@ -129,4 +148,6 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
         if name == "ppo":  # a rank without a single trajectory takes part in everything and reports the same metrics
             found["idle"] = ppo_steps(actor, TRAJECTORIES[[] if rank == 0 else list(range(len(TRAJECTORIES)))])
         actor.destroy()
+    for name, rows in PAIR_SHARES.items():
+        found[name] = dpo_steps(paths["tied"], rows[rank])
     torch.save(found, out / f"rank{rank}.pt")

@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing_quickstart import is_held_out, rows
+from testing_quickstart import is_held_out, pairs, rows
 
 GAINED = ("finds", "buys", "gets", "wins", "brings", "adds")
 LOST = ("loses", "gives", "sells", "drops", "takes", "borrows")
@@ -63,6 +63,12 @@ def test_the_share_of_written_answers_is_as_asked() -> None:
     share = sum("\n" in row["answer"] for row in found) / len(found)
     assert abs(share - 0.4) < 0.03
     assert not any("\n" in row["answer"] for row in rows("train", seed=1, train=50, with_steps=0))
+
+
+def test_pairs_prefer_written_steps_to_the_bare_result() -> None:
+    for row in pairs("test", seed=1, test="20", steps="2"):
+        *written, final = row["chosen"].split("\n")
+        assert len(written) == 2 and row["rejected"] == final == f"#### {solve(row['prompt'])}"
 
 
 @pytest.mark.parametrize(

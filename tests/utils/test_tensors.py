@@ -9,6 +9,7 @@ from arealite.utils.tensors import (
     count_micro_batches,
     pack_rows,
     split_balanced,
+    split_rows,
     unpack_rows,
 )
 
@@ -109,6 +110,30 @@ def test_micro_batches_fit_also_when_another_rank_needs_more_of_them(
     assert count >= min(n_mbs, len(lengths))
     for group in split_balanced(lengths, count + extra, max_tokens) if count + extra else []:
         assert sum(lengths[i] for i in group) <= max_tokens or len(group) == 1
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=24),
+    rows_per_unit=st.integers(1, 3),
+    num_groups=st.integers(1, 9),
+    max_tokens=st.none() | st.integers(1, 60),
+)
+def test_units_are_never_torn_apart(
+    lengths: list[int], rows_per_unit: int, num_groups: int, max_tokens: int | None
+) -> None:
+    lengths = lengths[: len(lengths) // rows_per_unit * rows_per_unit]
+    mask = padded(lengths)["attention_mask"]
+    groups = split_rows(mask, num_groups, max_tokens, rows_per_unit=rows_per_unit)
+    assert sorted(row for group in groups for row in group) == [*range(len(lengths))]
+    for group in groups:
+        units = [group[start : start + rows_per_unit] for start in range(0, len(group), rows_per_unit)]
+        assert all(unit == [*range(unit[0], unit[0] + rows_per_unit)] for unit in units)
+        assert all(unit[0] % rows_per_unit == 0 for unit in units)
+
+
+def test_half_a_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows of a rank must come in units of 2: got 3 rows"):
+        split_rows(padded([1, 2, 3])["attention_mask"], 2, rows_per_unit=2)
 
 
 def test_a_row_longer_than_the_limit_is_alone() -> None:

@@ -233,8 +233,13 @@ def check_reference(actor: PPOActorConfig, ref: PPOActorConfig | None, gconfig: 
     if actor.kl_ctl == 0:
         logger.warning("ref has no effect: actor.kl_ctl is 0. Set actor.kl_ctl above 0 or remove the ref block.")
     check_equal("ref.temperature", ref.temperature, "gconfig.temperature", gconfig.temperature)
+    check_frozen(ref, "ref")
+
+
+def check_frozen(engine: TrainEngineConfig, key: str) -> None:
+    """A reference or teacher has no optimizer."""
     require(
-        ref.optimizer is None, "ref.optimizer must be null: got an optimizer. A reference is never trained; remove it."
+        engine.optimizer is None, f"{key}.optimizer must be null: got an optimizer. It is never trained; remove it."
     )
 
 

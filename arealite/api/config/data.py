@@ -9,7 +9,7 @@ from arealite.api.config.types import Bool, ConfigBase, FolderBlock, NonNegative
 
 @dataclass
 class DatasetConfig(ConfigBase):
-    """Prompts or demonstrations."""
+    """Prompts, demonstrations or pairs of answers."""
 
     path: str = MISSING
     """Hub id, local file or folder, `FILE.py:FUNCTION?option=value`, or `hf-dataset://org/name/file`."""
@@ -17,12 +17,17 @@ class DatasetConfig(ConfigBase):
     """Configuration of a data set of the hub, e.g. `main`; None is its only one."""
     split: str | None = None
     """Split or part of it, e.g. `train[:95%]`; None is `train`, and `test` for `valid_dataset`."""
-    type: Literal["sft", "rl"] = "rl"
-    """Demonstrations or prompts."""
+    type: Literal["sft", "rl", "dpo", "rw"] = "rl"
+    """Demonstrations, prompts, or pairs of answers (dpo and rw)."""
     prompt_key: str | None = None
-    """Column of the prompt: a text or a list of messages. None is `messages` where a row has it, else `question`."""
+    """Column of the prompt: a text or a list of messages. None is `messages` where a row has it, else `question`; of
+    pairs `prompt`, where a row has it."""
     answer_key: str | None = "answer"
     """Column that rewards get as `answer` and fine-tuning teaches; None: rewards need none."""
+    chosen_key: str = "chosen"
+    """Column of the better answer of a pair: a text or a list of messages, with or without the prompt's."""
+    rejected_key: str = "rejected"
+    """Column of the worse one."""
     system_prompt: str = ""
     """System message of conversations that begin without one."""
     prompt_suffix: str = ""

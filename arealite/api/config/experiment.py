@@ -8,7 +8,7 @@ from arealite.api.config import checks
 from arealite.api.config.algorithm import GRPO_DEFAULTS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
-from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
+from arealite.api.config.model import DPOEngineConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import (
     ALL_TOKENS,
     DEFAULT_KEPT_IDS,
@@ -45,6 +45,7 @@ class BaseExperimentConfig(ConfigBase):
         "rollout.tokenizer_path": "tokenizer_path",
         **_same("valid_dataset", "train_dataset", "path", "config_name", "type", "max_length"),
         **_same("valid_dataset", "train_dataset", "prompt_key", "answer_key", "system_prompt", "prompt_suffix"),
+        **_same("valid_dataset", "train_dataset", "chosen_key", "rejected_key"),
     }
     """Keys that take another key's value unless they are given."""
 
@@ -150,6 +151,40 @@ class SFTConfig(BaseExperimentConfig):
         """Refuse contradictions."""
         super().validate()
         checks.check_training(self.model, "model", self.train_dataset, "sft")
+
+
+@dataclass
+class DPOConfig(BaseExperimentConfig):
+    """Direct preference optimisation on pairs of answers."""
+
+    DEFAULTS_FROM: ClassVar[dict[str, str]] = {
+        **SFTConfig.DEFAULTS_FROM,
+        **_named("ref", seed="seed", node_timeout="launcher.node_timeout"),
+        **_same("ref", "model", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
+    }
+
+    rollout: None = None
+    """There are no servers."""
+    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="dpo"))
+    """Training data."""
+    model: DPOEngineConfig = field(default_factory=lambda: DPOEngineConfig(optimizer=OptimizerConfig()))
+    """The policy."""
+    ref: DPOEngineConfig = field(default_factory=DPOEngineConfig)
+    """The reference; path, dtype and memory settings follow `model`."""
+
+    @property
+    def trained(self) -> tuple[str, TrainEngineConfig]:
+        return "model", self.model
+
+    @property
+    def has_reference(self) -> bool:
+        return True
+
+    def validate(self) -> None:
+        """Refuse contradictions."""
+        super().validate()
+        checks.check_training(self.model, "model", self.train_dataset, "dpo")
+        checks.check_frozen(self.ref, "ref")
 
 
 @dataclass

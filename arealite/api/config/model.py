@@ -108,6 +108,18 @@ class TrainEngineConfig(RunBlock):
 
 
 @dataclass
+class DPOEngineConfig(TrainEngineConfig):
+    """A policy that learns from pairs of answers, or its frozen reference."""
+
+    disable_dropout: Bool = True
+    """Dropout would make the ratio to the reference noise."""
+    loss_type: Literal["dpo", "ipo"] = "dpo"
+    """`dpo` takes the sum of log ratios over an answer (arXiv:2305.18290), `ipo` their mean (arXiv:2310.12036)."""
+    beta: Positive = 0.1
+    """Strength of the pull to the reference: beta of dpo, tau of ipo."""
+
+
+@dataclass
 class CorrectionConfig(ConfigBase):
     """Factor of the objective that corrects for sampling with other weights: w = proximal / rollout probability."""
 

@@ -142,12 +142,13 @@ def check_data(
     for (key, data), rows in zip(blocks.items(), load_datasets(config, tokenizer), strict=True):
         if data is None or rows is None:
             continue
-        tokens = (row.get("input_ids") or prompt_tokens(tokenizer, [row["messages"]])[0] for row in rows)
+        sequences = [one for row in rows for one in row.get("pair", [row])]
+        tokens = (one.get("input_ids") or prompt_tokens(tokenizer, [one["messages"]])[0] for one in sequences)
         lengths = [len(ids) for ids in tokens]
         longest, row = max(longest, *lengths), row or rows[0]
         if key == "train_dataset" and "PromptLoader" in calls:
             PromptLoader(rows, data.batch_size)  # refuses a batch that is larger
-        what = "demonstrations" if data.type == "sft" else "prompts"
+        what = {"rl": "prompts", "sft": "demonstrations"}.get(data.type, "pairs")
         found.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
     # The longest sequence that model and servers take, as far as the config tells.
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]

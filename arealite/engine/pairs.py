@@ -1,0 +1,60 @@
+"""Steps on pairs of answers: row 2i is the chosen one, row 2i + 1 the rejected one, and both stay in one micro-batch.
+
+The loss is a mean over the pairs of the whole batch on all ranks.
+"""
+
+# N packed tokens, B rows, P pairs
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from arealite.algorithms.preferences import PairLosses
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.metrics import MaskedMetrics
+from arealite.utils.distributed import all_reduce_numbers
+
+PairLossFn = Callable[[Any, TensorDict], PairLosses]
+"""`(outputs of the model, micro_batch) -> (losses [P], statistics [P] by name)`."""
+
+
+def train_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn, *, group: str) -> dict[str, float]:
+    """Take one optimizer step and one of the schedule; return metrics named `group/...`, equal on all ranks."""
+    engine.train()
+    metrics = MaskedMetrics()
+    result = engine.train_batch(columns, _mean(loss_fn, metrics), _num_pairs, rows_per_unit=2)
+    engine.step_lr_scheduler()
+    statistics = metrics.reduce(engine.parallelism_group)
+    (num_tokens,) = all_reduce_numbers([columns["attention_mask"].sum().item()], group=engine.parallelism_group)
+    return {
+        f"{group}/loss": result["loss"],
+        **{f"{group}/{name}": value for name, value in statistics.items()},
+        "optim/grad_norm": result["grad_norm"],
+        "optim/lr": result["lr"],
+        "optim/skipped_steps": 1.0 - result["update_successful"],
+        "perf/processed_tokens": num_tokens,
+    }
+
+
+def evaluate_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn) -> dict[str, float]:
+    """Return the loss and the metrics of `train_pairs` as `eval/...`, without training."""
+    engine.eval()
+    metrics = MaskedMetrics()
+    loss = engine.eval_batch(columns, _mean(loss_fn, metrics), _num_pairs, rows_per_unit=2)
+    statistics = metrics.reduce(engine.parallelism_group)
+    return {"eval/loss": loss, **{f"eval/{name}": value for name, value in statistics.items()}}
+
+
+def _num_pairs(micro_batch: TensorDict) -> float:
+    return (len(micro_batch["cu_seqlens"]) - 1) / 2
+
+
+def _mean(loss_fn: PairLossFn, metrics: MaskedMetrics) -> Callable[[Any, TensorDict], torch.Tensor]:
+    def mean_loss(outputs: Any, micro_batch: TensorDict) -> torch.Tensor:
+        losses_P, statistics = loss_fn(outputs, micro_batch)
+        metrics.add(torch.ones_like(losses_P), statistics)
+        return losses_P.mean()
+
+    return mean_loss
