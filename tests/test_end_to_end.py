@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 
 from arealite.weights.log import read_weights
@@ -53,6 +54,7 @@ def run_grpo(model: Path, fileroot: Path, num_steps: int, *overrides: str) -> Pa
 def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> None:
     """Hold the files of a run to the invariants."""
     rows = rows_of(folder / "metrics.jsonl")
+    assert not undocumented({key for row in rows for key in row})
     assert [row["step"] for row in rows] == list(range(num_steps + 1))
     trained, prompts, used_servers = rows[:num_steps], [], set()
     for step, row in enumerate(trained):
@@ -158,5 +160,6 @@ def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:
     )
     assert out.count("step ") == 21
     rows = rows_of(tmp_path / "gsm8k-sft-cpu" / "t" / "metrics.jsonl")
+    assert not undocumented({key for row in rows for key in row})
     assert rows[20]["eval/loss"] < 0.7 * rows[0]["eval/loss"]
     assert rows[0]["sft/loss"] == pytest.approx(rows[0]["eval/loss"], rel=0.1)
