@@ -10,6 +10,7 @@ from arealite.api.config.data import TensorBoardConfig as TensorBoardConfig
 from arealite.api.config.experiment import BaseExperimentConfig as BaseExperimentConfig
 from arealite.api.config.experiment import DPOConfig as DPOConfig
 from arealite.api.config.experiment import GRPOConfig as GRPOConfig
+from arealite.api.config.experiment import PPOConfig as PPOConfig
 from arealite.api.config.experiment import SFTConfig as SFTConfig
 from arealite.api.config.launcher import ClusterSpecConfig as ClusterSpecConfig
 from arealite.api.config.launcher import LauncherConfig as LauncherConfig
@@ -24,6 +25,7 @@ from arealite.api.config.model import FSDPWrapPolicy as FSDPWrapPolicy
 from arealite.api.config.model import MicroBatchSpec as MicroBatchSpec
 from arealite.api.config.model import OptimizerConfig as OptimizerConfig
 from arealite.api.config.model import PPOActorConfig as PPOActorConfig
+from arealite.api.config.model import PPOCriticConfig as PPOCriticConfig
 from arealite.api.config.model import TrainEngineConfig as TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters as GenerationHyperparameters
 from arealite.api.config.rollout import InferenceEngineConfig as InferenceEngineConfig

@@ -15,6 +15,7 @@ from two_rank_program import (
     PPO_RUNS,
     TRAJECTORIES,
     TRAJECTORY_SHARES,
+    critic_run,
     dpo_steps,
     ppo_steps,
     sft_steps,
@@ -50,6 +51,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         found[name] = ppo_steps(actor, TRAJECTORIES.clone())
         actor.destroy()
     found["pairs"] = dpo_steps(paths["tied"], [*range(len(PAIRS))])
+    (found["critic"],) = critic_run(paths["tied"], TRAJECTORIES.clone())
     return found
 
 
@@ -104,7 +106,7 @@ def test_one_rank_loads_what_two_saved(two: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("run", PPO_RUNS)
+@pytest.mark.parametrize("run", [*PPO_RUNS, "critic"])
 def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], two: dict[str, Any], run: str) -> None:
     for rank, rows in zip(two["ranks"], TRAJECTORY_SHARES):
         torch.testing.assert_close(rank[run]["advantages"], one[run]["advantages"][rows], atol=1e-4, rtol=1e-4)
@@ -114,9 +116,10 @@ def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], t
 
 
 def test_a_rank_without_trajectories_reports_what_the_others_do(two: dict[str, Any]) -> None:
-    for idle, busy in zip(*(rank["idle"]["metrics"] for rank in two["ranks"])):
+    for idle, busy in zip(*(rank["idle"]["metrics"] + rank["idle critic"]["metrics"] for rank in two["ranks"])):
         assert idle == pytest.approx(busy)
-        assert "policy/entropy" in idle and idle["optim/skipped_steps"] == 0
+        assert idle.get("optim/skipped_steps", idle.get("value/skipped_steps")) == 0
+        assert "policy/entropy" in idle or "value/clip_ratio" in idle
 
 
 def test_log_lines_of_a_rank_have_time_and_level(two: dict[str, Any]) -> None:

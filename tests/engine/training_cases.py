@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, TrainEngineConfig
+from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, TrainEngineConfig
 
 VOCABULARY = 49
 """Odd, so that two ranks hold unequal shards."""
@@ -42,6 +42,11 @@ def train_config(path: str, *, max_tokens: int | None = None, n_mbs: int = 1, **
 def actor_config(path: str, **changes: Any) -> PPOActorConfig:
     values = {"dtype": "float32", "optimizer": OptimizerConfig(**OPTIMIZER), "gradient_checkpointing": False} | changes
     return PPOActorConfig(path=path, **values)
+
+
+def critic_config(path: str, **changes: Any) -> PPOCriticConfig:
+    values = {"dtype": "float32", "optimizer": OptimizerConfig(**OPTIMIZER), "gradient_checkpointing": False} | changes
+    return PPOCriticConfig(path=path, **values)
 
 
 def token_batch(lengths: list[int], seed: int = 0) -> TensorDict:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from training_cases import OPTIMIZER, actor_config, pair_batch, token_batch, train_config, trajectory_batch
+from training_cases import (
+    OPTIMIZER,
+    actor_config,
+    critic_config,
+    pair_batch,
+    token_batch,
+    train_config,
+    trajectory_batch,
+)
 
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import DPOEngineConfig, FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
@@ -16,6 +24,7 @@ from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import sft_loss_fn
 
 BATCHES = [token_batch([9, 4, 12, 3, 7, 11], seed) for seed in range(3)]
@@ -114,6 +123,27 @@ def dpo_steps(path: str, rows: list[int]) -> dict[str, object]:
     return {"metrics": metrics, "params": params}
 
 
+def critic_steps(actor: FSDPPPOActor, critic: FSDPPPOCritic, batch: TensorDict) -> dict[str, object]:
+    """Take three updates of a critic on one batch and return what came of it."""
+    metrics = []
+    for _ in range(3):
+        batch["values"] = critic.compute_values(batch)
+        actor.compute_advantages(batch)
+        metrics.append(critic.ppo_update(batch))
+    return {"metrics": metrics, "params": full_params(critic), "advantages": batch["advantages"]}
+
+
+def critic_run(path: str, batch: TensorDict, idle_batch: TensorDict | None = None) -> list[dict[str, object]]:
+    actor = FSDPPPOActor(actor_config(path, algorithm="ppo", group_size=2))
+    critic = FSDPPPOCritic(critic_config(path, group_size=2, ppo_n_minibatches=3))
+    for engine in (actor, critic):
+        engine.initialize(None, FinetuneSpec(1, 100, 10))
+    found = [critic_steps(actor, critic, one) for one in (batch, idle_batch) if one is not None]
+    for engine in (critic, actor):
+        engine.destroy()
+    return found
+
+
 def main(_: Connection, paths: dict[str, str], out: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, object] = {}
@@ -150,4 +180,8 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
         actor.destroy()
     for name, rows in PAIR_SHARES.items():
         found[name] = dpo_steps(paths["tied"], rows[rank])
+    rows = [[], list(range(len(TRAJECTORIES)))][rank]
+    found["critic"], found["idle critic"] = critic_run(
+        paths["tied"], TRAJECTORIES[TRAJECTORY_SHARES[rank]], TRAJECTORIES[rows]
+    )
     torch.save(found, out / f"rank{rank}.pt")

@@ -61,6 +61,7 @@ DEFAULTS: Choices = {
     "adv_norm": True,
     "discount": 1.0,
     "gae_lambda": 1.0,
+    "returns_lambda": None,  # gae_lambda
     "objective": "ppo",
     "importance_sampling_level": "token",
     "eps_clip": 0.2,
@@ -94,6 +95,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "gmpo_eps_log": ("objective", ("gmpo",)),
     "dppo_delta": ("objective", ("dppo",)),
     "loss_constant": ("aggregation", ("constant",)),
+    "returns_lambda": ("baseline", ("critic",)),
     **dict.fromkeys(("correction.level", "correction.upper"), ("correction.action", ("truncate", "mask"))),
     **dict.fromkeys(("correction.lower", "correction.metric"), ("correction.action", ("mask",))),
 }
@@ -128,6 +130,11 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
             choices[key] = None
     if choices["objective"] == "ppo" and choices["eps_clip_higher"] is None:
         choices["eps_clip_higher"] = choices["eps_clip"]
+    if choices["baseline"] == "critic":
+        if choices["returns_lambda"] is None:
+            choices["returns_lambda"] = choices["gae_lambda"]
+        if "reward_scale" not in given:
+            choices["reward_scale"] = "none"
     if choices["aggregation"] == "constant" and choices["loss_constant"] is None:
         choices["loss_constant"] = None if config.max_new_tokens is None else float(config.max_new_tokens)
     resolved = _with(config, choices)
@@ -200,8 +207,9 @@ def _translated(config: PPOActorConfig, given: Choices) -> Choices:
 def _check_rewards(actor: PPOActorConfig) -> None:
     """Rewards, baseline and scale."""
     require(
-        actor.baseline != "critic",
-        "actor.baseline must not be critic yet: got critic. There is no critic; choose group_mean or leave_one_out.",
+        actor.baseline != "critic" or actor.reward_scale == "none",
+        f"actor.reward_scale must be none with actor.baseline critic: got {actor.reward_scale}. The critic learns the "
+        "rewards themselves; remove it.",
     )
     is_shaped_negative = actor.reward_bias < 0 or actor.reward_scaling <= 0 or actor.overlong_buffer is not None
     require(

@@ -221,6 +221,19 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
     )
 
 
+def check_critic(actor: PPOActorConfig, *, has_critic: bool) -> None:
+    """A critic and the baseline that needs it come together."""
+    require(
+        has_critic or actor.baseline != "critic",
+        "actor.baseline must not be critic without a critic: got critic. Choose another, or use PPOConfig, as "
+        "examples/arealite/gsm8k_ppo.py does.",
+    )
+    require(
+        not has_critic or actor.baseline == "critic",
+        f"actor.baseline must be critic with a critic block: got {actor.baseline}. Remove it, or use GRPOConfig.",
+    )
+
+
 def check_reference(actor: PPOActorConfig, ref: PPOActorConfig | None, gconfig: GenerationHyperparameters) -> None:
     """A KL penalty needs a reference, which is never trained."""
     if ref is None:

@@ -1,14 +1,21 @@
 """Experiments: the top level of a YAML file, its keys that follow others, and its checks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
-from arealite.api.config.algorithm import GRPO_DEFAULTS, resolve_choices
+from arealite.api.config.algorithm import GRPO_DEFAULTS, PRESETS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
-from arealite.api.config.model import DPOEngineConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
+from arealite.api.config.model import (
+    DPOEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    TrainEngineConfig,
+)
 from arealite.api.config.rollout import (
     ALL_TOKENS,
     DEFAULT_KEPT_IDS,
@@ -114,6 +121,11 @@ class BaseExperimentConfig(ConfigBase):
         """Whether each rank also holds a frozen copy of the model."""
         return False
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether each rank also trains a critic."""
+        return False
+
     def validate(self) -> None:
         """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
         rollout, mode = self.rollout, self.allocation
@@ -205,6 +217,9 @@ class GRPOConfig(BaseExperimentConfig):
         "actor.path": "tokenizer_path",
     }
 
+    CHOICES: ClassVar[Mapping[str, Any]] = GRPO_DEFAULTS
+    """Choices of the algorithm without a preset."""
+
     async_training: Bool = True
     """False trains synchronously: `rollout.max_head_offpolicyness` becomes 0."""
     reward: str | dict[str, Finite] = "arealite.reward:gsm8k_reward_fn"
@@ -235,7 +250,7 @@ class GRPOConfig(BaseExperimentConfig):
     def validate(self) -> None:
         """Apply `async_training`, fill in the choices of the algorithm and `top_k`, and refuse contradictions."""
         super().validate()
-        self.actor = resolve_choices(self.actor, GRPO_DEFAULTS)
+        self.actor = resolve_choices(self.actor, self.CHOICES)
         if self.gconfig.narrows and self.gconfig.top_k >= ALL_TOKENS:
             self.gconfig.top_k = DEFAULT_KEPT_IDS
         if not self.async_training:
@@ -245,3 +260,30 @@ class GRPOConfig(BaseExperimentConfig):
         checks.check_sampling(self.gconfig, self.rollout, self.cluster)
         checks.check_objective(self.actor, self.gconfig, self.rollout)
         checks.check_reference(self.actor, self.ref, self.gconfig)
+        checks.check_critic(self.actor, has_critic=self.has_critic)
+
+
+@dataclass
+class PPOConfig(GRPOConfig):
+    """Reinforcement learning with a critic; by default PPO, arXiv:1707.06347."""
+
+    DEFAULTS_FROM: ClassVar[dict[str, str]] = {
+        **GRPOConfig.DEFAULTS_FROM,
+        **_named("critic", seed="seed", group_size="gconfig.n_samples", node_timeout="launcher.node_timeout"),
+        **_same("critic", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
+        **_same("critic", "actor", "gradient_checkpointing", "ppo_n_minibatches"),
+    }
+    CHOICES: ClassVar[Mapping[str, Any]] = PRESETS["ppo"]
+
+    critic: PPOCriticConfig = field(default_factory=lambda: PPOCriticConfig(optimizer=OptimizerConfig()))
+    """The critic. Path (its backbone), minibatches, dtype and memory settings follow `actor`."""
+
+    @property
+    def has_critic(self) -> bool:
+        return True
+
+    def validate(self) -> None:
+        """Refuse contradictions, and what the critic lacks."""
+        super().validate()
+        checks.check_training(self.critic, "critic", self.train_dataset, "rl")
+        checks.check_equal("critic.group_size", self.critic.group_size, "gconfig.n_samples", self.gconfig.n_samples)

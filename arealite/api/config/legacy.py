@@ -38,7 +38,7 @@ RENAMED = {
     "actor.weight_update_mode": "rollout.weight_update",
 } | {
     f"{engine}.{old}": f"{engine}.{new}"
-    for engine in ("actor", "ref", "model")
+    for engine in ("actor", "critic", "ref", "model")
     for old, new in {"lr": "optimizer.lr", "mb_spec.max_tokens_per_gpu": "mb_spec.max_tokens_per_mb"}.items()
 }
 
@@ -64,7 +64,8 @@ DEPRECATED = {
         "tie_word_embeddings=false there",
         (False,),
     ),
-    "*.init_critic_from_actor": DeprecatedKey("there is no critic", (False,)),
+    "critic.init_critic_from_actor": DeprecatedKey("critic.path follows actor.path, and a language model gets a head"),
+    "*.init_critic_from_actor": DeprecatedKey("only a critic has a head of values", (False,)),
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
     "*.use_lora": DeprecatedKey("LoRA is not supported yet", (False,)),
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
@@ -105,7 +106,7 @@ def migrate(given: dict[str, Any], keys: Mapping[str, ConfigKey], problems: list
 def _translated(given: dict[str, Any]) -> dict[str, Any]:
     """Spell as we do what AReaL writes: normalisations are blocks, backends have sizes in place of an allocation."""
     given = copy.deepcopy(given)
-    names = ("rollout", "actor", "model", "ref")
+    names = ("rollout", "actor", "critic", "model", "ref")
     blocks: dict[str, dict[str, Any]] = {name: given[name] for name in names if isinstance(given.get(name), dict)}
     for name, block in blocks.items():
         for norm in ("adv_norm", "reward_norm"):
@@ -115,7 +116,7 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
                 logger.warning("%s.%s is now %s. Rename it.", name, norm, words)
                 del block[norm]
                 block |= {key: value for key, value in choices.items() if key not in block}
-    sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name != "ref"}
+    sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name not in ("ref", "critic")}
     sizes = {name: size for name, size in sizes.items() if re.fullmatch(r"(fsdp|sglang|vllm):\w+", size)}
     if sizes.keys() - {"rollout"} and "allocation_mode" not in given:
         given["allocation_mode"] = "+".join(sizes.values())

@@ -199,6 +199,8 @@ class PPOActorConfig(TrainEngineConfig):
     """Gamma of the advantage estimate. None is 1."""
     gae_lambda: Fraction | None = None
     """Lambda of the advantage estimate. None is 1."""
+    returns_lambda: Fraction | None = None
+    """Lambda of the returns that a critic learns (VAPO: 1). None is `gae_lambda`."""
     objective: Literal["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"] | None = None
     """Loss of a token. None is ppo."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
@@ -252,3 +254,17 @@ class PPOActorConfig(TrainEngineConfig):
     """Older key: true is proximal recompute with correction.action mask at token level."""
     behav_imp_weight_cap: Positive | None = None
     """Older key: correction.upper of `use_decoupled_loss`."""
+
+
+@dataclass
+class PPOCriticConfig(TrainEngineConfig):
+    """The critic: a sequence classifier of one label. A language model gets a head that starts at 0."""
+
+    disable_dropout: Bool = True
+    """Always on: values would depend on chance."""
+    group_size: PositiveInt = 1
+    """Samples per prompt; must equal `gconfig.n_samples`, from which it is filled in."""
+    ppo_n_minibatches: PositiveInt = 4
+    """Optimizer steps per batch; follows `actor.ppo_n_minibatches`."""
+    value_eps_clip: Positive | None = 0.2
+    """Values are clipped to this distance from those before the update; None is off."""

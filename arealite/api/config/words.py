@@ -39,6 +39,8 @@ THEIR_WORDS = {
     "actor.dynamic_sampling": "filter_groups use_dynamic_sampling",
     "actor.gae_lambda": "lam lambda",
     "actor.discount": "gamma",
+    "critic.optimizer.lr": "critic_lr vf_coef value_loss_coef",
+    "critic.value_eps_clip": "cliprange_value eps_clip_value",
     "actor.proximal": "prox_logp_method",
     "actor.correction.action": "rejection_sampling behave_imp_weight_mode vllm_importance_sampling_mode",
     "actor.correction.upper": "importance_sampling_cap tis_imp_ratio_cap behave_imp_weight_cap "
@@ -82,7 +84,6 @@ THEIR_WORDS = {
 NOT_YET = {
     "LoRA": "use_lora lora_rank lora_alpha lora_name lora_r lora_target_modules target_modules peft_type use_peft "
     "peft_config lora_delta_sync load_in_4bit",
-    "a critic": "critic vf_coef value_loss_coef cliprange_value eps_clip_value",
     "a reward model": "reward_model rm_model reward_model_path",
     "splitting sequences over devices": "ulysses_sequence_parallel_size context_parallel_size sequence_parallel",
     "pipeline or expert parallel training": "pipeline_model_parallel_size expert_parallel_size",
@@ -100,6 +101,8 @@ def hint(name: str, keys: Mapping[str, ConfigKey]) -> str | None:
     leaf = name.rpartition(".")[2]
     if leaf in _MISSING:
         return f"Remove it: {_MISSING[leaf]} is not supported yet."
+    if "critic" not in keys and (leaf == "critic" or _OURS.get(leaf, "").startswith("critic")):
+        return "A critic is part of PPOConfig: use examples/arealite/gsm8k_ppo.py."
     ours = [key for key in keys if leaf in _OURS and f".{key}".endswith(f".{_OURS[leaf]}")]
     in_block = [key for key in ours if key.split(".")[0] == name.split(".")[0]]
     return f"It is called {(in_block or ours)[0]} here." if ours else guess(name, keys)

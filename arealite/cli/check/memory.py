@@ -68,6 +68,8 @@ def _trainer_parts(config: Config, shape: ModelShape, longest: int, ranks: int) 
     if config.rollout is not None and config.sampling is not None:
         num_minibatches = block.ppo_n_minibatches if isinstance(block, PPOActorConfig) else 1
         rows = -(-config.rollout.consumer_batch_size // num_minibatches) * config.sampling.n_samples
+    if config.has_critic:
+        state["critic"] = sum(training_state(shape, ranks=ranks, has_optimizer=True).values())
     if config.has_reference:
         state["reference"] = training_state(shape, ranks=ranks, has_optimizer=False)["parameters"]
     tokens, spec = -(-rows // ranks) * max(longest, 1), block.mb_spec

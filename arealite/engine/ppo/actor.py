@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from arealite.algorithms import objectives
 from arealite.algorithms.advantages import (
     gae,
+    gae_returns,
     overlong_penalty,
     reward_advantages,
     scale_rewards,
@@ -38,6 +39,7 @@ from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.batch import groups_of, require_key
 from arealite.engine.ppo.metrics import MaskedMetrics
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 from arealite.utils.tensors import RAGGED
@@ -90,7 +92,8 @@ class PPOActor:
     compute_logp = compute_logprobs
 
     def compute_advantages(self, batch: TensorDict) -> None:
-        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens; with `values` also `returns [B, T]`.
+        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens; for a critic also its targets `returns
+        [B, T]` and the mask `returns_mask [B, T]` of tokens that have one.
 
         Needs `rewards [B]`, the masks and logprobs of a trajectory, `ref_logprobs` with a KL penalty in the reward,
         `values [B, T]` with `baseline: critic`, and `no_eos [B]` where cut-off answers are treated apart.
@@ -100,7 +103,7 @@ class PPOActor:
         scores_B = self._shaped_rewards(batch)
         kl_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
         if config.kl_ctl > 0 and config.kl_in == "reward":
-            _require(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
+            require_key(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
             log_ratio_BT = masked_log_ratio(self._whole_logprobs(batch), batch["ref_logprobs"], mask_BT)
             kl_BT = kl_estimates(log_ratio_BT, config.kl_estimator)
         if config.baseline == "leave_one_out":  # the KL of an answer is part of its reward, also for the others
@@ -110,11 +113,11 @@ class PPOActor:
         rewards_BT = token_rewards(scores_B, mask_BT, kl_BT, kl_ctl=config.kl_ctl)
         values_BT = torch.zeros_like(rewards_BT)
         if config.baseline == "critic":
-            _require(batch, "values", "baseline: critic", "Set it to critic.compute_values(batch)")
+            require_key(batch, "values", "baseline: critic", "Set it to critic.compute_values(batch)")
             values_BT = torch.where(mask_BT, batch["values"], 0.0)
+            settings = {"discount": config.discount, "gae_lambda": config.returns_lambda}
+            batch["returns"], batch["returns_mask"] = gae_returns(rewards_BT, values_BT, mask_BT, **settings), mask_BT
         advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=config.discount, gae_lambda=config.gae_lambda)
-        if config.baseline == "critic":
-            batch["returns"] = torch.where(mask_BT, advantages_BT + values_BT, 0.0)
         if config.group_adv_norm or config.adv_norm:
             groups_BT = groups_B[:, None].expand_as(mask_BT)
             if not config.group_adv_norm:  # the whole batch is one group
@@ -131,8 +134,6 @@ class PPOActor:
         equal on all ranks.
         """
         groups_B, num_groups = self._groups(batch)
-        if num_groups == 0:
-            raise ValueError("a batch must have a row on some rank: got none. Train on what prepare_batch returns.")
         columns = self._columns(batch)
         metrics = MaskedMetrics()
         self.engine.train()
@@ -159,7 +160,7 @@ class PPOActor:
         """Return the rewards `[B]`: cut-off answers treated, long ones penalised, then scaled."""
         config, rewards_B = self.choices, batch["rewards"].float()
         if config.truncated == "zero":
-            _require(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
+            require_key(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
             rewards_B = rewards_B.masked_fill(batch["no_eos"].bool(), 0.0)
         if config.overlong_buffer is not None:
             lengths_B = batch["loss_mask"].sum(dim=1)
@@ -199,7 +200,7 @@ class PPOActor:
         mask_BT = columns["loss_mask"] = self._trained_tokens(batch)
         columns["rollout_logprobs"] = batch["logprobs"]
         if config.kl_ctl > 0 and config.kl_in == "loss":
-            _require(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
+            require_key(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
             columns["ref_logprobs"] = batch["ref_logprobs"]
         columns["corrections"] = torch.ones_like(batch["logprobs"])
         if proximal_BT is not None:
@@ -288,7 +289,7 @@ class PPOActor:
             if old in batch:
                 raise ValueError(f"the key {old!r} of a batch must be called {new!r}: got {old!r}. Rename it.")
         if self.config.proximal == "recompute":
-            _require(batch, "proximal_logprobs", "proximal: recompute", "Set it to actor.compute_logprobs(batch)")
+            require_key(batch, "proximal_logprobs", "proximal: recompute", "Set it to actor.compute_logprobs(batch)")
             return batch["proximal_logprobs"]
         return batch["logprobs"] if self.config.proximal == "rollout" else None
 
@@ -313,7 +314,7 @@ class PPOActor:
         """Return the bool mask `[B, T]` of tokens to train on: those that were sampled, with a known logprob."""
         mask_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & (batch["logprobs"] > UNKNOWN_LOGPROB)
         if self.config.truncated == "mask":
-            _require(batch, "no_eos", "truncated: mask", "Let the workflow mark truncated completions")
+            require_key(batch, "no_eos", "truncated: mask", "Let the workflow mark truncated completions")
             mask_BT &= ~batch["no_eos"].bool()[:, None]
         return mask_BT
 
@@ -356,28 +357,7 @@ class PPOActor:
         }
 
     def _groups(self, batch: TensorDict) -> tuple[torch.Tensor, int]:
-        """Return each row's group `[B]` in the global batch and the number of groups.
-
-        Without `group_index`, rows are whole groups of `config.group_size`, rank after rank.
-        """
-        group = self.engine.parallelism_group
-        if "group_index" in batch:
-            groups_B = batch["group_index"]
-        else:
-            num_rows, size = batch.batch_size[0], self.config.group_size
-            if num_rows % size:
-                raise ValueError(
-                    f"the rows of a rank must be a multiple of group_size {size}: got {num_rows}. "
-                    "Give the batch a group_index, as prepare_batch does."
-                )
-            counts = torch.zeros(dist.get_world_size(group))
-            rank = dist.get_rank(group)
-            counts[rank] = num_rows // size
-            first = int(all_reduce(counts, group=group)[:rank].sum())
-            groups_B = first + torch.arange(num_rows, device=batch["attention_mask"].device) // size
-        num_groups = groups_B.max().item() + 1 if len(groups_B) else 0
-        (num_on_all,) = all_reduce_numbers([num_groups], dist.ReduceOp.MAX, group)
-        return groups_B, int(num_on_all)
+        return groups_of(batch, self.config.group_size, self.engine.parallelism_group)
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(tensor, group=self.engine.parallelism_group)
@@ -431,8 +411,3 @@ def _note(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dict[str,
     if "ratio" in statistics:
         statistics["ratio_max"] = statistics["ratio"]
     metrics.add(mask_N, {f"policy/{name}": value for name, value in statistics.items()})
-
-
-def _require(batch: TensorDict, key: str, because: str, remedy: str) -> None:
-    if key not in batch:
-        raise ValueError(f"a batch must have {key!r} with {because}: got {sorted(batch.keys())}. {remedy}.")

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.api.cli_args import CorrectionConfig, GRPOConfig, PPOActorConfig, load_expr_config, to_yaml
+from arealite.api.cli_args import CorrectionConfig, GRPOConfig, PPOActorConfig, PPOConfig, load_expr_config, to_yaml
 from arealite.api.config.algorithm import BELONGS_TO, DEFAULTS, GRPO_DEFAULTS, OLDER_KEYS, PRESETS, resolve_choices
 from arealite.api.errors import ConfigError
 
@@ -30,6 +30,7 @@ cispo                        group_mean    group_std  False cispo     token_mean
 rloo                         leave_one_out none       False reinforce constant      k1 in reward 1.0
 reinforce_plus_plus          none          none       True  ppo       token_mean    k1 in reward 0.2 0.2
 reinforce_plus_plus_baseline group_mean    none       True  ppo       token_mean    k2 in loss   0.2 0.2
+ppo                          critic        none       True  ppo       token_mean    k1 in reward 0.2 0.2
 sapo                         group_mean    group_std  False sapo      sequence_mean k3 in loss   1.0 1.05
 gmpo                         group_mean    group_std  False gmpo      sequence_mean k3 in loss   0.4
 lite_ppo                     group_mean    batch_std  False ppo       token_mean    k3 in loss   0.2 0.2
@@ -45,10 +46,10 @@ def actor(**changes: Any) -> PPOActorConfig:
     return PPOActorConfig(path="m", correction=CorrectionConfig(**correction), **{"max_new_tokens": 512, **changes})
 
 
-def load(folder: Path, text: str, *overrides: str) -> GRPOConfig:
+def load(folder: Path, text: str, *overrides: str, cls: type[GRPOConfig] = GRPOConfig) -> GRPOConfig:
     file = folder / "config.yaml"
     file.write_text(text)
-    return load_expr_config(["--config", str(file), "actor.path=m", *overrides], GRPOConfig)[0]
+    return load_expr_config(["--config", str(file), "actor.path=m", *overrides], cls)[0]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.split()[0])
@@ -62,15 +63,15 @@ def test_presets_are_those_of_the_papers(row: str) -> None:
     assert resolved.importance_sampling_level == ("sequence" if name == "gspo" else "token")
     assert resolved.dynamic_sampling == (name == "dapo")
     assert (resolved.proximal, resolved.correction.action, resolved.truncated) == ("rollout", "none", "keep")
-    assert (resolved.discount, resolved.gae_lambda) == (1.0, 1.0)
+    gae_lambda = 0.95 if name == "ppo" else 1.0
+    assert (resolved.discount, resolved.gae_lambda) == (1.0, gae_lambda)
+    assert resolved.returns_lambda == (gae_lambda if name == "ppo" else None)
     untouched = ("ppo_n_minibatches", "group_size", "kl_ctl", "optimizer", "entropy_ctl", "algorithm")
     assert all(getattr(resolved, key) == getattr(actor(algorithm=name), key) for key in untouched)
 
 
 def test_every_preset_is_in_the_table_or_says_what_it_waits_for() -> None:
-    assert {row.split()[0] for row in TABLE} == PRESETS.keys() - {"ppo"}
-    with pytest.raises(ConfigError, match=r"actor.baseline must not be critic yet: got critic"):
-        resolve_choices(actor(algorithm="ppo"))
+    assert {row.split()[0] for row in TABLE} == PRESETS.keys()
     with pytest.raises(ConfigError, match=r"actor.algorithm must be one of .*: got opd, which is not built yet"):
         resolve_choices(actor(algorithm="opd"))
     assert PRESETS["ppo"]["gae_lambda"] == 0.95
@@ -153,7 +154,11 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"algorithm": "gspo", "gae_lambda": 0.95}, "actor.discount and actor.gae_lambda must be 1"),
         ({"algorithm": "dr_grpo", "max_new_tokens": None}, "actor.loss_constant must be given with actor.aggregation"),
         ({"kl_in": "loss"}, "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1"),
-        ({"baseline": "critic"}, "actor.baseline must not be critic yet"),
+        (
+            {"baseline": "critic", "reward_scale": "group_std"},
+            "actor.reward_scale must be none with actor.baseline cri",
+        ),
+        ({"returns_lambda": 1.0}, "actor.returns_lambda must be null with actor.baseline none: got 1.0"),
         ({"algorithm": "max_rl", "reward_bias": -0.5}, "actor.reward_scale must not be group_mean with rewards that"),
         ({"algorithm": "max_rl", "overlong_buffer": 4}, "actor.reward_scale must not be group_mean with rewards that"),
         ({"overlong_buffer": 513}, "actor.overlong_buffer must be at most actor.max_new_tokens: got 513 and 512"),
@@ -246,12 +251,13 @@ def test_resolving_is_final_and_keeps_what_is_given(picks: dict[str, int], is_gr
         assert asked is None or value == asked
 
 
-@pytest.mark.parametrize("algorithm", [None, *(PRESETS.keys() - {"ppo"})])
+@pytest.mark.parametrize("algorithm", [None, *PRESETS])
 def test_resolved_choices_survive_yaml(tmp_path: Path, algorithm: str | None) -> None:
     overrides = ("actor.proximal=recompute", *([f"actor.algorithm={algorithm}"] if algorithm else []))
-    config = load(tmp_path, COMMON, *overrides)
+    cls = PPOConfig if algorithm == "ppo" else GRPOConfig
+    config = load(tmp_path, COMMON, *overrides, cls=cls)
     assert config.actor.baseline is not None and config.actor.max_new_tokens == config.gconfig.max_new_tokens
-    again = load(tmp_path, to_yaml(config))
+    again = load(tmp_path, to_yaml(config), cls=cls)
     assert again == config
 
 
@@ -310,3 +316,49 @@ def test_the_functions_on_the_page_do_what_it_says() -> None:
     losses.sum().backward()
     assert logprobs.grad.tolist() == [-2, 3]
     assert statistics["ratio"].tolist() == pytest.approx([1, math.exp(2)])
+
+
+def test_a_config_with_a_critic_is_ppo(tmp_path: Path) -> None:
+    text = (
+        COMMON + "actor: {dtype: float32, ppo_n_minibatches: 2, gradient_checkpointing: false, mb_spec: {n_mbs: 3}}\n"
+    )
+    overrides = ("critic.optimizer.lr=1e-5", "gconfig.n_samples=2", "gconfig.temperature=0.8")
+    config = load(tmp_path, text, *overrides, cls=PPOConfig)
+    choices = {key: value for key, value in PRESETS["ppo"].items() if getattr(config.actor, key) != value}
+    assert choices == {} and (config.actor.returns_lambda, config.actor.aggregation) == (0.95, "token_mean")
+    critic = config.critic
+    assert (critic.path, critic.dtype, critic.ppo_n_minibatches, critic.group_size) == ("m", "float32", 2, 2)
+    assert (critic.mb_spec.n_mbs, critic.gradient_checkpointing, critic.optimizer.lr) == (3, False, 1e-5)
+    assert (critic.seed, critic.value_eps_clip, config.has_critic) == (1, 0.2, True)
+    own = load(tmp_path, text, "critic.path=reward", "actor.returns_lambda=1.0", cls=PPOConfig)
+    assert (own.critic.path, own.actor.returns_lambda, own.actor.gae_lambda) == ("reward", 1.0, 0.95)
+    stored = tmp_path / "stored.yaml"
+    stored.write_text(to_yaml(own))
+    assert load_expr_config(["--config", str(stored)], PPOConfig)[0] == own
+
+
+@pytest.mark.parametrize(
+    ("cls", "overrides", "told"),
+    [
+        (GRPOConfig, ["actor.baseline=critic"], "actor.baseline must not be critic without a critic: got critic. Cho"),
+        (GRPOConfig, ["actor.algorithm=ppo"], "actor.baseline must not be critic without a critic: got critic. Choose"),
+        (PPOConfig, ["actor.algorithm=grpo"], "actor.baseline must be critic with a critic block: got group_mean. Rem"),
+        (PPOConfig, ["critic.optimizer=null"], "critic.optimizer must be a block: got null"),
+        (PPOConfig, ["critic.group_size=3"], "critic.group_size must equal gconfig.n_samples: got 3 and 8"),
+        (PPOConfig, ["actor.reward_scale=batch_std"], "actor.reward_scale must be none with actor.baseline critic"),
+    ],
+)
+def test_a_critic_and_its_baseline_come_together(
+    tmp_path: Path, cls: type[GRPOConfig], overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, COMMON, *overrides, cls=cls)
+    assert str(refused.value).startswith(told)
+
+
+def test_where_the_critic_of_the_original_starts_is_where_ours_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        config = load(tmp_path, COMMON, "critic.init_critic_from_actor=true", cls=PPOConfig)
+    assert config.critic.path == "m" and "critic.path follows actor.path" in caplog.text

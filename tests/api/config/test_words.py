@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from arealite.api.cli_args import GRPOConfig, PPOConfig, SFTConfig, load_expr_config
 from arealite.api.config.schema import config_keys
 from arealite.api.config.words import NOT_YET, THEIR_WORDS
 from arealite.api.errors import ConfigError
 
 MIGRATION = Path(__file__).parents[3] / "docs/migration.md"
-KEYS = [key.name for key in config_keys(GRPOConfig)]
+KEYS = [key.name for key in config_keys(PPOConfig)]
 
 AREAL_2026 = """
 experiment_name: gsm8k-grpo
@@ -170,6 +170,11 @@ def test_words_of_others_are_known_and_nothing_is_guessed(tmp_path: Path, overri
     name = override.partition("=")[0]
     told = refusal(tmp_path, override)
     assert told == f"{name} must be a key of GRPOConfig: got it on the command line. {advice}"
+
+
+@pytest.mark.parametrize("override", ["critic.path=m", "vf_coef=0.5", "cliprange_value=0.2"])
+def test_words_of_a_critic_name_the_config_that_has_one(tmp_path: Path, override: str) -> None:
+    assert refusal(tmp_path, override).endswith("A critic is part of PPOConfig: use examples/arealite/gsm8k_ppo.py.")
 
 
 def test_fine_tuning_has_the_keys_of_its_model(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The critic: values of tokens, and updates towards the returns that the actor computes from them.
+
+`values[t]` is about token t, like a logprob: what the critic expects, before it is sampled, of the reward to come. It
+is read at token t - 1. The head starts at 0 unless the checkpoint is a sequence classifier, such as a reward model.
+"""
+
+# B rows of this rank, T padded tokens, N packed tokens
+
+import dataclasses
+import functools
+
+import torch
+from tensordict import TensorDict
+
+from arealite.algorithms.advantages import spread
+from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens
+from arealite.algorithms.value import critic_loss
+from arealite.api.cli_args import PPOCriticConfig
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.batch import groups_of, require_key
+from arealite.engine.ppo.metrics import MaskedMetrics
+from arealite.utils.distributed import all_reduce
+
+
+class PPOCritic:
+    """Runs a critic on an engine that has a value head. Every method is collective."""
+
+    def __init__(self, config: PPOCriticConfig, engine: FSDPEngine) -> None:
+        if not engine.has_value_head:
+            raise ValueError(
+                "the engine of a critic must have a value head: got one of a language model. "
+                "Create it as FSDPEngine(config, has_value_head=True)."
+            )
+        self.config = config
+        self.engine = engine
+
+    def compute_values(self, batch: TensorDict) -> torch.Tensor:
+        """Return the value `[B, T]` of every token under the current weights, 0 for padding and first tokens."""
+        self.engine.eval()
+        return self.engine.forward(
+            batch.select("input_ids", "attention_mask"),
+            lambda values_N, micro_batch: align_with_tokens(values_N, micro_batch["cu_seqlens"]),
+        )
+
+    def ppo_update(self, batch: TensorDict) -> dict[str, float]:
+        """Take an optimizer step for each minibatch of the actor and one of the schedule; return metrics.
+
+        Needs `values`, and `returns` and `returns_mask` as `compute_advantages` of the actor adds them. The loss is a
+        mean over the trained tokens of a minibatch on all ranks. Metrics are equal on all ranks.
+        """
+        require_key(batch, "returns", "a critic", "Call actor.compute_advantages(batch) with baseline: critic")
+        groups_B, num_groups = groups_of(batch, self.config.group_size, self.engine.parallelism_group)
+        columns = batch.select("input_ids", "attention_mask", "values", "returns")
+        columns["loss_mask"] = batch["returns_mask"]
+        metrics = MaskedMetrics()
+        metrics.add(columns["loss_mask"], {"value/mean": batch["values"], "value/return": batch["returns"]})
+        self.engine.train()
+        num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
+        loss_fn = functools.partial(self._loss, metrics=metrics)
+        steps = [
+            self.engine.train_batch(columns[groups_B % num_minibatches == index], loss_fn, count_loss_tokens)
+            for index in range(num_minibatches)
+        ]
+        self.engine.step_lr_scheduler()
+        return {
+            "value/loss": sum(step["loss"] for step in steps) / len(steps),
+            **metrics.reduce(self.engine.parallelism_group),
+            "value/explained_variance": self._explained_variance(columns),
+            "value/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
+            "value/lr": steps[0]["lr"],
+            "value/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
+        }
+
+    def _loss(self, values_N: torch.Tensor, micro_batch: TensorDict, *, metrics: MaskedMetrics) -> torch.Tensor:
+        values_N = align_with_tokens(values_N, micro_batch["cu_seqlens"])
+        losses_N, statistics = critic_loss(values_N, micro_batch, eps_clip=self.config.value_eps_clip)
+        metrics.add(micro_batch["loss_mask"], {"value/clip_ratio": statistics["clip_ratio"]})
+        return losses_N.sum() / micro_batch["loss_mask"].sum()
+
+    def _explained_variance(self, columns: TensorDict) -> float:
+        """Return 1 - Var(returns - values) / Var(returns) over all trained tokens, before the update; 0 where returns
+        do not vary."""
+        mask_BT = columns["loss_mask"]
+        returns_N, values_N = columns["returns"][mask_BT], columns["values"][mask_BT]
+        reduce = functools.partial(all_reduce, group=self.engine.parallelism_group)
+        of_errors, of_returns = (
+            spread(one_N, torch.zeros_like(one_N, dtype=torch.long), 1, reduce=reduce)[1].item()
+            for one_N in (returns_N - values_N, returns_N)
+        )
+        return 1.0 - (of_errors / of_returns) ** 2 if of_returns > 0 else 0.0
+
+
+class FSDPPPOCritic(FSDPEngine, PPOCritic):
+    """The critic on FSDP2. Dropout is off, so that values of a batch do not depend on chance."""
+
+    config: PPOCriticConfig
+
+    def __init__(self, config: PPOCriticConfig) -> None:
+        config = dataclasses.replace(config, disable_dropout=True)
+        FSDPEngine.__init__(self, config, has_value_head=True)
+        PPOCritic.__init__(self, config, engine=self)
