@@ -71,6 +71,16 @@ def load_hf_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
+def require_same_vocabulary(tokenizer: Any, path: str | Path) -> None:
+    """Refuse a model to which our token ids mean other words: a teacher, or a reward model."""
+    ours, theirs = tokenizer.get_vocab(), load_hf_tokenizer(path).get_vocab()
+    if differ := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
+        raise ValueError(
+            f"{path} must have the vocabulary of the policy: got {len(differ)} tokens with other ids or none, such as "
+            f"{', '.join(map(repr, differ[:3]))}. Use a model of the same family."
+        )
+
+
 def require_fixed_rope(config: Any) -> None:
     """Refuse rotary embeddings whose frequencies transformers picks for all rows of a batch by the longest one."""
     rope = getattr(config, "rope_parameters", None) or {}

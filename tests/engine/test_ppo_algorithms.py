@@ -17,7 +17,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
-WITHOUT_CRITIC = sorted(name for name, choices in PRESETS.items() if choices["baseline"] != "critic")
+WITHOUT_CRITIC = sorted(name for name, choices in PRESETS.items() if choices["baseline"] not in ("critic", "teacher"))
 Make = Callable[..., FSDPPPOActor]
 
 

@@ -1,4 +1,4 @@
-"""The examples that learn from pairs, run on a tiny model."""
+"""The examples that learn from pairs and from a teacher, run on tiny models."""
 
 import json
 import math
@@ -8,8 +8,13 @@ from typing import Any
 import example_program
 import pytest
 import testing_forks
+import tiny_models
 import yaml
+from testing_lite import LiteServer
+from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_server import serve
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 PAIRS = f"{WORD_PROBLEMS.removesuffix(':rows')}:pairs?train=64&test=16&steps=2"
@@ -29,7 +34,9 @@ def run(name: str, fileroot: Path, *overrides: str) -> list[dict[str, Any]]:
     with testing_forks.connected(example_program.main, EXAMPLES / f"{name}.py", argv) as fork:
         assert fork.end() == 0
     folder = fileroot / yaml.safe_load(file.read_text())["experiment_name"] / "t"
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented(set().union(*rows)) == set()
+    return rows
 
 
 def test_dpo_prefers_what_was_chosen_on_held_out_pairs_too(model: Path, tmp_path: Path) -> None:
@@ -38,3 +45,17 @@ def test_dpo_prefers_what_was_chosen_on_held_out_pairs_too(model: Path, tmp_path
     assert rows[6]["eval/accuracy"] == 1.0 and rows[6]["eval/loss"] < 0.6
     assert rows[5]["dpo/chosen_reward"] > rows[5]["dpo/rejected_reward"]
     assert (tmp_path / "dpo-cpu" / "t" / "checkpoints").is_dir()
+
+
+def test_distillation_comes_nearer_to_the_teacher(tmp_path: Path) -> None:
+    student, teacher = (tiny_models.save_qwen3(tmp_path / f"model{seed}", seed=seed) for seed in (0, 1))
+    server = LiteServer(AutoModelForCausalLM.from_pretrained(student), slots=32)
+    with serve(server):
+        rows = run(
+            *("distill", tmp_path, f"actor.path={student}", f"teacher.path={teacher}", "total_train_steps=5"),
+            *(f"rollout.server_addrs={server.address}", "rollout.weight_update=disk", "gconfig.max_new_tokens=8"),
+            *(f"train_dataset.path={WORD_PROBLEMS}?train=64&test=2&steps=1", "train_dataset.batch_size=16"),
+            *("actor.optimizer.lr=1e-2", "async_training=false"),
+        )
+    kl = [row["policy/teacher_kl"] for row in rows[:5]]
+    assert kl[0] > 0.5 and kl[4] < 0.8 * kl[0], kl

@@ -50,6 +50,7 @@ PRESETS: dict[str, Choices] = {
     "lite_ppo": _preset("group_mean", "batch_std", "ppo", "token_mean", _LOSS),
     "max_rl": _preset("group_mean", "group_mean", "reinforce", "constant", _LOSS, loss_constant=1.0),
     "dppo": _preset("group_mean", "none", "dppo", "token_mean", _LOSS),
+    "opd": _preset("teacher", "none", "ppo", "token_mean", _LOSS),
 }
 """Choices of `algorithm`; bounds that are not here are those of `DEFAULTS`."""
 
@@ -130,11 +131,10 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
             choices[key] = None
     if choices["objective"] == "ppo" and choices["eps_clip_higher"] is None:
         choices["eps_clip_higher"] = choices["eps_clip"]
-    if choices["baseline"] == "critic":
-        if choices["returns_lambda"] is None:
-            choices["returns_lambda"] = choices["gae_lambda"]
-        if "reward_scale" not in given:
-            choices["reward_scale"] = "none"
+    if choices["baseline"] == "critic" and choices["returns_lambda"] is None:
+        choices["returns_lambda"] = choices["gae_lambda"]
+    if choices["baseline"] in ("critic", "teacher") and "reward_scale" not in given:
+        choices["reward_scale"] = "none"
     if choices["aggregation"] == "constant" and choices["loss_constant"] is None:
         choices["loss_constant"] = None if config.max_new_tokens is None else float(config.max_new_tokens)
     resolved = _with(config, choices)
@@ -165,7 +165,7 @@ def _with(config: ConfigT, choices: Choices) -> ConfigT:
 def _choices_of(algorithm: str | None) -> Choices:
     require(
         algorithm is None or algorithm in PRESETS,
-        f"actor.algorithm must be one of {', '.join(PRESETS)}: got {algorithm}, which is not built yet. Choose one.",
+        f"actor.algorithm must be one of {', '.join(PRESETS)}: got {algorithm}. Choose one.",
     )
     return {} if algorithm is None else PRESETS[algorithm]
 
@@ -211,6 +211,8 @@ def _check_rewards(actor: PPOActorConfig) -> None:
         f"actor.reward_scale must be none with actor.baseline critic: got {actor.reward_scale}. The critic learns the "
         "rewards themselves; remove it.",
     )
+    if actor.baseline == "teacher":
+        _check_teacher(actor)
     is_shaped_negative = actor.reward_bias < 0 or actor.reward_scaling <= 0 or actor.overlong_buffer is not None
     require(
         actor.reward_scale != "group_mean" or not is_shaped_negative,
@@ -225,6 +227,32 @@ def _check_rewards(actor: PPOActorConfig) -> None:
             f"actor.overlong_buffer must be at most actor.max_new_tokens: got {actor.overlong_buffer} and {longest}. "
             "Lower the first or give the second.",
         )
+
+
+def _check_teacher(actor: PPOActorConfig) -> None:
+    """A teacher gives every token its advantage; rewards are only logged."""
+    found = {
+        "reward_scale": (actor.reward_scale, "none"),
+        "adv_norm": (actor.adv_norm, False),
+        "group_adv_norm": (actor.group_adv_norm, False),
+        "discount": (actor.discount, 1.0),
+        "gae_lambda": (actor.gae_lambda, 1.0),
+    }
+    for key, (value, only) in found.items():
+        require(
+            value == only,
+            f"actor.{key} must be {str(only).lower()} with actor.baseline teacher: got {value}. The advantage of a "
+            "token is its log ratio of teacher and student; remove it.",
+        )
+    require(
+        actor.truncated != "zero",
+        "actor.truncated must be keep or mask with actor.baseline teacher: got zero. Rewards are only logged.",
+    )
+    require(
+        actor.kl_ctl == 0 or actor.kl_in == "loss",
+        "actor.kl_in must be loss with actor.baseline teacher: got reward. Set actor.kl_in=loss and "
+        "actor.kl_estimator=k3, or remove actor.kl_ctl.",
+    )
 
 
 def _check_objective(actor: PPOActorConfig) -> None:
@@ -262,9 +290,10 @@ def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
         "Set actor.kl_in=loss and actor.kl_estimator=k3.",
     )
     require(
-        actor.discount == actor.gae_lambda == 1 and actor.baseline != "critic",
-        f"actor.discount and actor.gae_lambda must be 1, without a critic, with {one_ratio}: got {actor.discount}, "
-        f"{actor.gae_lambda} and baseline {actor.baseline}. Tokens of a completion must share its advantage.",
+        actor.discount == actor.gae_lambda == 1 and actor.baseline not in ("critic", "teacher"),
+        f"actor.discount and actor.gae_lambda must be 1, without a critic or teacher, with {one_ratio}: got "
+        f"{actor.discount}, {actor.gae_lambda} and baseline {actor.baseline}. "
+        "Tokens of a completion must share its advantage.",
     )
 
 

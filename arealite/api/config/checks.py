@@ -249,6 +249,19 @@ def check_reference(actor: PPOActorConfig, ref: PPOActorConfig | None, gconfig: 
     check_frozen(ref, "ref")
 
 
+def check_teacher(actor: PPOActorConfig, teacher: PPOActorConfig | None, gconfig: GenerationHyperparameters) -> None:
+    """Distillation and the teacher's block come together."""
+    require(
+        (teacher is not None) == (actor.baseline == "teacher"),
+        f"actor.baseline must be teacher exactly with a teacher block: got {actor.baseline} and "
+        f"{'no block' if teacher is None else 'a block'}. Set actor.algorithm=opd and teacher.path, as "
+        "examples/arealite/distill.py does, or remove both.",
+    )
+    if teacher is not None:
+        check_equal("teacher.temperature", teacher.temperature, "gconfig.temperature", gconfig.temperature)
+        check_frozen(teacher, "teacher")
+
+
 def check_frozen(engine: TrainEngineConfig, key: str) -> None:
     """A reference or teacher has no optimizer."""
     require(

@@ -211,6 +211,9 @@ class GRPOConfig(BaseExperimentConfig):
         **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
         "ref.node_timeout": "launcher.node_timeout",
         **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
+        **_named("teacher", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
+        "teacher.node_timeout": "launcher.node_timeout",
+        **_same("teacher", "actor", "dtype", "mb_spec", "fsdp"),
         **_same("eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "temperature"),
         **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),
         "tokenizer_path": "actor.path",
@@ -234,6 +237,8 @@ class GRPOConfig(BaseExperimentConfig):
     """The policy and its algorithm."""
     ref: PPOActorConfig | None = None
     """The reference of the KL penalty; None is no reference. Path, dtype and memory settings follow `actor`."""
+    teacher: PPOActorConfig | None = None
+    """The teacher of on-policy distillation; None is no teacher. Dtype and memory settings follow `actor`."""
 
     @property
     def trained(self) -> tuple[str, TrainEngineConfig]:
@@ -260,6 +265,7 @@ class GRPOConfig(BaseExperimentConfig):
         checks.check_sampling(self.gconfig, self.rollout, self.cluster)
         checks.check_objective(self.actor, self.gconfig, self.rollout)
         checks.check_reference(self.actor, self.ref, self.gconfig)
+        checks.check_teacher(self.actor, self.teacher, self.gconfig)
         checks.check_critic(self.actor, has_critic=self.has_critic)
 
 

@@ -187,8 +187,9 @@ class PPOActorConfig(TrainEngineConfig):
     dynamic_sampling: Bool | None = None
     """Reject groups whose raw rewards are all equal and sample others (DAPO); the script passes it to prepare_batch as
     should_accept. None is false."""
-    baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted", "critic"] | None = None
-    """What is subtracted from rewards. None is group_mean in GRPOConfig, else none."""
+    baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted", "critic", "teacher"] | None = None
+    """What is subtracted from rewards; with `teacher` the advantage of a token is the teacher's logprob minus the
+    student's, and rewards are only logged. None is group_mean in GRPOConfig, else none."""
     reward_scale: Literal["none", "group_std", "batch_std", "group_mean"] | None = None
     """What rewards minus the baseline are divided by. None is group_std in GRPOConfig, else none."""
     adv_norm: Bool | None = None

@@ -37,6 +37,8 @@ class RunConfig(BaseExperimentConfig):
     """The trained model of an experiment without one."""
     ref: dict[str, Any] | None = None
     """A frozen reference."""
+    teacher: dict[str, Any] | None = None
+    """A frozen teacher."""
     gconfig: _TrainingSampling | None = None
     """Sampling of training episodes."""
     eval_gconfig: GenerationHyperparameters | None = None

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arealite.algorithms import objectives
 from arealite.algorithms.advantages import (
+    distillation_advantages,
     gae,
     gae_returns,
     overlong_penalty,
@@ -96,8 +97,12 @@ class PPOActor:
         [B, T]` and the mask `returns_mask [B, T]` of tokens that have one.
 
         Needs `rewards [B]`, the masks and logprobs of a trajectory, `ref_logprobs` with a KL penalty in the reward,
-        `values [B, T]` with `baseline: critic`, and `no_eos [B]` where cut-off answers are treated apart.
+        `values [B, T]` with `baseline: critic`, and `no_eos [B]` where cut-off answers are treated apart. With
+        `baseline: teacher` it needs `teacher_logprobs [B, T]` and no rewards.
         """
+        if self.config.baseline == "teacher":
+            batch["advantages"] = self._teacher_advantages(batch)
+            return
         config, (groups_B, num_groups) = self.choices, self._groups(batch)
         mask_BT = self._trained_tokens(batch)
         scores_B = self._shaped_rewards(batch)
@@ -155,6 +160,14 @@ class PPOActor:
         }
 
     # Rewards
+
+    def _teacher_advantages(self, batch: TensorDict) -> torch.Tensor:
+        """Return log teacher - log student `[B, T]`, of the student as it is before the update where that is known."""
+        require_key(batch, "teacher_logprobs", "baseline: teacher", "Set it to teacher.compute_logprobs(batch)")
+        student_BT = self._whole_logprobs(batch)
+        if "kept_ids" not in batch and "proximal_logprobs" in batch:
+            student_BT = batch["proximal_logprobs"]
+        return distillation_advantages(batch["teacher_logprobs"], student_BT, self._trained_tokens(batch))
 
     def _shaped_rewards(self, batch: TensorDict) -> torch.Tensor:
         """Return the rewards `[B]`: cut-off answers treated, long ones penalised, then scaled."""
@@ -342,6 +355,8 @@ class PPOActor:
         if "ref_logprobs" in batch and ("kept_ids" not in batch or "whole_logprobs" in batch):
             log_ratio_BT = self._whole_logprobs(batch).double() - batch["ref_logprobs"].double()
             metrics.add(mask_BT, {"policy/ref_kl": k3(log_ratio_BT)})
+        if self.config.baseline == "teacher":
+            metrics.add(mask_BT, {"policy/teacher_kl": -batch["advantages"]})
         groups_B, num_groups = self._groups(batch)
         (deviation,) = spread(batch["rewards"], torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()
         deviations_G = spread(batch["rewards"], groups_B, num_groups, reduce=self._sum_over_ranks)[1]

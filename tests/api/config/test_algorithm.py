@@ -36,6 +36,7 @@ gmpo                         group_mean    group_std  False gmpo      sequence_m
 lite_ppo                     group_mean    batch_std  False ppo       token_mean    k3 in loss   0.2 0.2
 max_rl                       group_mean    group_mean False reinforce constant      k3 in loss   1.0
 dppo                         group_mean    none       False dppo      token_mean    k3 in loss   0.2
+opd                          teacher       none       False ppo       token_mean    k3 in loss   0.2 0.2
 """.strip().splitlines()[1:]
 """Section 3 of the design, by hand; bounds are those that are not null, in the order of the keys."""
 BOUNDS = [key for key, (choice, _) in BELONGS_TO.items() if choice in ("objective", "aggregation")]
@@ -70,10 +71,8 @@ def test_presets_are_those_of_the_papers(row: str) -> None:
     assert all(getattr(resolved, key) == getattr(actor(algorithm=name), key) for key in untouched)
 
 
-def test_every_preset_is_in_the_table_or_says_what_it_waits_for() -> None:
+def test_every_preset_is_in_the_table() -> None:
     assert {row.split()[0] for row in TABLE} == PRESETS.keys()
-    with pytest.raises(ConfigError, match=r"actor.algorithm must be one of .*: got opd, which is not built yet"):
-        resolve_choices(actor(algorithm="opd"))
     assert PRESETS["ppo"]["gae_lambda"] == 0.95
 
 
@@ -184,6 +183,14 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
             "level token or sequence, with action truncate",
         ),
         ({"proximal": "recompute", "_action": "mask", "_level": "geometric"}, "actor.correction must have a bound"),
+        ({"algorithm": "opd", "adv_norm": True}, "actor.adv_norm must be false with actor.baseline teacher"),
+        ({"algorithm": "opd", "gae_lambda": 0.9}, "actor.gae_lambda must be 1.0 with actor.baseline teacher"),
+        ({"algorithm": "opd", "truncated": "zero"}, "actor.truncated must be keep or mask with actor.baseline teacher"),
+        ({"algorithm": "opd", "kl_ctl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, "actor.kl_in must be loss with"),
+        (
+            {"algorithm": "opd", "objective": "gmpo", "aggregation": "sequence_mean"},
+            "Tokens of a completion must share its advantage",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(choices: dict[str, Any], told: str) -> None:
@@ -209,9 +216,9 @@ def test_what_means_something_is_accepted(choices: dict[str, Any]) -> None:
 
 
 VALUES: dict[str, list[Any]] = {
-    "algorithm": [*PRESETS, "opd"],
+    "algorithm": [*PRESETS],
     "truncated": ["keep", "zero", "mask"],
-    "baseline": ["none", "group_mean", "leave_one_out", "length_weighted"],
+    "baseline": ["none", "group_mean", "leave_one_out", "length_weighted", "teacher"],
     "reward_scale": ["none", "group_std", "batch_std", "group_mean"],
     "objective": ["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"],
     "importance_sampling_level": ["token", "sequence"],
@@ -254,11 +261,34 @@ def test_resolving_is_final_and_keeps_what_is_given(picks: dict[str, int], is_gr
 @pytest.mark.parametrize("algorithm", [None, *PRESETS])
 def test_resolved_choices_survive_yaml(tmp_path: Path, algorithm: str | None) -> None:
     overrides = ("actor.proximal=recompute", *([f"actor.algorithm={algorithm}"] if algorithm else []))
+    overrides += ("teacher.path=t",) if algorithm == "opd" else ()
     cls = PPOConfig if algorithm == "ppo" else GRPOConfig
     config = load(tmp_path, COMMON, *overrides, cls=cls)
     assert config.actor.baseline is not None and config.actor.max_new_tokens == config.gconfig.max_new_tokens
     again = load(tmp_path, to_yaml(config), cls=cls)
     assert again == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["actor.algorithm=opd"],
+            "actor.baseline must be teacher exactly with a teacher block: got teacher and no block",
+        ),
+        (["teacher.path=t"], "actor.baseline must be teacher exactly with a teacher block: got group_mean and a block"),
+        (["actor.algorithm=opd", "teacher={path: t, temperature: 0.5}"], "teacher.temperature must equal gconfig.temp"),
+        (
+            ["actor.algorithm=opd", "teacher={path: t, optimizer: {}}"],
+            "teacher.optimizer must be null: got an optimizer",
+        ),
+        (["actor.algorithm=opd", "teacher={}"], "teacher.path must be given"),
+    ],
+)
+def test_a_teacher_and_its_preset_come_together(tmp_path: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, COMMON, *overrides)
+    assert told in str(caught.value)
 
 
 def test_a_grpo_config_without_a_preset_has_the_group_statistic(tmp_path: Path) -> None:
