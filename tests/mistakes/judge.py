@@ -28,7 +28,7 @@ def judge(mistake: Mistake, status: int, text: str) -> list[str]:
 
 
 def normalised(text: str, folder: Path) -> str:
-    """Leave out folders, ports, times, process ids and line numbers."""
+    """Leave out folders, ports, times, process ids, line numbers and what depends on which process is faster."""
     text = text.replace(f"{folder}/", "").replace(str(folder), "FOLDER").replace(str(_PACKAGE), "REPOSITORY")
     for pattern, name in (
         (r"\x1b\[[0-9;]*m", ""),
@@ -40,6 +40,9 @@ def normalised(text: str, folder: Path) -> str:
         (r"\b\d\d:\d\d:\d\d\b", "TIME"),
         (r"\b(episode|prompt) \d+-\d+", r"\1 E-I"),
         (r"(?m)^launcher \| waiting for .*\n", ""),
+        (r"<unknown>, line \d+", "<unknown>, line N"),
+        # Ranks and servers start together: whose line comes first is chance.
+        (r"(?ms)^(launcher \| [^\n]*; logs in [^\n]*\n)(.*?)^(launcher \| server-0 is ready [^\n]*\n)", r"\1\3\2"),
         (r"(?m)[ \t]+$", ""),
     ):
         text = re.sub(pattern, name, text)
