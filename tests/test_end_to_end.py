@@ -14,6 +14,7 @@ import pytest
 import yaml
 from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from transformers import AutoModelForSequenceClassification
 
 from arealite.weights.log import read_weights
 
@@ -39,11 +40,11 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run_grpo(model: Path, fileroot: Path, num_steps: int, *overrides: str) -> Path:
-    """Run a few small steps of GRPO and return the run folder."""
+def run_rl(model: Path, fileroot: Path, num_steps: int, *overrides: str, example: str = "gsm8k_grpo") -> Path:
+    """Run a few small steps of an example and return the run folder."""
     run(
-        *("-m", "arealite.launcher.local", str(REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py")),
-        *("--config", str(CONFIGS / "gsm8k_grpo_cpu.yaml"), f"actor.path={model}", f"cluster.fileroot={fileroot}"),
+        *("-m", "arealite.launcher.local", str(REPOSITORY / "examples" / "arealite" / f"{example}.py")),
+        *("--config", str(CONFIGS / f"{example}_cpu.yaml"), f"actor.path={model}", f"cluster.fileroot={fileroot}"),
         *("experiment_name=e2e", "trial_name=t", f"total_train_steps={num_steps}", "train_dataset.batch_size=6"),
         *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10"),
         *("launcher.preflight=false", "evaluator.freq_steps=2", *overrides),  # it takes seconds; test_docs.py has it
@@ -99,7 +100,7 @@ def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> 
 @pytest.fixture(scope="module")
 def asynchronous(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps on two servers and two ranks; each step moves the weights away from wrong answers."""
-    return run_grpo(
+    return run_rl(
         *(model, tmp_path_factory.mktemp("asynchronous"), 4),
         *("allocation_mode=lite.d2p1t1+d2p1t1", "rollout.max_concurrent_rollouts=12"),
         *("actor.adv_norm=false", "actor.group_reward_norm=false", "actor.reward_bias=-0.5"),
@@ -139,12 +140,23 @@ def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path
 
 
 def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
-    folder = run_grpo(
+    folder = run_rl(
         *(model, tmp_path, 3),
         *("async_training=false", "rollout.weight_update=disk", "ref.path=${actor.path}", "actor.kl_ctl=0.01"),
         *("actor.ppo_n_minibatches=2", "tokenizer_path=${actor.path}"),
     )
     check_run(folder, num_steps=3, bound=0, num_servers=1)
+
+
+def test_ppo_with_a_critic_that_starts_another(model: Path, tmp_path: Path) -> None:
+    folder = run_rl(model, tmp_path, 3, "actor.reward_bias=-0.5", example="gsm8k_ppo")
+    check_run(folder, num_steps=3, bound=2, num_servers=1)
+    rows = rows_of(folder / "metrics.jsonl")
+    assert rows[0]["value/mean"] == 0.0 and rows[0]["value/return"] == pytest.approx(rows[0]["reward/mean"] - 0.5)
+    assert rows[2]["value/mean"] < -0.05, "towards the reward"
+    assert all(row["value/skipped_steps"] == row["optim/skipped_steps"] == 0 for row in rows[:3])
+    critic = AutoModelForSequenceClassification.from_pretrained(folder / "checkpoints" / "step_2" / "critic")
+    assert critic.config.num_labels == 1 and critic.score.weight.abs().max() > 0
 
 
 def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:

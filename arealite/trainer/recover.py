@@ -81,14 +81,16 @@ class Recover:
         engine: FSDPEngine,
         dataloader: Stateful,
         *,
+        critic: FSDPEngine | None = None,
         rollout: InferenceEngine | None = None,
         clocks: Mapping[str, Stateful] | None = None,
     ) -> int:
         """Restore all objects from the checkpoint and return the first step to do, 0 without one.
 
-        Call it before the first episode starts. `save` writes the state of the same objects, which is plain data.
+        Call it before the first episode starts. `save` writes the state of the same objects: tensors of the engines,
+        plain data of the others.
         """
-        self._engine, self._rollout = engine, rollout
+        self._engine, self._critic, self._rollout = engine, critic, rollout
         self._parts: dict[str, Stateful] = {"dataloader": dataloader, "recover": self._frequency, **(clocks or {})}
         if rollout is not None:
             self._parts["rollout"] = rollout
@@ -132,14 +134,23 @@ class Recover:
         is_due = self._frequency.check()
         facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
         facts |= {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
-        self._after_step = _AfterStep(facts, rng_state(), self._engine.num_changes)
+        self._after_step = _AfterStep(facts, rng_state(), self._num_changes)
         if is_due:
             self._settle()
             self._start_write(self._after_step)
 
+    @property
+    def _num_changes(self) -> int:
+        return self._engine.num_changes + (0 if self._critic is None else self._critic.num_changes)
+
+    def _shards(self) -> dict[str, Any]:
+        """Return the state of the engines."""
+        critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
+        return self._engine.state_dict() | critic
+
     def _start_write(self, state: _AfterStep) -> None:
         """Copy the tensors, which the next step changes, to memory, and have all written."""
-        shards, path = self._engine.state_dict(), self._folder / f"step_{state.facts['step']}"
+        shards, path = self._shards(), self._folder / f"step_{state.facts['step']}"
         copied = tree_map_only(torch.Tensor, lambda shard: shard.detach().to("cpu", copy=True), shards)
         self._write = _Write(path, state.facts, copied, state.rng, self._group, self._config.keep_last)
         self._after_step = None
@@ -158,7 +169,7 @@ class Recover:
         is_stop = isinstance(error, stop.RunStopped)
         failure = self._finish(WRITE_TIMEOUT_S if error is None or is_stop else _FAILED_RANK_WRITE_TIMEOUT_S)
         state = self._after_step
-        if is_stop and failure is None and state is not None and state.num_changes == self._engine.num_changes:
+        if is_stop and failure is None and state is not None and state.num_changes == self._num_changes:
             self._start_write(state)
             failure = self._finish(WRITE_TIMEOUT_S)
         self._lock.close()
@@ -199,7 +210,7 @@ class Recover:
             raise CheckpointError(
                 f"{path} must have format {_FORMAT}: got {facts.get('format')}. Use the AReaLite that wrote it."
             )
-        shards = self._engine.state_dict()
+        shards = self._shards()
         try:
             state_dict_loader.load(shards, checkpoint_id=path, process_group=self._group)
         except CheckpointException as failed:
@@ -207,6 +218,8 @@ class Recover:
                 f"{path} must fit the model: got {_cause_of(failed)}. Use the configuration of the run."
             ) from failed
         self._engine.load_state_dict(shards)
+        if self._critic is not None:
+            self._critic.load_state_dict(shards["critic"])
         for name, part in self._parts.items():
             part.load_state_dict(facts[name])
         self._note(facts)  # the process that published it may have died before it did this

@@ -21,8 +21,19 @@ class Saver(Frequency):
         self._folder = RunFolder(config).checkpoints
         self._last: Path | None = None
 
-    def save(self, engine: TrainEngine, step: int, *, tokenizer: Any = None, force: bool = False) -> Path | None:
-        """Save after step `step` if due or forced, but no step twice; return the folder (collective)."""
+    def save(
+        self,
+        engine: TrainEngine,
+        step: int,
+        *,
+        tokenizer: Any = None,
+        critic: TrainEngine | None = None,
+        force: bool = False,
+    ) -> Path | None:
+        """Save after step `step` if due or forced, but no step twice; return the folder (collective).
+
+        A critic goes to `critic/` in it, with which `critic.path` of another run may start.
+        """
         if not self.check(force=force):
             return None
         path = self._folder / f"step_{step}"
@@ -31,6 +42,8 @@ class Saver(Frequency):
         unfinished = path.with_name(f".{path.name}.unfinished")
         on_rank_0(lambda: fresh_folder(unfinished))
         engine.save(SaveLoadMeta(path=str(unfinished), tokenizer=tokenizer))
+        if critic is not None:
+            critic.save(SaveLoadMeta(path=str(unfinished / "critic"), tokenizer=tokenizer))
         on_rank_0(lambda: _publish(unfinished, path))
         self._last = path
         return path

@@ -18,6 +18,7 @@ from arealite.api.cli_args import (
     GRPOConfig,
     OptimizerConfig,
     PPOActorConfig,
+    PPOConfig,
     SFTConfig,
     config_help,
     load_expr_config,
@@ -589,6 +590,9 @@ def test_shipped_configs_load() -> None:
         assert shipped("gsm8k_grpo.yaml", GRPOConfig, f"allocation_mode={mode}", *cluster).cluster.n_nodes == nodes
     assert shipped("gsm8k_sft.yaml", SFTConfig).train_dataset.type == "sft"
     assert shipped("gsm8k_sft_cpu.yaml", SFTConfig, "model.path=tiny").tokenizer_path == "tiny"
+    ppo = shipped("gsm8k_ppo.yaml", PPOConfig)
+    assert (ppo.actor.baseline, ppo.actor.returns_lambda, ppo.critic.ppo_n_minibatches) == ("critic", 1.0, 4)
+    assert shipped("gsm8k_ppo_cpu.yaml", PPOConfig, "actor.path=tiny").critic.path == "tiny"
     dpo = shipped("dpo.yaml", DPOConfig)
     assert (dpo.ref.path, dpo.ref.dtype, dpo.ref.optimizer) == ("Qwen/Qwen2.5-1.5B-Instruct", "bfloat16", None)
     assert (dpo.valid_dataset.type, dpo.valid_dataset.split) == ("dpo", "test_prefs")

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from training_cases import token_batch, train_config
+from training_cases import critic_config, token_batch, train_config
 
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import RecoverConfig, SaverConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
@@ -60,6 +62,15 @@ def state_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return found
 
 
+def learn_values(critic: FSDPPPOCritic, batch: TensorDict) -> float:
+    """Take two optimizer steps towards returns that the tokens determine, and return the loss."""
+    batch["group_index"] = torch.arange(len(batch)) // 2
+    batch["values"] = critic.compute_values(batch)
+    batch["returns_mask"] = batch["loss_mask"].bool()
+    batch["returns"] = batch["input_ids"] / 49 * batch["returns_mask"]
+    return critic.ppo_update(batch)["value/loss"]
+
+
 def train(
     model: str,
     folder: Path,
@@ -72,6 +83,7 @@ def train(
     asked_rank: int = 0,
     trial_name: str = "t",
     publishes: bool = True,
+    has_critic: bool = False,
     **config: Any,
 ) -> dict[str, Any]:
     """Run up to `steps` steps, or be cut off; return what came of it."""
@@ -79,14 +91,19 @@ def train(
     options = {"mode": "auto", "freq_steps": 2} | config
     recover = Recover(RecoverConfig(**names, **options), SPEC)
     engine = FSDPEngine(train_config(model, seed=3))
-    engine.initialize(None, SPEC)
+    critic = FSDPPPOCritic(critic_config(model, seed=4, group_size=2, ppo_n_minibatches=2)) if has_critic else None
+    engines = [engine] if critic is None else [engine, critic]
+    for one in engines:
+        one.initialize(None, SPEC)
     loader = PromptLoader([{"number": number} for number in range(40)], 4)
     rollout, saver = Counter(), Saver(SaverConfig(**names, freq_steps=3), SPEC)
-    found: dict[str, Any] = {"losses": {}, "draws": {}, "saved": []}
+    found: dict[str, Any] = {"losses": {}, "draws": {}, "saved": [], "values": {}}
     batches, rank = iter(loader), dist.get_rank()
     try:
         with recover:
-            start = found["start"] = recover.load(engine, loader, rollout=rollout, clocks={"saver": saver})
+            start = found["start"] = recover.load(
+                engine, loader, critic=critic, rollout=rollout, clocks={"saver": saver}
+            )
             for step in range(start, steps):
                 if step in (ask_in, interrupt_in) and rank == asked_rank:
                     signal.raise_signal(signal.SIGTERM)
@@ -97,11 +114,13 @@ def train(
                 rows = list(range(rank, len(LENGTHS), dist.get_world_size()))
                 metrics = engine.train_batch(batch[rows], sft_loss_fn, count_loss_tokens)
                 engine.step_lr_scheduler()
+                if critic is not None:
+                    found["values"][step] = learn_values(critic, batch[rows])
                 engine.set_version(step + publishes)
                 found["losses"][step] = metrics["loss"]
                 found["draws"][step] = (random.random(), torch.rand(1).item())
                 rollout.num_episodes += 6
-                if saver.save(engine, step) is not None:
+                if saver.save(engine, step, critic=critic) is not None:
                     found["saved"].append(step)
                 recover.save(step)
                 if step == fail_after:
@@ -111,9 +130,13 @@ def train(
     except stop.RunStopped as error:
         return found | {"status": error.code}
     else:
-        return found | {"state": state_of(engine), "noted": rollout.noted, "version": engine.get_version()}
+        state = {
+            f"{index}.{name}": one for index in range(len(engines)) for name, one in state_of(engines[index]).items()
+        }
+        return found | {"state": state, "noted": rollout.noted, "version": engine.get_version()}
     finally:
-        engine.destroy()
+        for one in reversed(engines):
+            one.destroy()
 
 
 def train_on_ranks(_: Connection, model: str, out: Path, runs: list[dict[str, Any]]) -> None:

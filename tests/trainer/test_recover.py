@@ -95,6 +95,24 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_of_its_last_step(
     assert checkpoints(tmp_path) == ["step_3", "step_5"] if last == 3 else ["step_4", "step_5"], "its clock goes on"
 
 
+def test_a_critic_resumes_with_the_policy(model: str, tmp_path: Path) -> None:
+    """Weights, moments and schedule of both, bit for bit, after a stop and after a kill."""
+    whole = train(model, tmp_path / "whole", steps=6, has_critic=True)
+    assert whole["values"][5] < whole["values"][0] and any(name.startswith("1.score") for name in whole["state"])
+    for kind, ended in (("stopped", {"ask_in": 2}), ("killed", {"stop_after": 2})):
+        train(model, tmp_path / kind, steps=6, has_critic=True, **ended)
+        found = train(model, tmp_path / kind, steps=6, has_critic=True)
+        assert found["start"] == (3 if kind == "stopped" else 2)
+        for key in ("losses", "values", "draws"):
+            assert found[key] == {step: whole[key][step] for step in range(found["start"], 6)}
+        assert_same_state(found, whole)
+    saved = tmp_path / "killed/e/t/checkpoints/step_5"
+    assert {path.name for path in (saved / "critic").iterdir()} >= {"config.json", "model.safetensors"}
+    train(model, tmp_path / "policy", steps=2)
+    with pytest.raises(CheckpointError, match=r"step_1 must fit the model: got Missing key .*critic"):
+        train(model, tmp_path / "policy", steps=3, has_critic=True)
+
+
 def test_a_run_without_checkpoints_stops_as_well(model: str, tmp_path: Path) -> None:
     assert train(model, tmp_path, steps=7, ask_in=1, mode="disabled")["status"] == 143
     assert not (tmp_path / "e/t/recover").exists()
