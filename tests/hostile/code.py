@@ -99,6 +99,7 @@ class Hostile(RolloutWorkflow):
 
     def __init__(self, plan: list[tuple[str, Any]]) -> None:
         self.plan = plan
+        self.num_sleepers = 0  # threads of the user, which nobody can end
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         kind, act = self.plan[data["prompt_id"].index]
@@ -111,6 +112,7 @@ class Hostile(RolloutWorkflow):
         if kind == "block":
             time.sleep(0.2)
         elif kind != "good":
+            self.num_sleepers += act in (ENDLESS[-1], _leak_thread)  # a loaded machine begins more epochs of the plan
             await act()
         return waiting_trajectory(data["prompt_id"].index, engine.get_version())
 
@@ -139,17 +141,18 @@ def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> 
     plan = plan * (1 if short else 3)
     plan += [("good", None)] * (len(plan) // 2)
     rng.shuffle(plan)
-    run_workflows(report, folder / "runs", plan)
+    workflow = Hostile(plan)
+    run_workflows(report, folder / "runs", workflow)
     for error in (SystemExit, KeyboardInterrupt):
         end_the_loop(report, folder / error.__name__, error)
     asyncio.run(run_rewards(report, rng, repeat=1 if short else 2))
-    num_sleepers = sum(act in (ENDLESS[-1], DONE[2]) for _, act in plan)  # threads of the user, which nobody can end
-    allowed = Usage(before.files, before.threads + num_sleepers, before.children, before.log_bytes)
+    allowed = Usage(before.files, before.threads + workflow.num_sleepers, before.children, before.log_bytes)
     report.leaks += settled(lambda: allowed.leaks(Usage.of(os.getpid()), what="the trainer", inputs=report.tried), 10.0)
 
 
-def run_workflows(report: Report, fileroot: Path, plan: list[tuple[str, Any]]) -> None:
+def run_workflows(report: Report, fileroot: Path, workflow: Hostile) -> None:
     """Train on what good prompts return, until every prompt has ended, and compare the account with the plan."""
+    plan = workflow.plan
     config = InferenceEngineConfig(
         experiment_name="e", trial_name="t", fileroot=str(fileroot), consumer_batch_size=_BATCH, episode_retries=0,
         max_concurrent_rollouts=2 * _BATCH, max_head_offpolicyness=10**6, max_failed_share=1.0, failure_window=10**4,
@@ -158,7 +161,6 @@ def run_workflows(report: Report, fileroot: Path, plan: list[tuple[str, Any]]) -
     rows = [{"x": number} for number in range(len(plan))]
     num_good = sum(bool(expected(*one) & {"trained"}) for one in plan)
     engine, loader = IdleEngine(config), PromptLoader(rows, len(plan), shuffle=False)
-    workflow = Hostile(plan)
     try:
         for version in range(num_good // _BATCH):
             engine.executor.prepare_batch(loader, workflow)

@@ -111,7 +111,7 @@ REWARDS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "writes junk": (lambda: _write_to_sockets(b"\0\0\0\4junk"), {"timeout", "crash"}),
     "returns twice": (_fork_twice, {"ok", "crash"}),
     "leaves a child": (_leave_a_child, {"ok"}),
-    "takes memory": (lambda: len(bytearray(b"x") * 2**30) and time.sleep(3600), {"crash", "exception"}),
+    "takes memory": (lambda: len(bytearray(b"x") * 2**30) and time.sleep(3600), {"crash", "exception", "timeout"}),
     "prints": (lambda: print("\x1b]" * 10**6) or 1.0, {"ok"}),
     "leaks threads": (lambda: [threading.Thread(target=_hang).start() for _ in range(9)] and 1.0, {"ok"}),
     "leaves the folder": (lambda: os.chdir("/") or 1.0, {"ok"}),
