@@ -4,10 +4,13 @@ An error whose message is a sentence of ours is one line; any other shows the us
 launcher keeps the whole traceback in the log of the process.
 """
 
+import contextlib
 import linecache
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
 from arealite.api.errors import AReaLiteError, ConfigError
@@ -23,6 +26,17 @@ _LESS_MEMORY = (
     "`arealite check` estimates the need"
 )
 _MAX_LINES = 5  # of the user's code, and of a message that is not ours
+
+
+@contextlib.contextmanager
+def running(script: Path) -> Iterator[None]:
+    """Let imports and arguments be as in a process that runs the script."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv, sys.path[:] = [str(script)], [str(script.parent), *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
 
 
 def show_errors_briefly() -> None:

@@ -28,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
                 from arealite.cli.check.check import check
 
                 return check(args.entry, args.arguments)
+            case "check-loss":
+                from arealite.cli.check_loss import check_loss
+
+                return check_loss(args.function, args.kind, is_strict=args.strict)
             case "serve":
                 from arealite.cli.serve import serve
 
@@ -80,6 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("entry", metavar="ENTRY.py", help="script with the training loop")
     check.add_argument("arguments", nargs=argparse.REMAINDER, help="what the launcher would get")
+
+    check_loss = commands.add_parser(
+        "check-loss",
+        help="try the properties that a loss or an advantage function of your own must have",
+        usage="arealite check-loss FILE.py[:FUNCTION] [--kind loss|advantage] [--strict]",
+        description="Call a loss (logprobs, micro_batch) or an advantage function (rewards, group_index, num_tokens) "
+        "on small inputs, on a CPU, and show by how much a property fails, and on which input.",
+        epilog="exit status: 0 all properties hold (warnings don't count), 1 one fails, 2 the file can't be used",
+    )
+    check_loss.add_argument("function", metavar="FILE.py[:FUNCTION]", help="default: every function of these arguments")
+    check_loss.add_argument("--kind", choices=["loss", "advantage"], help="where the arguments don't tell")
+    check_loss.add_argument("--strict", action="store_true", help="let warnings count as failures")
 
     serve = commands.add_parser(
         "serve",

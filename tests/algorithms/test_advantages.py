@@ -1,9 +1,12 @@
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from two_ranks import Reduce, on_two_ranks
 
+from arealite.algorithms import properties
 from arealite.algorithms.advantages import (
     gae,
     gae_returns,
@@ -231,3 +234,13 @@ def test_every_row_may_have_its_own_lambda() -> None:
 def test_long_answers_lose_reward_within_the_buffer() -> None:
     penalties = overlong_penalty(torch.tensor([5, 6, 7, 8, 10, 12]), longest=10, buffer=4)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out", "length_weighted"])
+@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std", "group_mean"])
+def test_the_properties_that_an_advantage_function_of_the_user_must_have(baseline: str, scale: str) -> None:
+    def advantages(rewards: torch.Tensor, group_index: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        return reward_advantages(rewards, group_index, 3, baseline=baseline, scale=scale, lengths=num_tokens)
+
+    for seed, check in product(range(3), properties.ADVANTAGE_PROPERTIES.values()):
+        check(advantages, properties.random_answers(seed))

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import reference
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Answer, Token
 from tensordict import TensorDict
 
-from arealite.algorithms import objectives
-from arealite.utils.tensors import pack_rows
+from arealite.algorithms import objectives, properties
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.2}),
@@ -143,58 +142,29 @@ def test_losses_and_gradients_equal_the_slow_reference(case: str, answers: list[
     assert {value.shape for value in statistics.values()} == {logprobs.shape}
 
 
-@every_objective
-@given(answers=answers)
-def test_where_all_policies_are_equal_the_gradient_is_minus_the_advantage(case: str, answers: list[Answer]) -> None:
+def padded(answers: list[Answer], seed: int) -> TensorDict:
+    """Return rows `[B, T]` with prompts, replies of an environment and padding around the answers."""
+    rows = properties.random_rows(seed, [len(answer) for answer in answers])
     logprobs, batch = reference.packed(answers)
-    batch["proximal_logprobs"] = batch["rollout_logprobs"] = logprobs.detach()
-    lengths = torch.bincount(batch["segment_ids"])[batch["segment_ids"]]
-    (objective_of(case)(logprobs, batch)[0] / lengths).sum().backward()
-    torch.testing.assert_close(logprobs.grad, -batch["advantages"] / lengths, rtol=1e-9, atol=1e-12)
-
-
-POISON = [math.nan, math.inf, -math.inf, 1e30]
+    for name in ("proximal_logprobs", "rollout_logprobs", "advantages"):
+        rows[name][rows["loss_mask"]] = batch[name]
+    rows["logprobs"][rows["loss_mask"]] = logprobs.detach()
+    return rows
 
 
 @every_objective
+@settings(max_examples=settings.default.max_examples // 10)
 @given(answers=answers, seed=st.integers(0, 2**31))
-def test_packing_order_and_masked_tokens_do_not_matter(case: str, answers: list[Answer], seed: int) -> None:
-    """Of rows with prompts, replies of an environment and padding that hold NaN, in micro-batches in any order."""
-    clean_logprobs, clean = reference.packed(answers)
-    expected, _ = objective_of(case)(clean_logprobs, clean)
-    expected.sum().backward()
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(len(answer) for answer in answers)
-    width = 2 * longest + 3
-    places = [torch.randperm(width - 2, generator=generator)[: len(a)].sort().values + 1 for a in answers]
-    rows = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
-    spots = (rows, torch.cat(places))
-    poison = torch.randint(len(POISON), (5, len(answers), width), generator=generator)
-    columns = torch.tensor(POISON, dtype=torch.float64)[poison]
-    names = ("proximal_logprobs", "rollout_logprobs", "advantages")
-    batch = dict(zip(("logprobs", *names), columns))
-    for name, values in {"logprobs": clean_logprobs.detach(), **{name: clean[name] for name in names}}.items():
-        batch[name][spots] = values
-    batch["loss_mask"] = torch.zeros(len(answers), width, dtype=torch.bool)
-    batch["loss_mask"][spots] = True
-    batch["attention_mask"] = torch.ones(len(answers), width, dtype=torch.bool)
-    batch["attention_mask"][:, -1] = batch["loss_mask"][:, -1]  # padding
-    logprobs = batch["logprobs"].requires_grad_()
-    padded = TensorDict(batch, batch_size=[len(answers)])
-    order = torch.randperm(len(answers), generator=generator).tolist()
-    cut = int(torch.randint(len(answers) + 1, (1,), generator=generator))
-    losses = torch.full(padded["loss_mask"].shape, math.nan, dtype=torch.float64)
-    for indices in filter(None, (order[:cut], order[cut:])):
-        packed = pack_rows(padded, indices).packed
-        one, statistics = objective_of(case)(packed["logprobs"], packed)
-        assert (one[~packed["loss_mask"]] == 0).all()
-        assert all(value.double().isfinite().all() for value in statistics.values())
-        one.sum().backward()
-        for row, index in enumerate(indices):
-            losses[index][padded["attention_mask"][index]] = one[packed["segment_ids"] == row].detach()
-    torch.testing.assert_close(losses[spots], expected.detach(), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(logprobs.grad[spots], clean_logprobs.grad, rtol=1e-9, atol=1e-12)
-    assert (logprobs.grad[~padded["loss_mask"]] == 0).all()
+def test_the_properties_that_a_loss_of_the_user_must_have(case: str, answers: list[Answer], seed: int) -> None:
+    objective, rows = objective_of(case), padded(answers, seed)
+    for check in properties.LOSS_PROPERTIES.values():
+        check(objective, rows)
+    properties.check_split(objective, rows, seed)
+    properties.check_masked_counts(objective, rows, seed)
+    found = properties.evaluate(objective, rows)
+    expected = objective(*reference.packed(answers))[0].detach()
+    torch.testing.assert_close(found["losses"][rows["loss_mask"]], expected, rtol=1e-9, atol=1e-12)
+    assert (found["losses"][~rows["loss_mask"]] == 0).all()
 
 
 @every_objective

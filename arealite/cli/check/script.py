@@ -2,13 +2,11 @@
 
 import ast
 import asyncio
-import contextlib
 import inspect
 import os
 import runpy
 import signal
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import last_name
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.api.script import running
 from arealite.cli.check.findings import Findings
 from arealite.reward.functions import check_signature, load_rewards
 from arealite.reward.worker import checked
@@ -57,7 +56,7 @@ def check_reward(
     ]
     if row is None or "messages" not in row or not given:
         return found.add("ok", "not called: the script has a workflow or data of its own")
-    with _running(script):
+    with running(script):
         # As a process of the reward imports it. A script without a main guard is refused by what it calls then.
         top_level = runpy.run_path(str(script), run_name="__mp_main__")
         if "load_rewards" in names and (named := getattr(config, "reward", None)):
@@ -106,17 +105,6 @@ def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
     if kind != "ok":
         return found.add("problem", f"{name}: {told}")
     found.add("ok", f"{name} gives the first row's own answer {told:g}")
-
-
-@contextlib.contextmanager
-def _running(script: Path) -> Iterator[None]:
-    """Let imports and arguments be as in a process that runs the script."""
-    argv, path = sys.argv, sys.path[:]
-    sys.argv, sys.path[:] = [str(script)], [str(script.parent), *path]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
 
 
 async def _awaited(value: Any) -> Any:

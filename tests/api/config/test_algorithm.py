@@ -335,13 +335,14 @@ def test_the_page_has_a_row_per_preset_and_names_tests_that_exist() -> None:
 
 def test_the_functions_on_the_page_do_what_it_says() -> None:
     page = (REPOSITORY / "docs/algorithms.md").read_text()
-    source = re.search(r"```python\n(.*?)\n\n\nactor = FSDPPPOActor", page, re.DOTALL)
-    names: dict[str, Any] = {"torch": torch, "math": math}
+    source = re.search(r"```python\n# my_loss.py\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
     exec(source[1] if source else "", names)
     best = names["best_of_group"](torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1]), None)
     assert best.tolist() == [1, 0, 1, 1]
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     batch = {"proximal_logprobs": torch.tensor([-1.0, -3.0]), "advantages": torch.tensor([2.0, -1.0])}
+    batch["loss_mask"] = torch.tensor([True, True])
     losses, statistics = names["capped_reinforce"](logprobs, batch)
     losses.sum().backward()
     assert logprobs.grad.tolist() == [-2, 3]
