@@ -11,6 +11,7 @@ from arealite.api.config.experiment import BaseExperimentConfig as BaseExperimen
 from arealite.api.config.experiment import DPOConfig as DPOConfig
 from arealite.api.config.experiment import GRPOConfig as GRPOConfig
 from arealite.api.config.experiment import PPOConfig as PPOConfig
+from arealite.api.config.experiment import RWConfig as RWConfig
 from arealite.api.config.experiment import SFTConfig as SFTConfig
 from arealite.api.config.launcher import ClusterSpecConfig as ClusterSpecConfig
 from arealite.api.config.launcher import LauncherConfig as LauncherConfig
@@ -26,6 +27,7 @@ from arealite.api.config.model import MicroBatchSpec as MicroBatchSpec
 from arealite.api.config.model import OptimizerConfig as OptimizerConfig
 from arealite.api.config.model import PPOActorConfig as PPOActorConfig
 from arealite.api.config.model import PPOCriticConfig as PPOCriticConfig
+from arealite.api.config.model import RWEngineConfig as RWEngineConfig
 from arealite.api.config.model import TrainEngineConfig as TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters as GenerationHyperparameters
 from arealite.api.config.rollout import InferenceEngineConfig as InferenceEngineConfig

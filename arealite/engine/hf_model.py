@@ -31,7 +31,7 @@ from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.files import writing
 from arealite.utils.hf import as_in_checkpoint, load_model, sdpa_required
 
-_SCORE = "score.weight"  # of a sequence classifier, in every family
+HEAD = "score.weight"  # of a sequence classifier, in every family
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -77,19 +77,19 @@ def load_whole_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        missing = {_SCORE} if has_value_head else set()
+        missing = {HEAD} if has_value_head else set()
     else:
-        is_classifier = _is_classifier(config)
+        has_head = is_classifier(config)
         with _without_load_report():
             model, told = load_model(kind, path, config=config, dtype=torch.float32, output_loading_info=True)
         missing = set(told["missing_keys"])  # transformers made them up
-        if unknown := sorted(missing - ({_SCORE} if has_value_head and not is_classifier else set())):
+        if unknown := sorted(missing - ({HEAD} if has_value_head and not has_head else set())):
             raise ValueError(
                 f"the checkpoint {path} must have every tensor of {type(model).__name__}: got {len(unknown)} missing, "
                 f"{', '.join(unknown[:3])}. Save or download it again."
             )
-    if _SCORE in missing:
-        torch.nn.init.zeros_(model.get_parameter(_SCORE))
+    if HEAD in missing:
+        torch.nn.init.zeros_(model.get_parameter(HEAD))
     return model
 
 
@@ -103,7 +103,7 @@ def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedCo
             f"a critic or reward model must have a sequence classifier in transformers: got {config.model_type}, which "
             "has none. Use a model of the Qwen2, Qwen3, Llama or Mistral type."
         )
-    if _is_classifier(config) and config.num_labels != 1:
+    if is_classifier(config) and config.num_labels != 1:
         raise ValueError(
             f"a critic or reward model must have one label: got {config.num_labels} in {path}. Use another model."
         )
@@ -122,7 +122,8 @@ def _without_load_report() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _is_classifier(config: PreTrainedConfig) -> bool:
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Tell whether a checkpoint is of a sequence classifier, which has a head of its own."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 

@@ -33,7 +33,7 @@ class ModelShape:
 
 def model_shape(model: Any) -> ModelShape:
     """Read the shape off a Hugging Face model, which may be on the meta device."""
-    config = model.config.get_text_config()
+    config, outputs = model.config.get_text_config(), model.get_output_embeddings()
     classes = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in classes]
     widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
@@ -48,7 +48,7 @@ def model_shape(model: Any) -> ModelShape:
         num_heads=config.num_attention_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab=model.get_output_embeddings().weight.shape[0],
+        vocab=1 if outputs is None else outputs.weight.shape[0],  # a classifier of one label has no logits
         has_qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         is_tied=bool(config.tie_word_embeddings),
     )

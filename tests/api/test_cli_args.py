@@ -19,6 +19,7 @@ from arealite.api.cli_args import (
     OptimizerConfig,
     PPOActorConfig,
     PPOConfig,
+    RWConfig,
     SFTConfig,
     config_help,
     load_expr_config,
@@ -567,7 +568,7 @@ def test_own_config_classes(tmp_path: Path) -> None:
 
 
 def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for cls in (GRPOConfig, SFTConfig, DPOConfig, CustomConfig):
+    for cls in (GRPOConfig, SFTConfig, DPOConfig, RWConfig, CustomConfig):
         assert [key.name for key in config_keys(cls) if not key.doc] == []
     assert "actor.c_clip (number or null; default None)\n    Dual clipping" in config_help(GRPOConfig)
     assert "actor.adv_norm (true or false or null; default None)" in config_help(GRPOConfig)
@@ -597,6 +598,11 @@ def test_shipped_configs_load() -> None:
     assert (dpo.ref.path, dpo.ref.dtype, dpo.ref.optimizer) == ("Qwen/Qwen2.5-1.5B-Instruct", "bfloat16", None)
     assert (dpo.valid_dataset.type, dpo.valid_dataset.split) == ("dpo", "test_prefs")
     assert shipped("dpo_cpu.yaml", DPOConfig, "model.path=tiny").ref.path == "tiny"
+    assert shipped("reward_model.yaml", RWConfig).model.center == 0.01
+    assert shipped("reward_model_cpu.yaml", RWConfig, "model.path=tiny").valid_dataset.type == "rw"
+    teacher = shipped("distill.yaml", GRPOConfig).teacher
+    assert (teacher.path, teacher.dtype, teacher.optimizer) == ("Qwen/Qwen2.5-7B-Instruct", "bfloat16", None)
+    shipped("distill_cpu.yaml", GRPOConfig, "actor.path=tiny", "teacher.path=tiny2")
     overrides = "actor.path=tiny train_dataset.path=train.jsonl allocation_mode=lite.d2p1t1+d2p1t1 total_train_steps=5"
     cpu = shipped("gsm8k_grpo_cpu.yaml", GRPOConfig, *overrides.split())
     assert (cpu.tokenizer_path, cpu.rollout.backend, cpu.total_train_steps) == ("tiny", "lite", 5)

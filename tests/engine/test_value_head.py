@@ -11,7 +11,7 @@ import transformers
 from tensordict import TensorDict
 from test_models import WORKS
 from tiny_models import build, config
-from training_cases import token_batch, train_config, write_model
+from training_cases import token_batch, train_config, write_classifier, write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from arealite.algorithms.logprobs import count_loss_tokens
@@ -39,18 +39,6 @@ def make() -> Iterator[Make]:
     yield make_engine
     for engine in engines:
         engine.destroy()
-
-
-def write_classifier(folder: Path, *, num_labels: int = 1) -> str:
-    """Save a classifier of the model of `write_model`, whose head is not 0."""
-    path = write_model(folder / "lm")
-    options = {"num_labels": num_labels, "dtype": torch.float32}
-    model = AutoModelForSequenceClassification.from_pretrained(path, **options)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(3)
-        model.score.weight.normal_()
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def hf_score(path: str) -> PreTrainedModel:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
 from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, TrainEngineConfig
 
@@ -31,6 +31,18 @@ def write_model(folder: Path, *, tie: bool = True, seed: int = 0) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def write_classifier(folder: Path, *, num_labels: int = 1) -> str:
+    """Save a classifier of the model of `write_model`, whose head is not 0."""
+    path = write_model(folder / "lm")
+    options = {"num_labels": num_labels, "dtype": torch.float32}
+    model = AutoModelForSequenceClassification.from_pretrained(path, **options)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(3)
+        model.score.weight.normal_()
+    model.save_pretrained(folder)
     return str(folder)
 
 

@@ -1,4 +1,4 @@
-"""The examples that learn from pairs and from a teacher, run on tiny models."""
+"""The examples that learn from pairs, from a teacher and from a reward model, run on tiny models."""
 
 import json
 import math
@@ -14,7 +14,11 @@ from testing_lite import LiteServer
 from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 from testing_server import serve
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from arealite.dataset import get_custom_dataset
+from arealite.engine.rw.reward_model import RewardModel
+from arealite.utils.hf import load_hf_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 PAIRS = f"{WORD_PROBLEMS.removesuffix(':rows')}:pairs?train=64&test=16&steps=2"
@@ -45,6 +49,48 @@ def test_dpo_prefers_what_was_chosen_on_held_out_pairs_too(model: Path, tmp_path
     assert rows[6]["eval/accuracy"] == 1.0 and rows[6]["eval/loss"] < 0.6
     assert rows[5]["dpo/chosen_reward"] > rows[5]["dpo/rejected_reward"]
     assert (tmp_path / "dpo-cpu" / "t" / "checkpoints").is_dir()
+
+
+def test_a_reward_model_scores_held_out_pairs_rightly(model: Path, tmp_path: Path) -> None:
+    rows = run("reward_model", tmp_path, f"model.path={model}", f"train_dataset.path={PAIRS}", "total_train_steps=6")
+    assert rows[0]["rw/loss"] == rows[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[6]["eval/accuracy"] == 1.0 and rows[6]["eval/loss"] < 0.6
+    tokenizer = load_hf_tokenizer(model)
+    judge = RewardModel(str(tmp_path / "reward-model-cpu" / "t" / "checkpoints" / "step_5"), tokenizer, dtype="float32")
+    held_out = get_custom_dataset(PAIRS, type="rw", split="test", tokenizer=tokenizer)
+    scores = judge.score([one["input_ids"] for row in held_out for one in row["pair"]])
+    assert all(chosen > rejected for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True))
+    margin = sum(scores[0::2]) - sum(scores[1::2])
+    assert margin / len(held_out) == pytest.approx(rows[6]["eval/margin"], rel=1e-3)
+
+
+JUDGE = """
+from arealite.engine.rw.reward_model import RewardModel
+from arealite.utils.hf import load_hf_tokenizer
+
+judge = RewardModel({path!r}, load_hf_tokenizer({path!r}), dtype="float32")
+"""
+
+
+def test_a_reward_model_is_the_reward_of_a_run(tmp_path: Path) -> None:
+    policy, path = tiny_models.save_qwen3(tmp_path / "policy", seed=0), str(tmp_path / "rewards")
+    options = {"num_labels": 1, "dtype": "float32"}
+    AutoModelForSequenceClassification.from_pretrained(policy, **options).save_pretrained(path)
+    tiny_models.tokenizer().save_pretrained(path)
+    (tmp_path / "judging.py").write_text(JUDGE.format(path=path))
+    server = LiteServer(AutoModelForCausalLM.from_pretrained(policy), slots=32)
+    with serve(server):
+        first, _ = run(
+            *("gsm8k_grpo", tmp_path, f"actor.path={policy}", f"reward={tmp_path / 'judging.py'}:judge"),
+            *(f"rollout.server_addrs={server.address}", "rollout.weight_update=disk", "gconfig.max_new_tokens=8"),
+            *(f"train_dataset.path={WORD_PROBLEMS}?train=16&test=2&steps=1", "train_dataset.batch_size=4"),
+            *("total_train_steps=1", "gconfig.n_samples=4", "valid_dataset=null", "evaluator.freq_steps=null"),
+        )
+    lines = (tmp_path / "gsm8k-grpo-cpu" / "t" / "rollouts" / "step_0.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    scores = RewardModel(path, tiny_models.tokenizer(), dtype="float32").score([one["input_ids"] for one in samples])
+    assert [one["reward"] for one in samples] == pytest.approx(scores, abs=1e-4)
+    assert first["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-4) and first["reward/std"] > 0
 
 
 def test_distillation_comes_nearer_to_the_teacher(tmp_path: Path) -> None:

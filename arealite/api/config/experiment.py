@@ -14,6 +14,7 @@ from arealite.api.config.model import (
     OptimizerConfig,
     PPOActorConfig,
     PPOCriticConfig,
+    RWEngineConfig,
     TrainEngineConfig,
 )
 from arealite.api.config.rollout import (
@@ -197,6 +198,29 @@ class DPOConfig(BaseExperimentConfig):
         super().validate()
         checks.check_training(self.model, "model", self.train_dataset, "dpo")
         checks.check_frozen(self.ref, "ref")
+
+
+@dataclass
+class RWConfig(BaseExperimentConfig):
+    """A reward model, trained on pairs of answers."""
+
+    DEFAULTS_FROM: ClassVar[dict[str, str]] = SFTConfig.DEFAULTS_FROM
+
+    rollout: None = None
+    """There are no servers."""
+    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="rw"))
+    """Training data."""
+    model: RWEngineConfig = field(default_factory=lambda: RWEngineConfig(optimizer=OptimizerConfig()))
+    """The reward model."""
+
+    @property
+    def trained(self) -> tuple[str, TrainEngineConfig]:
+        return "model", self.model
+
+    def validate(self) -> None:
+        """Refuse contradictions."""
+        super().validate()
+        checks.check_training(self.model, "model", self.train_dataset, "rw")
 
 
 @dataclass

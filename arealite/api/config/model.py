@@ -120,6 +120,14 @@ class DPOEngineConfig(TrainEngineConfig):
 
 
 @dataclass
+class RWEngineConfig(TrainEngineConfig):
+    """A reward model: a sequence classifier of one label. A language model gets a head that starts at 0."""
+
+    center: NonNegative = 0.0
+    """Weight of (chosen + rejected score)^2 in the loss, which keeps scores near 0 (0.01 in use)."""
+
+
+@dataclass
 class CorrectionConfig(ConfigBase):
     """Factor of the objective that corrects for sampling with other weights: w = proximal / rollout probability."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from arealite.api.config import checks
-from arealite.api.config.experiment import BaseExperimentConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from arealite.api.config.experiment import BaseExperimentConfig, DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from arealite.api.config.loader import load_expr_config
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
@@ -79,7 +79,7 @@ def load_run_config(argv: Sequence[str], entry: Path | None = None) -> BaseExper
     """
     calls = script_calls(entry) if entry is not None else []
     loads = [call for call in calls if last_name(call.func) == "load_expr_config" and len(call.args) == 2]
-    classes = (GRPOConfig, PPOConfig, SFTConfig, DPOConfig)
+    classes = (GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RWConfig)
     ours: dict[str, type[BaseExperimentConfig]] = {cls.__name__: cls for cls in classes}
     names = {last_name(call.args[1]) for call in loads}
     cls = ours.get(names.pop(), RunConfig) if len(names) == 1 else RunConfig

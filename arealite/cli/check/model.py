@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
+from arealite.api.cli_args import RWEngineConfig
 from arealite.cli.check.findings import Findings, counted
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
-from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, pick_attention
+from arealite.engine.hf_model import HEAD, build_meta_model, checkpoint_shapes, is_classifier, pick_attention
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.chat_template import Certificate, certify, prompt_tokens
@@ -28,7 +29,8 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
     """Build the architecture without its weights."""
     _, block = config.trained
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_meta_model(block.path, pick_attention(block.attn_impl, device, getattr(torch, block.dtype)))
+    attention = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
+    model = build_meta_model(block.path, attention, has_value_head=isinstance(block, RWEngineConfig))
     shape = model_shape(model)
     size = f"{shape.num_parameters / 1e6:,.3g} million parameters in {counted(shape.num_layers, 'layer')}"
     found.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
@@ -51,6 +53,8 @@ def check_weights(found: Findings, config: Config, model: PreTrainedModel) -> No
         except SafetensorError as error:
             found.add("problem", f"{file} must be a whole safetensors file: got {error}", "Download it again.")
     expected = checkpoint_shapes(model)
+    if not is_classifier(AutoConfig.from_pretrained(folder, trust_remote_code=False)):
+        expected.pop(HEAD, None)  # it starts at 0
     wrong = [f"{name} is missing" for name in expected if name not in stored]
     wrong += [f"{n} is {list(stored[n])}, not {list(s)}" for n, s in expected.items() if stored.get(n, s) != s]
     if wrong:
