@@ -6,7 +6,7 @@ the gradient of the sum of c times loss, so that tokens with different weights c
 
 # B rows, T padded tokens, N packed tokens, S completions
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ Results = dict[str, torch.Tensor]
 
 POISON = (torch.nan, torch.inf, -torch.inf, 1e30)
 _READ = ("logprobs", "proximal_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
+_SHOWN = ("loss_mask", *_READ[:3], "advantages", "rewards", "group_index", "num_tokens")
 _FAR = [(key, -100.0) for key in _READ[:3]] + [("rollout_logprobs", -torch.inf)]
 _CUTS = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _RTOL = 1e-5  # of 1 + |value|; a loss may compute in float32
@@ -131,11 +132,10 @@ def check_masked_counts(loss_fn: LossFn, rows: TensorDict, seed: int = 1) -> Non
         for key, column in rows.items()
     }
     wide = evaluate(loss_fn, TensorDict(longer, batch_size=rows.batch_size))
-    for name in wide:  # back to the places of the short rows
-        short_BT = torch.zeros_like(wide[name][:, :1]).expand(mask_BT.shape).clone()
-        short_BT[mask_BT] = wide[name][longer["loss_mask"]]
-        wide[name] = short_BT
-    _expect_equal("with longer prompts and replies of an environment", rows, wide, short)
+    got = {name: torch.zeros_like(value) for name, value in short.items()}
+    for name, value in got.items():
+        value[mask_BT] = wide[name][longer["loss_mask"]]
+    _expect_equal("with longer prompts and replies of an environment", rows, got, short)
 
 
 def check_finite(loss_fn: LossFn, rows: TensorDict) -> None:
@@ -156,25 +156,16 @@ class _Held(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: list[Any] = []
-        self.is_recorded, self.index = False, 0
-
-    def run(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self.index = 0
-        with self:
-            result = function()
-        self.is_recorded = True
-        return result
+        self.values: list[torch.Tensor] = []
+        self.left: Iterator[torch.Tensor] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, torch.Tensor) or (torch.is_grad_enabled() and func not in _CUTS):
             return result
-        if not self.is_recorded:
+        if self.left is None:
             self.values.append(result.clone())
-            return result
-        self.index += 1
-        return self.values[self.index - 1]
+        return result if self.left is None else next(self.left, result).clone()
 
 
 def check_gradient(loss_fn: LossFn, rows: TensorDict) -> None:
@@ -183,60 +174,66 @@ def check_gradient(loss_fn: LossFn, rows: TensorDict) -> None:
 
     def total(logprobs_BT: torch.Tensor) -> torch.Tensor:
         batch = pack_rows(rows.clone().set("logprobs", logprobs_BT), range(len(rows))).packed
-        logprobs = batch["logprobs"].requires_grad_()
-        losses = held.run(lambda: loss_fn(logprobs, batch.exclude("logprobs"))[0]).detach()
-        return (batch["token_weights"] * torch.where(batch["loss_mask"], losses, 0.0)).sum()
+        with held:
+            losses = loss_fn(batch["logprobs"].requires_grad_(), batch.exclude("logprobs"))[0]
+        held.left = iter(held.values)
+        return (batch["token_weights"] * torch.where(batch["loss_mask"], losses.detach(), 0.0)).sum()
 
     total(rows["logprobs"])
-    for place in rows["loss_mask"].nonzero().tolist():
-        found = gradient_BT[tuple(place)]
+    differences_BT = gradient_BT.clone()
+    for row, token in rows["loss_mask"].nonzero().tolist():
         for step in (1e-3, 1e-6):  # small steps drown in float32, large ones may cross a bound
-            move_BT = torch.zeros_like(gradient_BT).index_put_(tuple(torch.tensor(place)), torch.tensor(step).double())
-            expected = (total(rows["logprobs"] + move_BT) - total(rows["logprobs"] - move_BT)) / (2 * step)
-            if abs(found - expected) <= 1e-3 * (1 + expected.abs()):
+            move_BT = torch.zeros_like(gradient_BT)
+            move_BT[row, token] = step
+            ends = total(rows["logprobs"] + move_BT), total(rows["logprobs"] - move_BT)
+            differences_BT[row, token] = (ends[0] - ends[1]) / (2 * step)
+            if _is_close(gradient_BT, differences_BT, 1e-3)[row, token]:
                 break
-        else:
-            bad_BT = move_BT == 0
-            columns = {"gradient": gradient_BT, "by differences": torch.where(bad_BT, torch.nan, expected)}
-            _expect(bad_BT, "autograd must equal central differences", rows, columns)
+    results = {"gradient": gradient_BT, "by differences": differences_BT}
+    _expect(_is_close(gradient_BT, differences_BT, 1e-3), "gradients must be those by differences", rows, results)
 
 
 def check_ratio_of_one(loss_fn: LossFn, rows: TensorDict) -> None:
     """Where all policies are equal, the gradient of a completion's losses is minus its advantage, up to a weight."""
-    equal = rows.clone().update(dict.fromkeys(_READ[1:4], rows["logprobs"]))
+    equal, advantages_BT = rows.clone().update(dict.fromkeys(_READ[1:4], rows["logprobs"])), rows["advantages"]
     equal["token_weights"] = torch.ones_like(rows["logprobs"])
     result = {"gradient": evaluate(loss_fn, equal)["gradient"]}
-    if rows["advantages"].any() and not result["gradient"].any():
+    if advantages_BT.any() and not result["gradient"].any():
         raise Violation("where all ratios are 1, losses must have a gradient by logprobs: got none")
-    is_reversed_BT = result["gradient"] * rows["advantages"] > 0
-    if is_reversed_BT[rows["advantages"] != 0].all():
-        _expect(~is_reversed_BT, "where all ratios are 1, gradients must have the sign of -advantage", equal, result)
-    try:
-        _expect_equal("as -advantage where all ratios are 1", equal, result, {"gradient": -rows["advantages"]})
-    except Violation as violation:
-        raise Remark(str(violation), violation.columns) from None
+    is_right_BT = result["gradient"] * advantages_BT <= 0
+    if not is_right_BT[advantages_BT != 0].any():
+        _expect(is_right_BT, "where all ratios are 1, gradients must have the sign of -advantage", equal, result)
+    _expect_equal("as -advantage where all ratios are 1", equal, result, {"gradient": -advantages_BT}, Remark)
 
 
-def _expect_equal(when: str, rows: TensorDict, got: Results, expected: Results) -> None:
-    """Expect the same results `[B, T]` of trained tokens; a statistic may be nan."""
+def _expect_equal(
+    when: str, inputs: Results | TensorDict, got: Results, expected: Results, kind: type[Violation] = Violation
+) -> None:
+    """Expect the same results of trained tokens or completions; only a statistic may be nan."""
+    is_trained = inputs["loss_mask"] if "loss_mask" in inputs else inputs["num_tokens"] > 0
     for name in [name for name in expected if name in got]:
-        got_BT, expected_BT = got[name].double(), expected[name].double()
-        is_equal_BT = _is_close(got_BT, expected_BT)
-        if name in ("losses", "gradient"):
-            is_equal_BT &= got_BT.isfinite()
-        results = {name: got_BT, "expected": expected_BT}
-        _expect(is_equal_BT | ~rows["loss_mask"], f"{name} must be the same {when}", rows, results)
+        results = {name: got[name].double(), "expected": expected[name].double()}
+        is_equal = _is_close(results[name], results["expected"])
+        if name in ("losses", "gradient", "advantages"):
+            is_equal &= results[name].isfinite()
+        _expect(is_equal | ~is_trained, f"{name} must be the same {when}", inputs, results, kind)
 
 
-def _expect(holds_BT: torch.Tensor, told: str, rows: TensorDict, results: Results) -> None:
-    """Raise Violation with the first row for which something does not hold."""
-    if not holds_BT.all():
-        row, token = (~holds_BT).nonzero()[0].tolist()
-        real_T = rows["attention_mask"][row]
-        columns = {key: rows[key][row][real_T] for key in ("loss_mask", *_READ[:3], "advantages")}
-        columns |= {key: value[row][real_T] for key, value in results.items()}
-        got = ", ".join(f"{name} {value[row, token]:.6g}" for name, value in results.items())
-        raise Violation(f"{told}: got {got} for token {token} of row {row}", columns)
+def _is_close(got: torch.Tensor, expected: torch.Tensor, rtol: float = _RTOL) -> torch.Tensor:
+    return torch.isclose(got, expected, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+def _expect(
+    holds: torch.Tensor, told: str, inputs: Results | TensorDict, results: Results, kind: type[Violation] = Violation
+) -> None:
+    """Raise for the first token `[B, T]`, with its row, or completion `[S]` for which something does not hold."""
+    if not holds.all():
+        *row, index = (~holds).nonzero()[0].tolist()
+        real = inputs["attention_mask"][row[0]] if row else slice(None)
+        shown = {key: inputs[key] for key in _SHOWN if key in inputs} | results
+        got = ", ".join(f"{name} {value[(*row, index)]:.6g}" for name, value in results.items())
+        place = f"token {index} of row {row[0]}" if row else f"completion {index}"
+        raise kind(f"{told}: got {got} for {place}", {key: value[tuple(row)][real] for key, value in shown.items()})
 
 
 def _check_shape(name: str, value: Any, like: torch.Tensor) -> None:
@@ -251,23 +248,15 @@ def _check_unchanged(before: Mapping[str, torch.Tensor], after: Mapping[str, tor
             raise Violation(f"{name} must stay as it was given: got another in its place")
 
 
-def _advantages(advantage_fn: AdvantageFn, answers: Results) -> torch.Tensor:
-    """Return the advantages `[S]` of `rewards`, `group_index`, `num_tokens` `[S]`, finite for what is trained on."""
+def _advantages(advantage_fn: AdvantageFn, answers: Results) -> Results:
+    """Return `advantages [S]` of `rewards`, `group_index`, `num_tokens` `[S]`, finite for what is trained on."""
     given = {name: value.clone() for name, value in answers.items()}
     advantages_S = advantage_fn(*given.values())
     _check_shape("advantages", advantages_S, answers["rewards"])
     _check_unchanged(answers, given)
-    _expect_of(
-        advantages_S.isfinite() | (answers["num_tokens"] == 0), "advantages must be finite", answers, advantages_S
-    )
-    return advantages_S.double()
-
-
-def _expect_of(holds_S: torch.Tensor, told: str, answers: Results, advantages_S: torch.Tensor) -> None:
-    if not holds_S.all():
-        place = int((~holds_S).nonzero()[0])
-        told = f"{told}: got {advantages_S[place]:.6g} for completion {place}"
-        raise Violation(told, answers | {"advantages": advantages_S})
+    is_finite_S = advantages_S.isfinite() | (answers["num_tokens"] == 0)
+    _expect(is_finite_S, "advantages must be finite", answers, {"advantages": advantages_S})
+    return {"advantages": advantages_S.double()}
 
 
 def random_answers(seed: int) -> Results:
@@ -281,20 +270,19 @@ def random_answers(seed: int) -> Results:
 
 def check_advantage_form(advantage_fn: AdvantageFn, answers: Results) -> None:
     """An advantage function returns one number per completion, changes no input, and returns the same again."""
-    first, again = (_advantages(advantage_fn, answers) for _ in range(2))
-    _expect_of(_is_close(again, first), "advantages must be the same when called again", answers, again)
+    first = _advantages(advantage_fn, answers)
+    _expect_equal("when called again", answers, _advantages(advantage_fn, answers), first)
 
 
 def check_advantage_order(advantage_fn: AdvantageFn, answers: Results, seed: int = 1) -> None:
     """Neither the order of completions nor the numbers of groups matter."""
-    first_S, groups_S = _advantages(advantage_fn, answers), answers["group_index"]
-    order_S = torch.randperm(len(first_S), generator=torch.Generator().manual_seed(seed))
+    first, groups_S = _advantages(advantage_fn, answers), answers["group_index"]
+    order_S = torch.randperm(len(groups_S), generator=torch.Generator().manual_seed(seed))
     mixed = {name: value[order_S] for name, value in answers.items()}
-    got_S = _advantages(advantage_fn, mixed)
-    _expect_of(_is_close(got_S, first_S[order_S]), "advantages must be the same in another order", mixed, got_S)
+    expected = {"advantages": first["advantages"][order_S]}
+    _expect_equal("in another order", mixed, _advantages(advantage_fn, mixed), expected)
     renamed = answers | {"group_index": groups_S.max() - groups_S}
-    got_S = _advantages(advantage_fn, renamed)
-    _expect_of(_is_close(got_S, first_S), "advantages must be the same with groups renumbered", renamed, got_S)
+    _expect_equal("with groups renumbered", renamed, _advantages(advantage_fn, renamed), first)
 
 
 def check_advantage_finite(advantage_fn: AdvantageFn, answers: Results) -> None:
@@ -306,17 +294,10 @@ def check_advantage_finite(advantage_fn: AdvantageFn, answers: Results) -> None:
 def check_advantage_direction(advantage_fn: AdvantageFn, answers: Results) -> None:
     """In a group, among completions of the same length, a higher reward has no lower advantage."""
     same = answers | {"num_tokens": torch.full_like(answers["num_tokens"], 5)}
-    advantages_S, groups_S = _advantages(advantage_fn, same), same["group_index"]
-    is_above_SS = (groups_S[:, None] == groups_S) & (same["rewards"][:, None] > same["rewards"])
-    is_wrong_SS = is_above_SS & (advantages_S[:, None] < advantages_S - _RTOL)
-    try:
-        _expect_of(~is_wrong_SS.any(dim=1), "a higher reward must have no lower advantage", same, advantages_S)
-    except Violation as violation:
-        raise Remark(str(violation), violation.columns) from None
-
-
-def _is_close(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return torch.isclose(got, expected, rtol=_RTOL, atol=_RTOL, equal_nan=True)
+    found, groups_S, rewards_S = _advantages(advantage_fn, same), same["group_index"], same["rewards"]
+    is_above_SS = (groups_S[:, None] == groups_S) & (rewards_S[:, None] > rewards_S)
+    is_wrong_SS = is_above_SS & (found["advantages"][:, None] < found["advantages"] - _RTOL)
+    _expect(~is_wrong_SS.any(dim=1), "a higher reward must have no lower advantage", same, found, Remark)
 
 
 LOSS_PROPERTIES: dict[str, Callable[[LossFn, TensorDict], None]] = {

@@ -1,8 +1,9 @@
 """`arealite check-loss`: try a user's loss or advantage function on the properties that each must have."""
 
+import contextlib
 import inspect
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ _SIZES = ((2, 1, 0), (3, 1, 0, 2, 2), (1, 4, 2, 3))  # trained tokens per row, s
 
 def check_loss(named: str, kind: str | None = None, *, is_strict: bool = False) -> int:
     """Check `FILE.py:FUNCTION`, or all fitting functions of `FILE.py`; return 0 if all properties hold, else 1."""
-    file, _, name = named.partition(".py:") if ".py:" in named else (named.removesuffix(".py"), "", "")
-    script = Path(f"{file}.py").expanduser()
+    file, _, name = named.partition(":")
+    script = Path(file).expanduser()
     if not script.is_file():
         raise ConfigError(f"check-loss must be given FILE.py or FILE.py:FUNCTION that exists: got {named}. Correct it.")
     with running(script):
@@ -34,7 +35,7 @@ def check_loss(named: str, kind: str | None = None, *, is_strict: bool = False) 
             there = ", ".join(key for key, one in names.items() if inspect.isfunction(one)) or "none"
             wanted = name or "whose first argument is logprobs or rewards"
             raise ConfigError(f"{script} must have a function {wanted}: got {there}. Name one: {script}:FUNCTION.")
-        kinds = {key: _kind(key, one, kind) for key, one in functions.items()}
+        kinds = {key: _kind(key, one, [kind] if kind else [*_ARGUMENTS]) for key, one in functions.items()}
         return int(sum(_fails(key, one, kinds[key], is_strict) for key, one in functions.items()) > 0)
 
 
@@ -44,22 +45,17 @@ def _is_meant(found: Any) -> bool:
     return own and next(iter(inspect.signature(found).parameters), "") in ("logprobs", "rewards")
 
 
-def _kind(name: str, function: Any, kind: str | None) -> str:
+def _kind(name: str, function: Any, kinds: Sequence[str]) -> str:
     """Return the one kind whose arguments the function takes."""
-    signature = inspect.signature(function)
-    fitting = []
-    for one in [kind] if kind else _ARGUMENTS:
-        try:
-            signature.bind(*_ARGUMENTS[one])
-            fitting.append(one)
-        except TypeError:
-            pass
+    signature, fitting = inspect.signature(function), []
+    for kind in kinds:
+        with contextlib.suppress(TypeError):
+            signature.bind(*_ARGUMENTS[kind])
+            fitting.append(kind)
     if len(fitting) != 1:
-        forms = " or ".join(f"({', '.join(_ARGUMENTS[one])})" for one in ([kind] if kind else _ARGUMENTS))
-        raise ConfigError(
-            f"{name} must take {forms}: got {name}{signature}. "
-            + ("Add --kind." if fitting else "Bind its other arguments with functools.partial.")
-        )
+        forms = " or ".join(f"({', '.join(_ARGUMENTS[kind])})" for kind in kinds)
+        remedy = "Add --kind." if fitting else "Bind its other arguments with functools.partial."
+        raise ConfigError(f"{name} must take {forms}: got {name}{signature}. {remedy}")
     return fitting[0]
 
 
