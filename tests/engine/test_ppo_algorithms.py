@@ -99,6 +99,15 @@ def test_neither_split_nor_order_of_rows_changes_an_update(make: Make, name: str
     assert_same(whole, split)
 
 
+def test_a_row_without_tokens_changes_nothing_wherever_it_lies(make: Make) -> None:
+    """Alone in a micro-batch, too: then the others are not made larger."""
+    batch = a_batch()
+    for key in ("attention_mask", "loss_mask"):
+        batch[key][3] = 0
+    whole, split = (update(make(algorithm="rloo", mb_spec=MicroBatchSpec(n)), batch.clone()) for n in (1, 8))
+    assert_same(whole, split)
+
+
 @pytest.mark.parametrize("name", [name for name in WITHOUT_CRITIC if name != "dppo"])
 def test_where_the_policy_has_not_moved_the_gradient_is_that_of_reinforce(
     make: Make, model_path: str, name: str
@@ -129,6 +138,22 @@ def test_one_token_that_is_far_off_skips_no_step(make: Make) -> None:
         actor.compute_advantages(batch)
         metrics = actor.ppo_update(batch)
         assert metrics["optim/skipped_steps"] == 0.0 and math.isfinite(metrics["optim/grad_norm"])
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "current"])
+def test_metrics_are_finite_however_far_the_server_is(make: Make, proximal: str) -> None:
+    actor, batch = make(proximal=proximal), a_batch()
+    batch["logprobs"][2, 5] = -120.0
+    metrics, _ = update(actor, batch)
+    assert not [name for name, value in metrics.items() if not math.isfinite(value)]
+    assert metrics["policy/rollout_importance_weight_max"] == pytest.approx(math.exp(20.0))
+
+
+def test_equal_rewards_are_a_dead_group_in_any_dtype(make: Make) -> None:
+    actor, batch = make(adv_norm=False, group_size=8), a_batch().exclude("group_index")
+    batch["rewards"] = torch.full((8,), 0.1, dtype=torch.float64)
+    metrics, _ = update(actor, batch)
+    assert metrics["reward/dead_group_ratio"] == 1.0 and metrics["reward/std"] == 0.0
 
 
 def test_current_logprobs_are_the_recomputed_ones_of_a_single_step(make: Make) -> None:

@@ -257,15 +257,15 @@ class PPOActor:
             loss_constant=self.choices.loss_constant,
             reduce=self._sum_over_ranks,
         ).to(columns["advantages"])
-        counts = [len(groups_B), mask_BT.sum().item()]
-        num_rows, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
+        counts = [columns["attention_mask"].sum().item(), mask_BT.sum().item()]
+        num_tokens, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
 
         def weight(micro_batch: TensorDict) -> float:
-            return float(len(micro_batch["cu_seqlens"]) - 1) if num_trained else 0.0
+            return float(len(micro_batch["input_ids"])) if num_trained else 0.0
 
-        # The engine takes a mean over rows, and c already contains every denominator.
+        # The engine takes a mean over all tokens, and c already contains every denominator.
         def loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
-            return self._loss(logits, micro_batch, metrics) * (num_rows / weight(micro_batch))
+            return self._loss(logits, micro_batch, metrics) * (num_tokens / weight(micro_batch))
 
         return self.engine.train_batch(columns, loss_fn, weight)
 
@@ -358,8 +358,9 @@ class PPOActor:
         if self.config.baseline == "teacher":
             metrics.add(mask_BT, {"policy/teacher_kl": -batch["advantages"]})
         groups_B, num_groups = self._groups(batch)
-        (deviation,) = spread(batch["rewards"], torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()
-        deviations_G = spread(batch["rewards"], groups_B, num_groups, reduce=self._sum_over_ranks)[1]
+        rewards_B = batch["rewards"].float()  # of which equal ones deviate by exactly 0
+        (deviation,) = spread(rewards_B, torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()
+        deviations_G = spread(rewards_B, groups_B, num_groups, reduce=self._sum_over_ranks)[1]
         unknown_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & ~mask_BT
         counts = [one.sum().item() for one in (lengths_B, mask_BT, unknown_BT)]
         num_tokens, num_trained, num_unknown = all_reduce_numbers(counts, group=self.engine.parallelism_group)
@@ -418,8 +419,8 @@ def _note(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dict[str,
     """Add what a loss tells to the metrics; importance weights are those of what no correction has left out."""
     mask_N = micro_batch["loss_mask"]
     kept_N = mask_N & (micro_batch["corrections"] > 0)
-    log_weight_N = micro_batch["proximal_logprobs"] - micro_batch["rollout_logprobs"]
-    weight_N = torch.where(kept_N, log_weight_N, -torch.inf).exp()
+    log_weight_N = masked_log_ratio(micro_batch["proximal_logprobs"], micro_batch["rollout_logprobs"], kept_N)
+    weight_N = torch.where(kept_N, log_weight_N.exp(), 0.0)
     metrics.add(kept_N, {"policy/rollout_importance_weight": weight_N})
     statistics["rollout_importance_weight_max"] = weight_N
     statistics["rollout_importance_dropped_ratio"] = mask_N & ~kept_N
