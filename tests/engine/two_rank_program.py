@@ -54,6 +54,7 @@ ACTOR = {
 
 OTHER_CHOICES = {
     "group_size": 2,
+    "baseline": "group_mean",
     "reward_scale": "batch_std",
     "adv_norm": False,
     "aggregation": "prompt_mean",

@@ -131,13 +131,17 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
             choices[key] = None
     if choices["objective"] == "ppo" and choices["eps_clip_higher"] is None:
         choices["eps_clip_higher"] = choices["eps_clip"]
-    if choices["baseline"] == "critic" and choices["returns_lambda"] is None:
+    if choices["baseline"] != "critic":
+        if "gae_lambda" not in given:
+            choices["gae_lambda"] = DEFAULTS["gae_lambda"]
+    elif choices["returns_lambda"] is None:
         choices["returns_lambda"] = choices["gae_lambda"]
-    if choices["baseline"] in ("critic", "teacher") and "reward_scale" not in given:
+    if choices["baseline"] in ("none", "critic", "teacher") and "reward_scale" not in given:
         choices["reward_scale"] = "none"
     if choices["aggregation"] == "constant" and choices["loss_constant"] is None:
         choices["loss_constant"] = None if config.max_new_tokens is None else float(config.max_new_tokens)
     resolved = _with(config, choices)
+    _check_clip(resolved, given)
     _check_rewards(resolved)
     _check_objective(resolved)
     _check_proximal(resolved)
@@ -204,8 +208,30 @@ def _translated(config: PPOActorConfig, given: Choices) -> Choices:
     return choices
 
 
+def _check_clip(actor: PPOActorConfig, given: Choices) -> None:
+    """Both bounds of a preset belong together: next to another lower one its upper one would mean nothing."""
+    preset = _choices_of(actor.algorithm)
+    if "eps_clip_higher" in preset and "eps_clip_higher" not in given:
+        require(
+            given.get("eps_clip", preset["eps_clip"]) == preset["eps_clip"],
+            f"actor.eps_clip_higher must be given with actor.eps_clip and actor.algorithm {actor.algorithm}: got null "
+            f"and {actor.eps_clip}. Remove actor.eps_clip for the bounds of the paper, {preset['eps_clip']:g} and "
+            f"{preset['eps_clip_higher']:g}, or give both.",
+        )
+
+
 def _check_rewards(actor: PPOActorConfig) -> None:
     """Rewards, baseline and scale."""
+    require(
+        actor.baseline != "none" or actor.reward_scale not in ("group_std", "batch_std"),
+        f"actor.reward_scale must not be {actor.reward_scale} with actor.baseline none: got both. Where all rewards "
+        "are equal they would be divided by 0; remove it, or set actor.baseline=group_mean.",
+    )
+    require(
+        actor.baseline in ("critic", "teacher") or actor.gae_lambda == 1,
+        f"actor.gae_lambda must be 1 without a critic: got {actor.gae_lambda}. Where values are 0 it is a second "
+        "discount; remove it, or set actor.discount.",
+    )
     require(
         actor.baseline != "critic" or actor.reward_scale == "none",
         f"actor.reward_scale must be none with actor.baseline critic: got {actor.reward_scale}. The critic learns the "
@@ -219,6 +245,12 @@ def _check_rewards(actor: PPOActorConfig) -> None:
         "actor.reward_scale must not be group_mean with rewards that may be negative: got reward_bias "
         f"{actor.reward_bias}, reward_scaling {actor.reward_scaling}, overlong_buffer {actor.overlong_buffer}. "
         "The mean of a group may be 0 or below; remove them or set actor.reward_scale=group_std.",
+    )
+    require(
+        actor.reward_scale != "group_mean" or actor.baseline != "leave_one_out" or not _penalises_rewards(actor),
+        "actor.reward_scale must not be group_mean with actor.baseline leave_one_out and a KL penalty in the reward: "
+        f"got kl_ctl {actor.kl_ctl}. Rewards minus the penalty may be negative; set actor.kl_in=loss and "
+        "actor.kl_estimator=k3.",
     )
     if actor.overlong_buffer is not None:
         longest = actor.max_new_tokens
@@ -277,6 +309,10 @@ def _check_objective(actor: PPOActorConfig) -> None:
     )
 
 
+def _penalises_rewards(actor: PPOActorConfig) -> bool:
+    return actor.kl_ctl > 0 and actor.kl_in == "reward"
+
+
 def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
     """With one ratio per completion, its tokens must share weight and advantage."""
     require(
@@ -285,15 +321,14 @@ def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
         "by their length. Remove it.",
     )
     require(
-        actor.kl_ctl == 0 or actor.kl_in == "loss",
+        not _penalises_rewards(actor),
         f"actor.kl_in must be loss with {one_ratio}: got reward, which gives each token an advantage of its own. "
         "Set actor.kl_in=loss and actor.kl_estimator=k3.",
     )
     require(
-        actor.discount == actor.gae_lambda == 1 and actor.baseline not in ("critic", "teacher"),
-        f"actor.discount and actor.gae_lambda must be 1, without a critic or teacher, with {one_ratio}: got "
-        f"{actor.discount}, {actor.gae_lambda} and baseline {actor.baseline}. "
-        "Tokens of a completion must share its advantage.",
+        actor.discount == 1 and actor.baseline not in ("critic", "teacher"),
+        f"actor.discount must be 1, without a critic or teacher, with {one_ratio}: got {actor.discount} and baseline "
+        f"{actor.baseline}. Tokens of a completion must share its advantage.",
     )
 
 
@@ -338,6 +373,11 @@ def _check_correction(correction: CorrectionConfig) -> None:
         correction.action != "truncate" or (upper is not None and upper > 0 and correction.level != "geometric"),
         "actor.correction.upper must be above 0, and level token or sequence, with action truncate: got "
         f"{upper} and {correction.level}. Set e.g. actor.correction.upper=2.",
+    )
+    require(
+        correction.action != "mask" or correction.metric == "k1" or upper is None or upper > 0,
+        f"actor.correction.upper must be above 0 with action mask and metric {correction.metric}: got {upper}. "
+        "Every token would be left out; raise it.",
     )
     is_plain_weight = correction.level == "token" and correction.metric == "ratio"
     require(

@@ -85,6 +85,13 @@ def test_what_is_given_wins_over_the_preset_and_the_preset_over_the_defaults() -
     assert resolve_choices(actor(algorithm="dr_grpo", loss_constant=9.0, max_new_tokens=None)).loss_constant == 9.0
 
 
+def test_what_a_preset_says_about_its_baseline_goes_with_it() -> None:
+    """Rewards over their deviation, and a lambda, mean nothing where nothing is subtracted."""
+    assert resolve_choices(actor(baseline="none"), GRPO_DEFAULTS).reward_scale == "none"
+    assert resolve_choices(actor(algorithm="lite_ppo", baseline="none")).reward_scale == "none"
+    assert resolve_choices(actor(algorithm="ppo", baseline="group_mean")).gae_lambda == 1.0
+
+
 def test_nothing_given_is_plain_ppo_without_a_group_statistic() -> None:
     resolved = resolve_choices(actor())
     for key, value in DEFAULTS.items():
@@ -150,7 +157,15 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ),
         ({"algorithm": "gmpo", "aggregation": "constant"}, "actor.aggregation must be sequence_mean with actor.object"),
         ({"algorithm": "gmpo", "kl_ctl": 0.1, "kl_in": "reward"}, "actor.kl_in must be loss with actor.objective gmpo"),
-        ({"algorithm": "gspo", "gae_lambda": 0.95}, "actor.discount and actor.gae_lambda must be 1"),
+        ({"algorithm": "gspo", "discount": 0.95}, "actor.discount must be 1, without a critic or teacher, with actor."),
+        ({"algorithm": "gspo", "gae_lambda": 0.95}, "actor.gae_lambda must be 1 without a critic: got 0.95"),
+        ({"algorithm": "ppo", "baseline": "none", "gae_lambda": 0.9}, "actor.gae_lambda must be 1 without a critic"),
+        ({"reward_scale": "group_std"}, "actor.reward_scale must not be group_std with actor.baseline none"),
+        ({"algorithm": "lite_ppo", "baseline": "none", "reward_scale": "batch_std"}, "must not be batch_std with acto"),
+        ({"algorithm": "gspo", "eps_clip": 0.2}, "actor.eps_clip_higher must be given with actor.eps_clip and actor"),
+        ({"algorithm": "dapo", "eps_clip": 0.4}, "Remove actor.eps_clip for the bounds of the paper, 0.2 and 0.28, or"),
+        ({"algorithm": "rloo", "reward_scale": "group_mean", "kl_ctl": 0.1}, "must not be group_mean with actor.basel"),
+        ({"proximal": "recompute", "_action": "mask", "_upper": 0.0}, "actor.correction.upper must be above 0 with ac"),
         ({"algorithm": "dr_grpo", "max_new_tokens": None}, "actor.loss_constant must be given with actor.aggregation"),
         ({"kl_in": "loss"}, "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1"),
         (
@@ -209,6 +224,9 @@ def test_what_means_nothing_is_refused(choices: dict[str, Any], told: str) -> No
         {"algorithm": "dppo", "proximal": "recompute", "sequence_mask_delta": 0.1},
         {"recompute_logprob": True, "_action": "truncate", "_upper": 2.0, "_level": "sequence"},
         {"kl_in": "loss", "kl_estimator": "k2"},
+        {"algorithm": "dapo", "eps_clip": 0.2},
+        {"algorithm": "gspo", "eps_clip": 1e-3, "eps_clip_higher": 1e-3},
+        {"proximal": "recompute", "_action": "mask", "_metric": "k1", "_upper": -0.1},
     ],
 )
 def test_what_means_something_is_accepted(choices: dict[str, Any]) -> None:
