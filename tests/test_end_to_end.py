@@ -149,12 +149,15 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
 
 
 def test_ppo_with_a_critic_that_starts_another(model: Path, tmp_path: Path) -> None:
-    folder = run_rl(model, tmp_path, 3, "actor.reward_bias=-0.5", example="gsm8k_ppo")
+    folder = run_rl(model, tmp_path, 3, "actor.reward_bias=-0.5", "critic_warmup_steps=1", example="gsm8k_ppo")
     check_run(folder, num_steps=3, bound=2, num_servers=1)
     rows = rows_of(folder / "metrics.jsonl")
     assert rows[0]["value/mean"] == 0.0 and rows[0]["value/return"] == pytest.approx(rows[0]["reward/mean"] - 0.5)
     assert rows[2]["value/mean"] < -0.05, "towards the reward"
-    assert all(row["value/skipped_steps"] == row["optim/skipped_steps"] == 0 for row in rows[:3])
+    assert all(row["value/skipped_steps"] == 0 for row in rows[:3])
+    assert ["optim/lr" in row for row in rows] == [False, True, True, False], "warm-up"
+    weights = read_weights(folder)
+    assert weights[0] == weights[1] != weights[2] != weights[3]
     critic = AutoModelForSequenceClassification.from_pretrained(folder / "checkpoints" / "step_2" / "critic")
     assert critic.config.num_labels == 1 and critic.score.weight.abs().max() > 0
 

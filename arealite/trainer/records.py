@@ -45,7 +45,7 @@ def undo_from(run: RunFolder, step: int) -> None:
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
     """Summarize a run in a few numbers, as far as its rows have them."""
     summary: dict[str, Any] = {
-        "steps": sum("optim/grad_norm" in row for row in rows),
+        "steps": sum("optim/grad_norm" in row or "value/grad_norm" in row for row in rows),
         "wall_s": sum(_values(rows, "time/step_s")),
     }
     if trained := _values(rows, "perf/trained_tokens"):

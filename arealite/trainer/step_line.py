@@ -80,7 +80,7 @@ class StepLine:
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         cells = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"]
         group = ""
-        has_trained = any(key.startswith("optim/") for key in metrics)
+        has_trained = any(key.startswith(("optim/", "value/")) for key in metrics)
         for column in COLUMNS:
             found = [metrics[key] for key in column.keys if key in metrics]
             value = sum(found) if found else None

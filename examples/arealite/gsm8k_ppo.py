@@ -102,8 +102,9 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
             batch["values"] = critic.compute_values(batch)
         with stats.timer("update"):
             actor.compute_advantages(batch)
-            stats.add(actor.ppo_update(batch))
             stats.add(critic.ppo_update(batch))
+            is_warm = step >= config.critic_warmup_steps  # else only the critic learns
+            stats.add(actor.ppo_update(batch) if is_warm else actor.describe(batch))
         with stats.timer("weights"):
             publish_weights(actor, rollout, version=step + 1)
         saver.save(actor, step, critic=critic, tokenizer=tokenizer)

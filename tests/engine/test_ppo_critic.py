@@ -212,6 +212,16 @@ def test_the_value_of_a_constant_reward_is_learned(make: Make, engines: Engines,
     assert batch["advantages"].abs().max() < 0.05, "so that an expected reward reinforces nothing"
 
 
+def test_a_batch_can_be_described_without_an_update(make: Make, engines: Engines, lm_path: str) -> None:
+    """As a step of warm-up is."""
+    actor, batch = make_actor(engines, lm_path), a_batch(make())
+    described = actor.describe(batch)
+    assert described["reward/mean"] == pytest.approx(batch["rewards"].mean().item())
+    assert described["perf/trained_tokens"] == sum(LENGTHS) - 16
+    actor.compute_advantages(batch)
+    assert described.items() <= actor.ppo_update(batch).items() and not any("loss" in key for key in described)
+
+
 def test_what_is_missing_is_named(make: Make, engines: Engines, lm_path: str) -> None:
     batch = trajectory_batch(LENGTHS, 2)
     with pytest.raises(

@@ -307,6 +307,8 @@ class PPOConfig(GRPOConfig):
 
     critic: PPOCriticConfig = field(default_factory=lambda: PPOCriticConfig(optimizer=OptimizerConfig()))
     """The critic. Path (its backbone), minibatches, dtype and memory settings follow `actor`."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """Steps at the start in which only the critic learns."""
 
     @property
     def has_critic(self) -> bool:

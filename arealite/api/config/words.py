@@ -41,6 +41,7 @@ THEIR_WORDS = {
     "actor.discount": "gamma",
     "critic.optimizer.lr": "critic_lr vf_coef value_loss_coef",
     "critic.value_eps_clip": "cliprange_value eps_clip_value",
+    "critic_warmup_steps": "critic_warmup",
     "actor.proximal": "prox_logp_method",
     "actor.correction.action": "rejection_sampling behave_imp_weight_mode vllm_importance_sampling_mode",
     "actor.correction.upper": "importance_sampling_cap tis_imp_ratio_cap behave_imp_weight_cap "

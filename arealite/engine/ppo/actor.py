@@ -149,14 +149,13 @@ class PPOActor:
             for index in range(num_minibatches)
         ]
         self.engine.step_lr_scheduler()
-        described = self._describe(batch, columns["loss_mask"], metrics)
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
             **metrics.reduce(self.engine.parallelism_group),
             "optim/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
             "optim/lr": steps[0]["lr"],
             "optim/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
-            **described,
+            **self.describe(batch),
         }
 
     # Rewards
@@ -331,14 +330,15 @@ class PPOActor:
             mask_BT &= ~batch["no_eos"].bool()[:, None]
         return mask_BT
 
-    def _describe(self, batch: TensorDict, mask_BT: torch.Tensor, metrics: "MaskedMetrics") -> dict[str, float]:
-        """Describe the global batch: add what can be reduced value by value to `metrics`, and return the rest.
+    def describe(self, batch: TensorDict) -> dict[str, float]:
+        """Return the metrics of the global batch itself, equal on all ranks; those of an update contain them.
 
         `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
         the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
         `policy/ref_kl` is that between the sampling policy, or the recomputed one without a correction, and the
         reference. A dead group, whose rewards are all equal, teaches nothing with a baseline of groups.
         """
+        metrics, mask_BT = MaskedMetrics(), self._trained_tokens(batch)
         version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
         staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)
         sampled_B = batch["loss_mask"].sum(dim=1)
@@ -364,7 +364,7 @@ class PPOActor:
         unknown_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & ~mask_BT
         counts = [one.sum().item() for one in (lengths_B, mask_BT, unknown_BT)]
         num_tokens, num_trained, num_unknown = all_reduce_numbers(counts, group=self.engine.parallelism_group)
-        return {
+        return metrics.reduce(self.engine.parallelism_group) | {
             "reward/std": deviation,
             "reward/dead_group_ratio": (deviations_G == 0).sum().item() / (~deviations_G.isnan()).sum().item(),
             "rollout/unknown_logprobs": num_unknown,
