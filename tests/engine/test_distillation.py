@@ -7,12 +7,13 @@ import torch
 from tensordict import TensorDict
 from training_cases import OPTIMIZER, VOCABULARY, actor_config, trajectory_batch, write_model
 
-from arealite.api.cli_args import OptimizerConfig
+from arealite.api.cli_args import CorrectionConfig, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 
 torch.set_num_threads(1)
-CHOICES = {"algorithm": "opd", "proximal": "recompute", "ppo_n_minibatches": 1}
+CORRECTION = CorrectionConfig(action="mask", upper=5.0)  # so that the sampling policy is the server's, not the student
+CHOICES = {"algorithm": "opd", "proximal": "recompute", "ppo_n_minibatches": 1, "correction": CORRECTION}
 
 
 @pytest.fixture(scope="module")
