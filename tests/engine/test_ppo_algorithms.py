@@ -1,6 +1,7 @@
 """Every algorithm through the engine: no split, order or rank changes it, and it is what plain autograd says."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -261,3 +262,59 @@ def test_functions_of_the_user_replace_objective_and_baseline(make: Make) -> Non
     assert mine[0]["policy/loss"] == pytest.approx(theirs[0]["policy/loss"], rel=1e-6)
     for one, two in zip(mine[1], theirs[1]):
         assert torch.equal(one, two)
+
+
+def scaled(logprobs: torch.Tensor, micro_batch: TensorDict, factor: float = 1.0) -> torch.Tensor:
+    return -factor * micro_batch["advantages"] * logprobs
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "told"),
+    [
+        (lambda p, mb: scaled(p, mb), "loss_fn must return (token losses, statistics): got a tensor of shape [62] and"),
+        (lambda p, mb: (scaled(p, mb), None), "loss_fn must return (token losses, statistics): got a tuple of 2. End"),
+        (lambda p, mb: (scaled(p, mb).mean(), {}), "one loss per token, a real tensor of shape [62]: got a tensor of"),
+        (lambda p, mb: (scaled(p, mb)[:, None], {}), "of shape [62]: got a tensor of shape [62, 1] and torch.float32."),
+        (
+            lambda p, mb: (scaled(p.detach(), mb), {}),
+            "loss_fn must return losses that depend on logprobs: got a tensor",
+        ),
+        (lambda p, mb: (scaled(p, mb, math.nan), {}), "loss_fn must return finite losses of trained tokens: got nan. "),
+        (lambda p, mb: (scaled(p, mb), {"x": 0.5}), "statistic 'x' of loss_fn must have one value per token, a real"),
+        (lambda p, mb: (scaled(p, mb), {"x": p.mean()}), "[62]: got a tensor of shape [] and torch.float32. Leave out"),
+    ],
+)
+def test_a_loss_of_the_user_that_means_something_else_is_told(make: Make, loss_fn: object, told: str) -> None:
+    """A mean and a column would be broadcast over tokens, and be trained on."""
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        update(make({"loss_fn": loss_fn}, adv_norm=False), a_batch())
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("advantage_fn", "told"),
+    [
+        (
+            lambda r, g, n: r.mean(),
+            "advantage_fn must return one advantage per completion, a real tensor of shape [8]:",
+        ),
+        (lambda r, g, n: r[:, None], "of shape [8]: got a tensor of shape [8, 1] and torch.float32. All tokens of one"),
+        (lambda r, g, n: r.tolist(), "of shape [8]: got a list of 8. All tokens of one share it."),
+        (lambda r, g, n: None, "of shape [8]: got a NoneType. All tokens of one share it."),
+        (lambda r, g, n: r / 0 - r / 0, "advantage_fn must return finite advantages: got nan. Divide by"),
+    ],
+)
+def test_an_advantage_of_the_user_that_means_something_else_is_told(
+    make: Make, advantage_fn: object, told: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        make({"advantage_fn": advantage_fn}, adv_norm=False).compute_advantages(a_batch())
+
+
+def test_statistics_may_carry_a_gradient_and_advantages_be_flags(make: Make) -> None:
+    functions = {
+        "loss_fn": lambda p, mb: (scaled(p, mb), {"surprise": -p, "rare": p < -3.0}),
+        "advantage_fn": lambda r, g, n: r > r.median(),
+    }
+    metrics, _ = update(make(functions, adv_norm=False), a_batch())
+    assert metrics["policy/surprise"] > 0 and 0 <= metrics["policy/rare"] <= 1

@@ -42,6 +42,7 @@ from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import groups_of, require_key
 from arealite.engine.ppo.metrics import MaskedMetrics
+from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 from arealite.utils.tensors import RAGGED
 
@@ -72,7 +73,7 @@ class PPOActor:
         self.config = resolve_choices(config)
         self.choices: Any = self.config  # in which no choice is None any more
         self.engine = engine
-        self.loss_fn = loss_fn or _objective(self.choices)
+        self.loss_fn = _objective(self.choices) if loss_fn is None else checked_loss_fn(loss_fn)
         self.advantage_fn = advantage_fn
 
     def compute_logprobs(self, batch: TensorDict, *, whole: bool = False) -> torch.Tensor:
@@ -188,10 +189,9 @@ class PPOActor:
         num_tokens_B = mask_BT.sum(dim=1)
         if self.advantage_fn is not None:
             of_ranks = [self._gather(values) for values in (scores_B, groups_B, num_tokens_B)]
-            advantages_S = self.advantage_fn(*map(torch.cat, of_ranks))
-            return advantages_S.to(scores_B).split([len(one) for one in of_ranks[0]])[
-                dist.get_rank(self.engine.parallelism_group)
-            ]
+            columns_S = [torch.cat(of_rank) for of_rank in of_ranks]
+            advantages_S = checked_advantages(self.advantage_fn(*columns_S), columns_S[0])
+            return advantages_S.split([len(one) for one in of_ranks[0]])[dist.get_rank(self.engine.parallelism_group)]
         baseline, scale = self.choices.baseline, self.choices.reward_scale
         return reward_advantages(
             scores_B,
