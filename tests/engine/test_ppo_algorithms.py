@@ -318,3 +318,21 @@ def test_statistics_may_carry_a_gradient_and_advantages_be_flags(make: Make) -> 
     }
     metrics, _ = update(make(functions, adv_norm=False), a_batch())
     assert metrics["policy/surprise"] > 0 and 0 <= metrics["policy/rare"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reward", "told"),
+    [
+        ("grpo", math.nan, "rewards must be finite: got nan. Fix the reward function, or reject such rows."),
+        (
+            "max_rl",
+            -0.5,
+            "rewards must be at least 0 with reward_scale group_mean: got -0.5. Set actor.reward_scale=group",
+        ),
+    ],
+)
+def test_a_reward_that_means_nothing_is_told(make: Make, algorithm: str, reward: float, told: str) -> None:
+    batch = a_batch()
+    batch["rewards"][2] = reward
+    with pytest.raises(ValueError, match=re.escape(told)):
+        make(algorithm=algorithm).compute_advantages(batch)

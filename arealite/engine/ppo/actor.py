@@ -40,7 +40,7 @@ from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.ppo.batch import groups_of, require_key
+from arealite.engine.ppo.batch import finite_rewards, groups_of, require_key, require_no_negative
 from arealite.engine.ppo.metrics import MaskedMetrics
 from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
@@ -171,7 +171,7 @@ class PPOActor:
 
     def _shaped_rewards(self, batch: TensorDict) -> torch.Tensor:
         """Return the rewards `[B]`: cut-off answers treated, long ones penalised, then scaled."""
-        config, rewards_B = self.choices, batch["rewards"].float()
+        config, rewards_B = self.choices, finite_rewards(batch)
         if config.truncated == "zero":
             require_key(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
             rewards_B = rewards_B.masked_fill(batch["no_eos"].bool(), 0.0)
@@ -193,6 +193,8 @@ class PPOActor:
             advantages_S = checked_advantages(self.advantage_fn(*columns_S), columns_S[0])
             return advantages_S.split([len(one) for one in of_ranks[0]])[dist.get_rank(self.engine.parallelism_group)]
         baseline, scale = self.choices.baseline, self.choices.reward_scale
+        if scale == "group_mean":
+            require_no_negative(scores_B)
         return reward_advantages(
             scores_B,
             groups_B,

@@ -14,6 +14,26 @@ def require_key(batch: TensorDict, key: str, because: str, remedy: str) -> None:
         raise ValueError(f"a batch must have {key!r} with {because}: got {sorted(batch.keys())}. {remedy}.")
 
 
+def finite_rewards(batch: TensorDict) -> torch.Tensor:
+    """Return the rewards `[B]` in float32; one that is not finite would spread over its group, and skip the step."""
+    rewards_B: torch.Tensor = batch["rewards"].float()
+    if not (is_finite_B := rewards_B.isfinite()).all():
+        raise ValueError(
+            f"rewards must be finite: got {rewards_B[~is_finite_B][0].item()}. Fix the reward function, or reject such "
+            "rows."
+        )
+    return rewards_B
+
+
+def require_no_negative(rewards: torch.Tensor) -> None:
+    """A group whose mean is 0 or below would have the advantages of another, or none."""
+    if (rewards < 0).any():
+        raise ValueError(
+            f"rewards must be at least 0 with reward_scale group_mean: got {rewards.min().item():g}. Set "
+            "actor.reward_scale=group_std, or a reward function that has none below 0."
+        )
+
+
 def groups_of(batch: TensorDict, group_size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
     """Return each row's group `[B]` in the global batch and the number of groups (collective).
 
