@@ -15,10 +15,10 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from training_cases import critic_config, token_batch, train_config
+from training_cases import OPTIMIZER, critic_config, token_batch, train_config
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.api.cli_args import RecoverConfig, SaverConfig
+from arealite.api.cli_args import OptimizerConfig, RecoverConfig, SaverConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -91,7 +91,9 @@ def train(
     options = {"mode": "auto", "freq_steps": 2} | config
     recover = Recover(RecoverConfig(**names, **options), SPEC)
     engine = FSDPEngine(train_config(model, seed=3))
-    critic = FSDPPPOCritic(critic_config(model, seed=4, group_size=2, ppo_n_minibatches=2)) if has_critic else None
+    falling = OptimizerConfig(**OPTIMIZER, lr_scheduler_type="linear")
+    critic_options = critic_config(model, seed=4, group_size=2, ppo_n_minibatches=2, optimizer=falling)
+    critic = FSDPPPOCritic(critic_options) if has_critic else None
     engines = [engine] if critic is None else [engine, critic]
     for one in engines:
         one.initialize(None, SPEC)
