@@ -148,6 +148,7 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
     check_run(folder, num_steps=3, bound=0, num_servers=1)
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic_that_starts_another(model: Path, tmp_path: Path) -> None:
     folder = run_rl(model, tmp_path, 3, "actor.reward_bias=-0.5", "critic_warmup_steps=1", example="gsm8k_ppo")
     check_run(folder, num_steps=3, bound=2, num_servers=1)

@@ -22,7 +22,7 @@ from arealite.utils.hf import load_hf_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 PAIRS = f"{WORD_PROBLEMS.removesuffix(':rows')}:pairs?train=64&test=16&steps=2"
-pytestmark = pytest.mark.xdist_group("end_to_end")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
