@@ -60,6 +60,27 @@ def test_a_bare_k1_or_k3_has_another_gradient_and_k1_is_refused() -> None:
         kl_losses(LOGITS, {}, estimator="k1")
 
 
+def gradient_of_reward(estimator: str, ref: torch.Tensor) -> list[float]:
+    """Expected policy gradient of minus the estimate as a reward."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    estimates = kl_estimates(logprobs.detach() - ref, estimator)
+    (logprobs.detach().exp() * estimates * logprobs).sum().backward()
+    assert logits.grad is not None
+    return logits.grad.tolist()
+
+
+def test_in_the_reward_only_k1_pulls_to_the_reference() -> None:
+    """k3 has the gradient of KL(p || q) - KL(q || p), and k2 one as small: none where p is close to q."""
+    assert gradient_of_reward("k1", REF) == pytest.approx(GRADIENT, abs=1e-6)
+    reverse = [0.3465494, -0.168501, -0.1780483]
+    assert gradient_of_reward("k3", REF) == pytest.approx([a - b for a, b in zip(GRADIENT, reverse)], abs=1e-6)
+    near = (LOGITS + 0.01 * torch.tensor([1.0, -1.0, 0.5])).log_softmax(0)
+    assert max(map(abs, gradient_of_reward("k1", near))) > 3e-3
+    for estimator in ("k2", "k3"):
+        assert max(map(abs, gradient_of_reward(estimator, near))) < 1e-4
+
+
 def test_distillation_by_any_objective_has_the_gradient_of_the_divergence_to_the_teacher() -> None:
     for objective in (objectives.reinforce, lambda x, b: objectives.ppo(x, b, eps_clip=0.2, eps_clip_higher=0.2)):
         logits = LOGITS.clone().requires_grad_()

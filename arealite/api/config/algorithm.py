@@ -138,6 +138,8 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
         choices["returns_lambda"] = choices["gae_lambda"]
     if choices["baseline"] in ("none", "critic", "teacher") and "reward_scale" not in given:
         choices["reward_scale"] = "none"
+    if "kl_in" in given and "kl_estimator" not in given and not _is_penalty(choices):
+        choices["kl_estimator"] = "k1" if choices["kl_in"] == "reward" else "k3"
     if choices["aggregation"] == "constant" and choices["loss_constant"] is None:
         choices["loss_constant"] = None if config.max_new_tokens is None else float(config.max_new_tokens)
     resolved = _with(config, choices)
@@ -303,10 +305,20 @@ def _check_objective(actor: PPOActorConfig) -> None:
         "Set it, e.g. to the number of tokens of the longest completion.",
     )
     require(
-        (actor.kl_in, actor.kl_estimator) != ("loss", "k1"),
+        actor.kl_in != "loss" or actor.kl_estimator != "k1",
         "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1, whose expected gradient is 0. "
         "Set actor.kl_estimator=k2 or actor.kl_in=reward.",
     )
+    require(
+        actor.kl_in != "reward" or actor.kl_estimator == "k1",
+        f"actor.kl_estimator must be k1 with actor.kl_in reward: got {actor.kl_estimator}, whose expected gradient is "
+        "about 0 near the reference. Set actor.kl_estimator=k1 or actor.kl_in=loss.",
+    )
+
+
+def _is_penalty(choices: Choices) -> bool:
+    """Whether the estimator has, where it acts, the gradient of a KL divergence."""
+    return (choices["kl_estimator"] == "k1") == (choices["kl_in"] == "reward")
 
 
 def _penalises_rewards(actor: PPOActorConfig) -> bool:

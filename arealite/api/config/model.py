@@ -250,7 +250,7 @@ class PPOActorConfig(TrainEngineConfig):
     kl_in: Literal["reward", "loss"] | None = None
     """Where the KL penalty acts. None is reward."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the KL divergence per token; k1 has no gradient in the loss. None is k1."""
+    """Estimator of the KL divergence per token: k1 in the reward, k2 or k3 in the loss. None is k1 or k3."""
     entropy_ctl: NonNegative = 0.0
     """Weight of the entropy bonus."""
     group_reward_norm: Bool | None = None

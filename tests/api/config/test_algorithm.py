@@ -92,6 +92,19 @@ def test_what_a_preset_says_about_its_baseline_goes_with_it() -> None:
     assert resolve_choices(actor(algorithm="ppo", baseline="group_mean")).gae_lambda == 1.0
 
 
+@pytest.mark.parametrize(
+    ("choices", "estimator"),
+    [
+        ({"kl_in": "loss"}, "k3"),
+        ({"algorithm": "rloo", "kl_in": "loss"}, "k3"),
+        ({"algorithm": "grpo", "kl_in": "reward"}, "k1"),
+        ({"algorithm": "reinforce_plus_plus_baseline", "kl_in": "loss"}, "k2"),
+    ],
+)
+def test_the_estimator_follows_where_the_penalty_acts(choices: dict[str, Any], estimator: str) -> None:
+    assert resolve_choices(actor(**choices)).kl_estimator == estimator
+
+
 def test_nothing_given_is_plain_ppo_without_a_group_statistic() -> None:
     resolved = resolve_choices(actor())
     for key, value in DEFAULTS.items():
@@ -167,7 +180,9 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"algorithm": "rloo", "reward_scale": "group_mean", "kl_ctl": 0.1}, "must not be group_mean with actor.basel"),
         ({"proximal": "recompute", "_action": "mask", "_upper": 0.0}, "actor.correction.upper must be above 0 with ac"),
         ({"algorithm": "dr_grpo", "max_new_tokens": None}, "actor.loss_constant must be given with actor.aggregation"),
-        ({"kl_in": "loss"}, "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1"),
+        ({"kl_estimator": "k3"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k3, whose expected grad"),
+        ({"algorithm": "rloo", "kl_estimator": "k2"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k2"),
+        ({"kl_in": "loss", "kl_estimator": "k1"}, "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1"),
         (
             {"baseline": "critic", "reward_scale": "group_std"},
             "actor.reward_scale must be none with actor.baseline cri",
