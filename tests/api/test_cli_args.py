@@ -584,7 +584,7 @@ def test_shipped_configs_load() -> None:
         return load_expr_config(["--config", str(CONFIGS / name), *overrides], cls)[0]
 
     grpo = shipped("gsm8k_grpo.yaml", GRPOConfig, "experiment_name=my_experiment", "trial_name=my_trial")
-    assert (grpo.actor.eps_clip, grpo.actor.group_size) == (0.4, 4)
+    assert (grpo.actor.eps_clip, grpo.actor.group_size) == (0.2, 4)
     assert (grpo.rollout.consumer_batch_size, grpo.rollout.max_head_offpolicyness) == (256, 4)
     for mode, nodes, gpus in (("sglang.d12p1t1+d4p1t1", 4, 4), ("sglang.d96p1t1+d32p1t1", 16, 8)):
         cluster = (f"cluster.n_nodes={nodes}", f"cluster.n_gpus_per_node={gpus}")

@@ -123,10 +123,11 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
     choices = {**DEFAULTS, **defaults, **_choices_of(config.algorithm), **given}
     for key, (choice, values) in BELONGS_TO.items():
         if choices[choice] not in values:
+            other = "" if config.algorithm is not None else f", or set actor.{choice}={values[0]}"
             require(
                 key not in given,
                 f"actor.{key} must be null with actor.{choice} {choices[choice]}: got {given.get(key)}. "
-                f"Remove it, or set actor.{choice}={values[0]}.",
+                f"Remove it{other}.",
             )
             choices[key] = None
     if choices["objective"] == "ppo" and choices["eps_clip_higher"] is None:

@@ -426,3 +426,16 @@ def test_where_the_critic_of_the_original_starts_is_where_ours_does(
     with caplog.at_level(logging.WARNING, logger="arealite.config"):
         config = load(tmp_path, COMMON, "critic.init_critic_from_actor=true", cls=PPOConfig)
     assert config.critic.path == "m" and "critic.path follows actor.path" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["gsm8k_grpo.yaml", "gsm8k_grpo_cpu.yaml"])
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"ppo", "opd"}))
+def test_every_preset_goes_on_top_of_the_shipped_configs(file: str, name: str) -> None:
+    path = REPOSITORY / "examples" / "arealite" / "configs" / file
+    overrides = ["actor.path=m", f"actor.algorithm={name}"]
+    if name == "dppo":  # its ratio is to the policy that sampled: a correction would count twice
+        overrides += ["actor.correction.action=none", "actor.correction.upper=null"]
+    actor = load_expr_config(["--config", str(path), *overrides], GRPOConfig)[0].actor
+    expected = {key: value for key, value in PRESETS[name].items() if value is not None}
+    assert {key: getattr(actor, key) for key in expected} == expected
+    assert actor.proximal == "recompute"
