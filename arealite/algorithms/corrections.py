@@ -15,6 +15,9 @@ from arealite.algorithms.advantages import Reduce
 from arealite.algorithms.kl import kl_estimates
 from arealite.algorithms.ratios import MAX_LOG_RATIO, check_choice, masked_log_ratio
 
+MAX_TOKEN_WEIGHT = 2.0
+"""Bound of the token weights of level geometric, whose own bounds are of completions: that of TIS."""
+
 
 @torch.no_grad()
 def correction_factors(
@@ -32,9 +35,9 @@ def correction_factors(
 
     The weight is w = pi_prox / pi_rollout of the token, at level sequence their product over the answer, at level
     geometric their geometric mean. Truncate bounds it (TIS). Mask keeps it where it is within the bounds, and is 0
-    elsewhere (IcePop); at level geometric the factor of an answer's tokens is then their own w. `metric` k1, k2 or k3
-    bounds estimates of KL(pi_rollout || pi_prox) instead: per token, summed, or averaged over the answer. A factor that
-    no bound keeps below e^MAX_LOG_RATIO is 0: one such token would own the step.
+    elsewhere (IcePop); at level geometric the factor of an answer's tokens is then their own w, at most
+    MAX_TOKEN_WEIGHT. `metric` k1, k2 or k3 bounds estimates of KL(pi_rollout || pi_prox) instead: per token, summed, or
+    averaged over the answer. A weight that no bound keeps below e^MAX_LOG_RATIO becomes 0: it would own the step.
     """
     check_choice("level", level, ("token", "sequence", "geometric"))
     check_choice("action", action, ("truncate", "mask"))
@@ -51,9 +54,9 @@ def correction_factors(
         bounded_BT = pooled_BT.exp()
     else:
         bounded_BT = _pool(kl_estimates(-log_weights_BT, metric), mask_BT, level)
-    log_factors_BT = log_weights_BT if level == "geometric" else pooled_BT
-    is_kept_BT = mask_BT & (low <= bounded_BT) & (bounded_BT <= high) & (log_factors_BT < MAX_LOG_RATIO)
-    return torch.where(is_kept_BT, log_factors_BT.exp(), 0.0)
+    is_kept_BT = mask_BT & (low <= bounded_BT) & (bounded_BT <= high) & (pooled_BT < MAX_LOG_RATIO)
+    factors_BT = log_weights_BT.exp().clamp(max=MAX_TOKEN_WEIGHT) if level == "geometric" else pooled_BT.exp()
+    return torch.where(is_kept_BT, factors_BT, 0.0)
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ PPO_LOSSES = torch.tensor([[0, -1.1, -1.2, 0, 0], [0, 0.8, 1, 0, 4]], dtype=torc
         ({"action": "mask", "metric": "k3", "upper": 0.5}, [1, 0, 0.8, 1, 0.4], None, None),  # 0, 0.58, ..., 0.32
         ({"action": "mask", "metric": "k2", "upper": 0.43, "level": "sequence"}, [2.5, 2.5, 0, 0, 0], None, None),
         ({"action": "mask", "metric": "k2", "upper": 0.2, "level": "geometric"}, [0, 0, 0.8, 1, 0.4], None, None),
+        ({"level": "geometric", "action": "mask", "upper": 5.0}, [1, 2, 0.8, 1, 0.4], -0.052, -0.335),  # as truncated
     ],
 )
 def test_five_tokens_by_hand(
@@ -82,7 +83,8 @@ def reference_factors(log_weights: list[float], settings: dict[str, Any]) -> lis
             factors.append(min(max(weight, lower), upper))
             continue
         bounded = weight if metric == "ratio" else sum(estimates[metric](one) for one in over) / divisor
-        factors.append((math.exp(x) if level == "geometric" else weight) if lower <= bounded <= upper else 0.0)
+        factor = min(math.exp(x), 2.0) if level == "geometric" else weight
+        factors.append(factor if lower <= bounded <= upper else 0.0)
     return factors
 
 
