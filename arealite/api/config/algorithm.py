@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from arealite.api.config.checks import require
+from arealite.api.config.checks import learning_keys, require
 from arealite.api.config.model import CorrectionConfig, PPOActorConfig
 
 logger = logging.getLogger("arealite.config")
@@ -27,6 +27,7 @@ def _preset(baseline: str, reward_scale: str, objective: str, aggregation: str, 
 
 
 _LOSS, _REWARD = "k3 in loss", "k1 in reward"  # where a paper has no KL term: what kl_ctl > 0 adds
+_OF_COMPLETIONS = {"correction.level": "geometric"}  # where a completion has one ratio, of which this is the length's
 
 PRESETS: dict[str, Choices] = {
     "grpo": _preset("group_mean", "group_std", "ppo", "sequence_mean", _LOSS),
@@ -39,6 +40,7 @@ PRESETS: dict[str, Choices] = {
         importance_sampling_level="sequence",
         eps_clip=3e-4,
         eps_clip_higher=4e-4,
+        **_OF_COMPLETIONS,
     ),
     "cispo": _preset("group_mean", "group_std", "cispo", "token_mean", _LOSS),
     "rloo": _preset("leave_one_out", "none", "reinforce", "constant", _REWARD, loss_constant=1.0),
@@ -46,7 +48,7 @@ PRESETS: dict[str, Choices] = {
     "reinforce_plus_plus_baseline": _preset("group_mean", "none", "ppo", "token_mean", "k2 in loss", adv_norm=True),
     "ppo": _preset("critic", "none", "ppo", "token_mean", _REWARD, adv_norm=True, gae_lambda=0.95),
     "sapo": _preset("group_mean", "group_std", "sapo", "sequence_mean", _LOSS),
-    "gmpo": _preset("group_mean", "group_std", "gmpo", "sequence_mean", _LOSS),
+    "gmpo": _preset("group_mean", "group_std", "gmpo", "sequence_mean", _LOSS, **_OF_COMPLETIONS),
     "lite_ppo": _preset("group_mean", "batch_std", "ppo", "token_mean", _LOSS),
     "max_rl": _preset("group_mean", "group_mean", "reinforce", "constant", _LOSS, loss_constant=1.0),
     "dppo": _preset("group_mean", "none", "dppo", "token_mean", _LOSS),
@@ -148,13 +150,14 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
     _check_rewards(resolved)
     _check_objective(resolved)
     _check_proximal(resolved)
-    _check_correction(resolved.correction)
+    _check_correction(resolved)
     return resolved
 
 
 def describe_choices(config: PPOActorConfig) -> str:
     """Return resolved choices as overrides, `algorithm=grpo baseline=group_mean ...`, without what is off."""
     values = {key: _value(config, key) for key in ("algorithm", *DEFAULTS)}
+    values |= {key: getattr(config, key) for key in learning_keys(config) if key != "correction"}
     return " ".join(f"{key}={str(value).lower()}" for key, value in values.items() if value is not None)
 
 
@@ -202,7 +205,7 @@ def _translated(config: PPOActorConfig, given: Choices) -> Choices:
             "actor.recompute_logprob must be true if actor.use_decoupled_loss is: got false. "
             "The decoupled loss needs the recomputed logprobs; set actor.recompute_logprob=true.",
         )
-        choices |= {"proximal": "recompute", "correction.action": "mask", "correction.level": "token"}
+        choices |= {"proximal": "recompute", "correction.action": "mask"}
         choices["correction.upper"] = older.get("behav_imp_weight_cap")
     elif is_decoupled is False:
         choices["correction.action"] = "none"
@@ -272,12 +275,16 @@ def _check_teacher(actor: PPOActorConfig) -> None:
         "group_adv_norm": (actor.group_adv_norm, False),
         "discount": (actor.discount, 1.0),
         "gae_lambda": (actor.gae_lambda, 1.0),
+        "reward_bias": (actor.reward_bias, 0.0),
+        "reward_scaling": (actor.reward_scaling, 1.0),
+        "reward_clip": (actor.reward_clip, None),
+        "overlong_buffer": (actor.overlong_buffer, None),
     }
     for key, (value, only) in found.items():
         require(
             value == only,
-            f"actor.{key} must be {str(only).lower()} with actor.baseline teacher: got {value}. The advantage of a "
-            "token is its log ratio of teacher and student; remove it.",
+            f"actor.{key} must be {'null' if only is None else str(only).lower()} with actor.baseline teacher: got "
+            f"{value}. The advantage of a token is its log ratio of teacher and student; remove it.",
         )
     require(
         actor.truncated != "zero",
@@ -292,14 +299,14 @@ def _check_teacher(actor: PPOActorConfig) -> None:
 
 def _check_objective(actor: PPOActorConfig) -> None:
     """Objective, aggregation and KL penalty."""
-    is_sequence = actor.importance_sampling_level == "sequence"
     require(
-        not is_sequence or actor.objective == "ppo",
+        actor.importance_sampling_level == "token" or actor.objective == "ppo",
         f"actor.importance_sampling_level must be token with actor.objective {actor.objective}: got sequence. "
         "Remove it, or set actor.objective=ppo.",
     )
-    if is_sequence or actor.objective == "gmpo":
-        _check_one_ratio(actor, "actor.importance_sampling_level sequence" if is_sequence else "actor.objective gmpo")
+    if _has_one_ratio(actor):
+        is_gmpo = actor.objective == "gmpo"
+        _check_one_ratio(actor, "actor.objective gmpo" if is_gmpo else "actor.importance_sampling_level sequence")
     require(
         actor.aggregation != "constant" or actor.loss_constant is not None,
         "actor.loss_constant must be given with actor.aggregation constant: got null. "
@@ -322,6 +329,11 @@ def _is_penalty(choices: Choices) -> bool:
     return (choices["kl_estimator"] == "k1") == (choices["kl_in"] == "reward")
 
 
+def _has_one_ratio(actor: PPOActorConfig) -> bool:
+    """Whether all tokens of a completion share a ratio."""
+    return actor.objective == "gmpo" or actor.importance_sampling_level == "sequence"
+
+
 def _penalises_rewards(actor: PPOActorConfig) -> bool:
     return actor.kl_ctl > 0 and actor.kl_in == "reward"
 
@@ -342,6 +354,16 @@ def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
         actor.discount == 1 and actor.baseline not in ("critic", "teacher"),
         f"actor.discount must be 1, without a critic or teacher, with {one_ratio}: got {actor.discount} and baseline "
         f"{actor.baseline}. Tokens of a completion must share its advantage.",
+    )
+    require(
+        actor.correction.level != "token",
+        f"actor.correction.level must be geometric or sequence with {one_ratio}: got token, which bounds what the "
+        "objective averages. Set actor.correction.level=geometric.",
+    )
+    require(
+        actor.second_moment_limit is None,
+        f"actor.second_moment_limit must be null with {one_ratio}: got {actor.second_moment_limit}. It leaves out "
+        "tokens, which share their ratio; set actor.correction.action=mask.",
     )
 
 
@@ -375,16 +397,17 @@ def _check_proximal(actor: PPOActorConfig) -> None:
     )
 
 
-def _check_correction(correction: CorrectionConfig) -> None:
+def _check_correction(actor: PPOActorConfig) -> None:
     """The bounds must bound something."""
-    lower, upper = correction.lower, correction.upper
+    correction, lower, upper = actor.correction, actor.correction.lower, actor.correction.upper
+    levels = "sequence" if _has_one_ratio(actor) else "token or sequence"
     require(
         lower is None or upper is None or lower < upper,
         f"actor.correction.lower must be less than actor.correction.upper: got {lower} and {upper}. Exchange them.",
     )
     require(
         correction.action != "truncate" or (upper is not None and upper > 0 and correction.level != "geometric"),
-        "actor.correction.upper must be above 0, and level token or sequence, with action truncate: got "
+        f"actor.correction.upper must be above 0, and level {levels}, with action truncate: got "
         f"{upper} and {correction.level}. Set e.g. actor.correction.upper=2.",
     )
     require(

@@ -3,12 +3,12 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
-from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
+from arealite.api.config.model import DPOEngineConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig, PauseMode
 from arealite.api.errors import ConfigError
 
@@ -223,14 +223,16 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
 
 def check_critic(actor: PPOActorConfig, *, has_critic: bool) -> None:
     """A critic and the baseline that needs it come together."""
+    got = f"got {actor.baseline} with actor.algorithm {actor.algorithm or 'null'}"
     require(
         has_critic or actor.baseline != "critic",
-        "actor.baseline must not be critic without a critic: got critic. Choose another, or use PPOConfig, as "
+        f"actor.baseline must not be critic without a critic: {got}. Choose others, or use PPOConfig, as "
         "examples/arealite/gsm8k_ppo.py does.",
     )
     require(
         not has_critic or actor.baseline == "critic",
-        f"actor.baseline must be critic with a critic block: got {actor.baseline}. Remove it, or use GRPOConfig.",
+        f"actor.baseline must be critic with a critic block: {got}. Remove both, or use GRPOConfig, as "
+        "examples/arealite/gsm8k_grpo.py does.",
     )
 
 
@@ -267,6 +269,20 @@ def check_frozen(engine: TrainEngineConfig, key: str) -> None:
     require(
         engine.optimizer is None, f"{key}.optimizer must be null: got an optimizer. It is never trained; remove it."
     )
+    unused = learning_keys(engine)
+    require(
+        not unused,
+        f"{key} must have no keys of learning: got {', '.join(unused)}. It is never trained; remove them, or give "
+        "them to the policy.",
+    )
+
+
+def learning_keys(engine: TrainEngineConfig) -> list[str]:
+    """Return the keys by which a policy learns that have another value than their default."""
+    cls = next(one for one in (PPOActorConfig, DPOEngineConfig, TrainEngineConfig) if isinstance(engine, one))
+    default, others = cls(), {one.name for one in fields(TrainEngineConfig)} | {"group_size", "temperature"}
+    names = [one.name for one in fields(cls) if one.name not in others]
+    return [name for name in names if getattr(engine, name) != getattr(default, name)]
 
 
 def check_equal(key: str, value: float, other: str, expected: float) -> None:

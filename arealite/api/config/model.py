@@ -135,7 +135,8 @@ class CorrectionConfig(ConfigBase):
     """`truncate`: min(w, upper). `mask`: w, or 0 outside of the bounds. None is `none`: no factor."""
     level: Literal["token", "sequence", "geometric"] | None = None
     """What the bounds apply to: w of a token, its product over the completion, or its geometric mean over the
-    completion, which masks completions and leaves token weights to the others. None is token."""
+    completion, which masks completions and leaves token weights, at most 2, to the others. None is token; with one
+    ratio per completion (gspo, gmpo) it must be another, and geometric is that of their presets."""
     metric: Literal["ratio", "k1", "k2", "k3"] | None = None
     """What is compared with the bounds of `mask`: w itself, or an estimate of the divergence. None is ratio."""
     lower: Finite | None = None
@@ -260,7 +261,7 @@ class PPOActorConfig(TrainEngineConfig):
     recompute_logprob: Bool | None = None
     """Older key: true is proximal recompute, false is rollout."""
     use_decoupled_loss: Bool | None = None
-    """Older key: true is proximal recompute with correction.action mask at token level."""
+    """Older key: true is proximal recompute with correction.action mask."""
     behav_imp_weight_cap: Positive | None = None
     """Older key: correction.upper of `use_decoupled_loss`."""
 

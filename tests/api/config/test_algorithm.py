@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.api.cli_args import CorrectionConfig, GRPOConfig, PPOActorConfig, PPOConfig, load_expr_config, to_yaml
-from arealite.api.config.algorithm import BELONGS_TO, DEFAULTS, GRPO_DEFAULTS, OLDER_KEYS, PRESETS, resolve_choices
+from arealite.api.config.algorithm import (
+    BELONGS_TO,
+    DEFAULTS,
+    GRPO_DEFAULTS,
+    OLDER_KEYS,
+    PRESETS,
+    describe_choices,
+    resolve_choices,
+)
 from arealite.api.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -215,6 +223,31 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"proximal": "recompute", "_action": "mask", "_level": "geometric"}, "actor.correction must have a bound"),
         ({"algorithm": "opd", "adv_norm": True}, "actor.adv_norm must be false with actor.baseline teacher"),
         ({"algorithm": "opd", "gae_lambda": 0.9}, "actor.gae_lambda must be 1.0 with actor.baseline teacher"),
+        (
+            {"algorithm": "opd", "reward_bias": -0.5},
+            "actor.reward_bias must be 0.0 with actor.baseline teacher: got -0",
+        ),
+        (
+            {"algorithm": "opd", "reward_clip": 1.0},
+            "actor.reward_clip must be null with actor.baseline teacher: got 1.",
+        ),
+        ({"algorithm": "opd", "overlong_buffer": 4}, "actor.overlong_buffer must be null with actor.baseline teacher"),
+        (
+            {"algorithm": "gspo", "proximal": "recompute", "_action": "mask", "_level": "token", "_upper": 2.0},
+            "actor.correction.level must be geometric or sequence with actor.importance_sampling_level sequence: got t",
+        ),
+        (
+            {"objective": "gmpo", "aggregation": "sequence_mean", "recompute_logprob": True, "_action": "mask"},
+            "actor.correction.level must be geometric or sequence with actor.objective gmpo: got token",
+        ),
+        (
+            {"algorithm": "gmpo", "proximal": "recompute", "_action": "truncate", "_upper": 2.0},
+            "actor.correction.upper must be above 0, and level sequence, with action truncate: got 2.0 and geometric.",
+        ),
+        (
+            {"algorithm": "gspo", "proximal": "recompute", "second_moment_limit": 0.04},
+            "actor.second_moment_limit must be null with actor.importance_sampling_level sequence: got 0.04",
+        ),
         ({"algorithm": "opd", "truncated": "zero"}, "actor.truncated must be keep or mask with actor.baseline teacher"),
         ({"algorithm": "opd", "kl_ctl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, "actor.kl_in must be loss with"),
         (
@@ -235,6 +268,8 @@ def test_what_means_nothing_is_refused(choices: dict[str, Any], told: str) -> No
     [
         {"algorithm": "gspo", "kl_ctl": 0.1},
         {"algorithm": "gspo", "adv_norm": True, "proximal": "recompute", "_action": "mask", "_upper": 2.0},
+        {"algorithm": "gspo", "proximal": "recompute", "_action": "truncate", "_level": "sequence", "_upper": 2.0},
+        {"algorithm": "gmpo", "use_decoupled_loss": True, "behav_imp_weight_cap": 5.0, "sequence_mask_delta": 0.1},
         {"algorithm": "grpo", "proximal": "current", "ppo_n_minibatches": 1, "sequence_mask_delta": 0.1},
         {"algorithm": "dppo", "proximal": "recompute", "sequence_mask_delta": 0.1},
         {"recompute_logprob": True, "_action": "truncate", "_upper": 2.0, "_level": "sequence"},
@@ -404,9 +439,17 @@ def test_a_config_with_a_critic_is_ppo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cls", "overrides", "told"),
     [
-        (GRPOConfig, ["actor.baseline=critic"], "actor.baseline must not be critic without a critic: got critic. Cho"),
-        (GRPOConfig, ["actor.algorithm=ppo"], "actor.baseline must not be critic without a critic: got critic. Choose"),
-        (PPOConfig, ["actor.algorithm=grpo"], "actor.baseline must be critic with a critic block: got group_mean. Rem"),
+        (GRPOConfig, ["actor.baseline=critic"], "actor.baseline must not be critic without a critic: got critic with"),
+        (
+            GRPOConfig,
+            ["actor.algorithm=ppo"],
+            "actor.baseline must not be critic without a critic: got critic with actor.algorithm ppo. Choose others,",
+        ),
+        (
+            PPOConfig,
+            ["actor.algorithm=grpo"],
+            "actor.baseline must be critic with a critic block: got group_mean with actor.algorithm grpo. Remove both,",
+        ),
         (PPOConfig, ["critic.optimizer=null"], "critic.optimizer must be a block: got null"),
         (PPOConfig, ["critic.group_size=3"], "critic.group_size must equal gconfig.n_samples: got 3 and 8"),
         (PPOConfig, ["actor.reward_scale=batch_std"], "actor.reward_scale must be none with actor.baseline critic"),
@@ -436,6 +479,35 @@ def test_every_preset_goes_on_top_of_the_shipped_configs(file: str, name: str) -
     if name == "dppo":  # its ratio is to the policy that sampled: a correction would count twice
         overrides += ["actor.correction.action=none", "actor.correction.upper=null"]
     actor = load_expr_config(["--config", str(path), *overrides], GRPOConfig)[0].actor
-    expected = {key: value for key, value in PRESETS[name].items() if value is not None}
+    expected = {key: value for key, value in PRESETS[name].items() if "." not in key}
     assert {key: getattr(actor, key) for key in expected} == expected
     assert actor.proximal == "recompute"
+    level = None if name == "dppo" else "geometric" if name in ("gspo", "gmpo") else "token"
+    assert actor.correction.level == level
+
+
+def test_a_plan_shows_what_else_is_set(tmp_path: Path) -> None:
+    others = ["proximal=recompute", "sequence_mask_delta=0.1", "second_moment_limit=0.04", "group_adv_norm=true"]
+    others += ["kl_ctl=0.01", "entropy_ctl=0.001", "reward_bias=-0.5", "algorithm=grpo", "c_clip=3.0"]
+    config = load(tmp_path, COMMON, "ref.path=m", *(f"actor.{one}" for one in others))
+    shown = describe_choices(config.actor).split(" ")
+    assert set(others) <= set(shown) and len(shown) == len({one.partition("=")[0] for one in shown})
+    plain = describe_choices(load(tmp_path, COMMON).actor).split(" ")
+    assert not [one for one in plain if one.startswith(("kl_ctl", "group_adv", "second", "reward_bias", "temper"))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unused"),
+    [
+        (["ref={path: m, kl_ctl: 0.1, algorithm: grpo}"], "ref must have no keys of learning: got algorithm, kl_ctl."),
+        (["ref={path: m, correction: {action: mask}}"], "ref must have no keys of learning: got correction."),
+        (
+            ["actor.algorithm=opd", "ref={path: m}", "teacher={path: t, eps_clip: 0.2}"],
+            "teacher must have no keys of learning: got eps",
+        ),
+    ],
+)
+def test_what_a_frozen_model_cannot_use_is_refused(tmp_path: Path, overrides: list[str], unused: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, COMMON, "actor.kl_ctl=0.1", *overrides)
+    assert str(refused.value).startswith(unused)
