@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -164,7 +165,7 @@ class FSDPEngine(TrainEngine):
     ) -> dict[str, float]:
         """Take one optimizer step and return `loss, grad_norm, lr, update_successful`, equal on all ranks.
 
-        The step is skipped (`update_successful` 0) when the gradient is not finite or nothing has a weight. Every
+        The step is skipped (`update_successful` 0) when loss or gradient is not finite or nothing has a weight. Every
         `rows_per_unit` rows stay in one micro-batch.
         """
         if self.config.optimizer is None:
@@ -184,15 +185,17 @@ class FSDPEngine(TrainEngine):
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        is_sound = total_weight > 0 and grad_norm < float("inf")
+        mean_loss = self._mean_over_ranks(losses, total_weight)
+        is_sound = total_weight > 0 and math.isfinite(grad_norm) and math.isfinite(mean_loss)
         if is_sound:
             self.optimizer.step()
             self.num_changes += 1
         else:
-            logger.warning("optimizer step skipped: gradient norm %s, loss weight %s", grad_norm, total_weight)
+            told = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
+            logger.warning(told, mean_loss, grad_norm, total_weight)
         self.optimizer.zero_grad()
         return {
-            "loss": self._mean_over_ranks(losses, total_weight),
+            "loss": mean_loss,
             "grad_norm": grad_norm,
             "lr": self.lr_schedule.lr,
             "update_successful": float(is_sound),

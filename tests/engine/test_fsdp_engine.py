@@ -173,15 +173,20 @@ def test_an_empty_share_has_an_empty_result(make: Make) -> None:
         assert torch.equal(parameter, before[name])
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step(make: Make) -> None:
+def test_a_loss_or_gradient_that_is_not_finite_skips_the_step(make: Make) -> None:
     engine, batch = make(), token_batch([5, 6])
     before = full_params(engine)
 
     def poisoned(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
         return sft_loss_fn(logits, micro_batch) * torch.inf
 
+    def hidden(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
+        return sft_loss_fn(logits, micro_batch) + torch.nan
+
     result = engine.train_batch(batch, poisoned, count_loss_tokens)
     assert result["update_successful"] == 0.0 and not math.isfinite(result["grad_norm"])
+    result = engine.train_batch(batch, hidden, count_loss_tokens)
+    assert result["update_successful"] == 0.0 and math.isfinite(result["grad_norm"]) and math.isnan(result["loss"])
     for name, parameter in full_params(engine).items():
         assert torch.equal(parameter, before[name])
     assert engine.train_batch(batch, sft_loss_fn, count_loss_tokens)["update_successful"] == 1.0

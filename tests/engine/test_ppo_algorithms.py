@@ -14,6 +14,7 @@ from arealite.algorithms.aggregation import token_weights
 from arealite.algorithms.logprobs import trained_tokens
 from arealite.api.cli_args import CorrectionConfig, MicroBatchSpec, OptimizerConfig
 from arealite.api.config.algorithm import PRESETS
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 
@@ -289,6 +290,53 @@ def test_a_loss_of_the_user_that_means_something_else_is_told(make: Make, loss_f
     with pytest.raises(ValueError, match=re.escape(told)) as caught:
         update(make({"loss_fn": loss_fn}, adv_norm=False), a_batch())
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("masked", [math.nan, math.inf, 7.0])
+def test_what_a_loss_of_the_user_reads_is_0_outside_of_the_mask(make: Make, masked: float) -> None:
+    """So that a plain formula is enough: 0 times NaN would be NaN, also as a gradient."""
+    choices = {"objective": "reinforce", "proximal": "recompute", "adv_norm": False}
+    batch = a_batch()
+    builtin = update(make(**choices), batch)
+    mask = batch["loss_mask"].bool()
+    batch["logprobs"] = torch.where(mask, batch["logprobs"], masked)
+
+    def plain(logprobs: torch.Tensor, micro_batch: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio = (logprobs - micro_batch["rollout_logprobs"]).exp() / (logprobs - micro_batch["rollout_logprobs"]).exp()
+        return -ratio.detach() * micro_batch["advantages"] * logprobs, {"ratio": ratio}
+
+    found = update(make({"loss_fn": plain}, **choices), batch)
+    assert found[0]["optim/skipped_steps"] == 0.0
+    for one, two in zip(found[1], builtin[1]):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+def test_a_statistic_of_the_user_replaces_no_metric_of_ours(make: Make) -> None:
+    """Refused by name are all metrics that an update has with any loss."""
+    batch = a_batch()
+    batch["teacher_logprobs"] = batch["ref_logprobs"]
+    ours: set[str] = set()
+    for changes in ({"proximal": "current", "kl_ctl": 0.1, "kl_in": "loss"}, {"algorithm": "opd", "adv_norm": False}):
+        actor = make({"loss_fn": lambda p, mb: (scaled(p, mb), {"ratio": p})}, **changes)
+        ours |= {name.removeprefix("policy/") for name in update(actor, batch.clone())[0] if "policy/" in name}
+    for name in ours - {"ratio"}:
+        with pytest.raises(ValueError, match=f"must have a name of its own: got '{name}', a metric of the actor"):
+            update(make({"loss_fn": lambda p, mb, name=name: (scaled(p, mb), {name: p})}, adv_norm=False), a_batch())
+    assert ours >= {"loss", "entropy", "ref_kl", "teacher_kl", "mismatch_kl", "ratio_max"}
+
+
+def test_an_advantage_that_a_teacher_would_replace_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"advantage_fn must not be given with actor\.baseline teacher: got one"):
+        make({"advantage_fn": lambda r, g, n: r}, algorithm="opd")
+
+
+def test_groups_may_have_any_numbers(make: Make) -> None:
+    """Multiples of the number of minibatches, too, which would all be in one."""
+    batch, renumbered = a_batch(), a_batch()
+    renumbered["group_index"] = renumbered["group_index"] * 10**12 - 4
+    plain, found = (update(make(algorithm="grpo", ppo_n_minibatches=2), one) for one in (batch, renumbered))
+    assert found[0]["optim/skipped_steps"] == 0.0
+    assert_same(plain, found)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from arealite.algorithms.kl import k3, kl_estimates, kl_losses
 from arealite.algorithms.logprobs import LazyLogits, kept_sets, packed_logprobs, packed_logprobs_entropy, trained_tokens
 from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
+from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import own_metrics
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import finite_rewards, groups_of, require_key, require_no_negative
@@ -74,6 +75,11 @@ class PPOActor:
         self.choices: Any = self.config  # in which no choice is None any more
         self.engine = engine
         self.loss_fn = _objective(self.choices) if loss_fn is None else checked_loss_fn(loss_fn)
+        if advantage_fn is not None and self.config.baseline == "teacher":
+            raise ConfigError(
+                "advantage_fn must not be given with actor.baseline teacher: got one. It would never be called; remove "
+                "it or actor.algorithm=opd."
+            )
         self.advantage_fn = advantage_fn
 
     def compute_logprobs(self, batch: TensorDict, *, whole: bool = False) -> torch.Tensor:
@@ -368,7 +374,7 @@ class PPOActor:
         num_tokens, num_trained, num_unknown = all_reduce_numbers(counts, group=self.engine.parallelism_group)
         return metrics.reduce(self.engine.parallelism_group) | {
             "reward/std": deviation,
-            "reward/dead_group_ratio": (deviations_G == 0).sum().item() / (~deviations_G.isnan()).sum().item(),
+            "reward/dead_group_ratio": (deviations_G == 0).sum().item() / num_groups,
             "rollout/unknown_logprobs": num_unknown,
             "perf/processed_tokens": num_tokens,
             "perf/trained_tokens": num_trained,

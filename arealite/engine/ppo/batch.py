@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.utils.distributed import all_reduce, all_reduce_numbers
+from arealite.utils.distributed import all_reduce
 
 
 def require_key(batch: TensorDict, key: str, because: str, remedy: str) -> None:
@@ -35,7 +35,7 @@ def require_no_negative(rewards: torch.Tensor) -> None:
 
 
 def groups_of(batch: TensorDict, group_size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """Return each row's group `[B]` in the global batch and the number of groups (collective).
+    """Return each row's group `[B]` in the global batch, numbered from 0 without gaps, and their number (collective).
 
     Without `group_index`, rows are whole groups of `group_size`, rank after rank. ValueError if no rank has a row.
     """
@@ -53,8 +53,9 @@ def groups_of(batch: TensorDict, group_size: int, group: dist.ProcessGroup) -> t
         counts[rank] = num_rows // group_size
         first = int(all_reduce(counts, group=group)[:rank].sum())
         groups_B = first + torch.arange(num_rows, device=batch["attention_mask"].device) // group_size
-    num_groups = groups_B.max().item() + 1 if len(groups_B) else 0
-    (num_on_all,) = all_reduce_numbers([num_groups], dist.ReduceOp.MAX, group)
-    if num_on_all == 0:
+    of_ranks: list[torch.Tensor] = [groups_B] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, groups_B.unique().cpu(), group=group)
+    known_G = torch.cat(of_ranks).unique().to(groups_B)
+    if not len(known_G):
         raise ValueError("a batch must have a row on some rank: got none. Train on what prepare_batch returns.")
-    return groups_B, int(num_on_all)
+    return torch.searchsorted(known_G, groups_B), len(known_G)

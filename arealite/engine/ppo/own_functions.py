@@ -9,15 +9,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from arealite.algorithms.objectives import TokenLosses
 
+_TAKEN = {"loss", "entropy", "ref_kl", "teacher_kl", "mismatch_kl", "ratio_max", "rollout_importance_weight"}
+_TAKEN |= {"rollout_importance_weight_max", "rollout_importance_dropped_ratio"}
+"""Statistics of the actor's own, for any loss."""
 _NO_MEAN = "Leave out means and sums: the actor averages, as actor.aggregation says."
 
 
 def checked_loss_fn(loss_fn: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], TokenLosses]:
-    """Return a user's function with checks of what it returns, for packed logprobs and a micro-batch."""
-    return lambda logprobs, batch: _checked_losses(loss_fn(logprobs, batch), logprobs, batch["loss_mask"])
+    """Return a user's function with checks of what it returns, for packed logprobs and a micro-batch.
+
+    What it reads is 0 outside of the mask, where a NaN would spread by a product with 0.
+    """
+
+    def checked(logprobs: torch.Tensor, batch: TensorDict) -> TokenLosses:
+        mask_N = batch["loss_mask"]
+        floats = {key: torch.where(mask_N, one, 0.0) for key, one in batch.items() if one.is_floating_point()}
+        returned = loss_fn(torch.where(mask_N, logprobs, 0.0), batch.copy().update(floats))
+        return _checked_losses(returned, logprobs, mask_N)
+
+    return checked
 
 
 def _checked_losses(returned: Any, logprobs: torch.Tensor, loss_mask: torch.Tensor) -> TokenLosses:
@@ -42,6 +56,10 @@ def _checked_losses(returned: Any, logprobs: torch.Tensor, loss_mask: torch.Tens
             "to +-20 before exp, and divide by nothing that can be 0."
         )
     for name, values in statistics.items():
+        if name in _TAKEN:
+            raise ValueError(
+                f"a statistic of loss_fn must have a name of its own: got {name!r}, a metric of the actor. Rename it."
+            )
         _require_shape(f"statistic {name!r} of loss_fn must have one value per token", values, logprobs, _NO_MEAN)
     return losses_N, {name: values.detach() for name, values in statistics.items()}
 
