@@ -1,4 +1,7 @@
-"""The console script `arealite`: parses, calls. Each command imports its own machinery, so that --help is quick."""
+"""The console script `arealite`: parses, calls. Each command imports its own machinery, so that --help is quick.
+
+Without a command, `key=value` arguments are those of `train`.
+"""
 
 import argparse
 import sys
@@ -8,15 +11,28 @@ from types import ModuleType
 
 from arealite import __version__
 from arealite.api.errors import AReaLiteError, ConfigError, require_linux
+from arealite.cli.trainers import TRAINERS, examples_folder
 from arealite.utils.files import FileError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and ("=" in words[0] or words[0] in ("--config", "--dry-run")):
+        words = ["train", *words]
+    parser = _parser()
+    args, more = parser.parse_known_args(words)
+    if "overrides" in args:
+        args.overrides += more
+    elif more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     try:
         require_linux()
         match args.command:
+            case "train":
+                from arealite.cli.train import train
+
+                return train(args.overrides, config=args.config, is_dry_run=args.dry_run)
             case "quickstart":
                 return int(_example("quickstart").quickstart(args.overrides))
             case "tiny-model":
@@ -74,6 +90,24 @@ def _parser() -> argparse.ArgumentParser:
         "fileroot= is short for cluster.fileroot=, and sft_steps= is the length of the fine-tuning",
     )
 
+    train = commands.add_parser(
+        "train",
+        help=f"start a ready-made trainer ({', '.join(TRAINERS)}) or one of your own",
+        usage="arealite train trainer.type=TYPE [mode=local|ray|slurm] [--config FILE.yaml] [key=value ...]",
+        description=f"Start the example script of trainer.type ({', '.join(TRAINERS)}), or a class of your own "
+        "(my_module:MyTrainer), by the launcher that mode names (default local). Keys are those of the script's "
+        "config, with trainer.TYPE. before them or not; `python3 SCRIPT --help` lists them.",
+        epilog="exit status: that of `python3 -m arealite.launcher.MODE`, whose other options are taken too",
+    )
+    train.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="default: the example's for GPUs; its _cpu.yaml with cluster.n_gpus_per_node=0, and with mode=local where "
+        "there is no GPU",
+    )
+    train.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.type, mode, and keys to change")
+
     check = commands.add_parser(
         "check",
         help="preflight: find what would make a run fail, before it starts",
@@ -99,11 +133,11 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser(
         "serve",
-        help="add an inference server to a running experiment",
-        usage="arealite serve --join EXPERIMENT/TRIAL [--fileroot runs] [--host ADDRESS] [key=value ...]",
+        help="add an inference server to a running experiment, or serve a model on its own",
+        usage="arealite serve [--join EXPERIMENT/TRIAL] [--fileroot runs] [--host ADDRESS] [key=value ...]",
         description="Start an inference server on this node with the run's own config. It receives the run's current "
-        "weights before requests; Ctrl-C or SIGTERM hands unfinished requests back. Without --join, serve the model of "
-        "--config FILE on its own.",
+        "weights before requests; Ctrl-C or SIGTERM hands unfinished requests back. Without --join, serve a model on "
+        "its own: that of --config FILE, or allocation_mode=lite.d1 actor.path=MODEL (lite, sglang or vllm).",
         epilog="exit status: 0 after a signal, 2 refused, 3 not ready in time, else that of the server",
     )
     serve.add_argument("--join", metavar="EXPERIMENT/TRIAL", help="the run")
@@ -145,13 +179,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _example(name: str) -> ModuleType:
-    """Import a program of the quickstart, from the checkout's examples or from those that the wheel carries."""
-    package = Path(__file__).parents[1]
-    for examples in (package.parent / "examples", package / "examples"):
-        if (examples / "quickstart").is_dir():
-            sys.path.insert(0, str(examples / "quickstart"))
-            return import_module(name)
-    raise ConfigError(f"the examples must lie beside or in the package: got neither at {package}. Reinstall.")
+    """Import a program of the quickstart."""
+    sys.path.insert(0, str(examples_folder() / "quickstart"))
+    return import_module(name)
 
 
 if __name__ == "__main__":

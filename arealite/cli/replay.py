@@ -17,6 +17,7 @@ from pydantic import FilePath, TypeAdapter
 from arealite.api.config.types import Name
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.cli import own_trainer
 from arealite.launcher import local
 from arealite.trainer.checkpoint import checkpoints, find_damage
 from arealite.trainer.records import config_of_step
@@ -32,6 +33,7 @@ class _Command:
     """What a replay needs of `run.json`."""
 
     entry: FilePath
+    argv: list[str]
 
 
 @dataclass
@@ -64,6 +66,7 @@ def replay(run_folder: str, step: int) -> int:
             f"rollout.replay_step={step}",
             "launcher.preflight=false",
             f"launcher.trainer_threads={threads_of(run.path, step + 1)}",
+            *(word for word in command.argv if word.startswith(own_trainer.TYPE)),
         ]
         return local.main([str(command.entry), "--config", str(config_path), *overrides])
 

@@ -27,11 +27,12 @@ from arealite.utils.secret import check_length, is_loopback, secret_of_environme
 
 def serve(args: argparse.Namespace) -> int:
     """Become the server, or print how; see `cli.main` for the arguments."""
-    if not (args.join or args.config):
+    if not (args.join or args.config or args.overrides):
         raise ConfigError(
-            "serve must be told what to serve: got neither --join nor --config. Add --join EXPERIMENT/TRIAL."
+            "serve must be told what to serve: got neither --join nor --config nor keys. Add --join EXPERIMENT/TRIAL, "
+            "or allocation_mode=lite.d1 actor.path=MODEL."
         )
-    config = _joined_config(args) if args.join else load_run_config(["--config", args.config, *args.overrides])
+    config = _joined_config(args) if args.join else _own_config(args)
     gpus = _check(config)
     secret, registry, host = secret_of_environment() or "", "", args.host or LOOPBACK
     if args.join:
@@ -66,6 +67,14 @@ def _joined_config(args: argparse.Namespace) -> BaseExperimentConfig:
         )
     # This node may see the run folder elsewhere than the node that wrote the config.
     return load_run_config(["--config", str(file), f"cluster.fileroot={fileroot}", *args.overrides])
+
+
+def _own_config(args: argparse.Namespace) -> BaseExperimentConfig:
+    """Return the config of a server for no run; without a file it uses the GPUs that are there."""
+    if args.config:
+        return load_run_config(["--config", args.config, *args.overrides])
+    file, gpus = Path(__file__).with_name("server.yaml"), f"cluster.n_gpus_per_node={len(visible_gpus())}"
+    return load_run_config(["--config", str(file), gpus, *args.overrides])
 
 
 def _check(config: BaseExperimentConfig) -> list[str]:

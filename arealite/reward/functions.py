@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from arealite.api.errors import ConfigError
 from arealite.api.reward_api import RewardFunction
@@ -14,22 +15,30 @@ _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
 
 def load_rewards(named: str | Mapping[str, float]) -> dict[RewardFunction, float]:
     """Import `FILE.py:FUNCTION` or `module:FUNCTION`, one or several with weights."""
-    return {_load(name): weight for name, weight in ({named: 1.0} if isinstance(named, str) else named).items()}
+    weights = {named: 1.0} if isinstance(named, str) else named
+    return {load_named(name, key="reward", kind="function"): weight for name, weight in weights.items()}
 
 
-def _load(name: str) -> RewardFunction:
-    place, _, function = name.rpartition(":")
+def load_named(name: str, *, key: str, kind: str) -> Any:
+    """Import what `key` of the config names, `FILE.py:NAME` or `module:NAME`; `kind` is function or class."""
+    place, _, leaf = name.rpartition(":")
     file = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    told = f"{key} must be FILE.py:{kind.upper()} or module:{kind.upper()} that exists: got {name}. Correct it."
     if not place or (file is not None and not file.is_file()):
-        raise ConfigError(f"reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got {name}. Correct it.")
+        raise ConfigError(told)
     if file is not None:
         sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # workers get it too
-    module = importlib.import_module(place if file is None else file.stem)
+    try:
+        module = importlib.import_module(place if file is None else file.stem)
+    except ModuleNotFoundError as error:
+        if f"{place}.".startswith(f"{error.name}."):
+            raise ConfigError(told) from error
+        raise
     if file is not None and (other := getattr(module, "__file__", None)) != str(file):
-        raise ConfigError(f"the file of a reward must have a name of its own: got {file}, and {other}. Rename it.")
-    found: RewardFunction | None = getattr(module, function, None)
+        raise ConfigError(f"the file of a {key} must have a name of its own: got {file}, and {other}. Rename it.")
+    found = getattr(module, leaf, None)
     if not callable(found):
-        raise ConfigError(f"{place} must have a function {function}: got none. Correct reward.")
+        raise ConfigError(f"{place} must have a {kind} {leaf}: got none. Correct {key}.")
     return found
 
 

@@ -83,6 +83,25 @@ def test_the_command_is_the_launchers(run: RunningRun, capsys: pytest.CaptureFix
     assert "--port 8000 --host 10.1.1.1" in alone
 
 
+def test_a_server_for_no_run_uses_the_gpus_that_are_there(
+    run: RunningRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    keys = ("allocation_mode=lite.d1", "lite.slots=8")
+    status, shown = dry(capsys, *keys, "--port", "8000", f"actor.path={run.model}")
+    assert (
+        status == 0 and f"--backend lite --name {platform.node()}-{os.getpid()} --port 8000 --host {LOOPBACK}" in shown
+    )
+    assert "--slots 8" in shown and f"--model-path {run.model}" in shown
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    status, shown = dry(capsys, "allocation_mode=sglang.d1t2", f"actor.path={run.model}")
+    assert status == 2 and "got sglang.d1t2, which needs 2 GPUs, and 1 x 1 GPUs" in shown
+    status, shown = dry(capsys, *keys)
+    assert status == 2 and "actor.path must be given" in shown
+    status, shown = dry(capsys, f"actor.path={run.model}")
+    assert status == 2 and "allocation_mode must name servers: got nothing" in shown
+
+
 def test_where_it_listens_follows_the_runs_registry(run: RunningRun, capsys: pytest.CaptureFixture[str]) -> None:
     join = ["--join", "exp/trial", "--fileroot", str(run.fileroot)]
     assert f"--host {LOOPBACK} " in dry(capsys, *join)[1]

@@ -38,6 +38,7 @@ def test_functions_have_weights(folder) -> None:
             "reward must be FILE.py:FUNCTION or .* that exists: got .*none.py:score",
         ),
         ("score", "reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got score"),
+        ("no.such.module:score", "reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got no.such.module:"),
         ("{folder}/own_reward.py:scores", "own_reward.py must have a function scores: got none. Correct reward"),
         ("{folder}/own_reward.py:number", "own_reward.py must have a function number"),
         ("{folder}/wave.py:score", "the file of a reward must have a name of its own: got .*wave.py, and .*wave"),

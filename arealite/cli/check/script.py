@@ -16,6 +16,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.script import running
 from arealite.cli.check.findings import Findings
+from arealite.cli.own_trainer import load_trainer
 from arealite.reward.functions import check_signature, load_rewards
 from arealite.reward.worker import checked
 from arealite.trainer.sinks import check_packages
@@ -38,6 +39,12 @@ def check_outputs(found: Findings, config: Config) -> None:
         )
     check_packages(config.stats_logger)
     found.add("ok", f"{folder} can be written")
+
+
+def check_trainer(found: Findings, argv: Sequence[str]) -> None:
+    """The class that `trainer.type` names must be there, and take the config."""
+    trainer, _ = load_trainer(argv)
+    found.add("ok", f"{trainer.__qualname__} takes a {trainer.config_class.__name__}")
 
 
 def check_reward(

@@ -1,0 +1,24 @@
+"""The ready-made trainers of `arealite train`, which are the example scripts, and where these lie."""
+
+from pathlib import Path
+
+from arealite.api.errors import ConfigError
+
+TRAINERS = {
+    "grpo": "gsm8k_grpo",
+    "ppo": "gsm8k_ppo",
+    "sft": "gsm8k_sft",
+    "dpo": "dpo",
+    "rw": "reward_model",
+    "distill": "distill",
+}
+"""The script of each `trainer.type`."""
+
+
+def examples_folder() -> Path:
+    """Return the checkout's examples, or those that the wheel carries."""
+    package = Path(__file__).parents[1]
+    for examples in (package.parent / "examples", package / "examples"):
+        if (examples / "quickstart").is_dir():
+            return examples
+    raise ConfigError(f"the examples must lie beside or in the package: got neither at {package}. Reinstall.")

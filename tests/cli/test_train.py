@@ -1,0 +1,181 @@
+"""`arealite train` is the example's script with the example's config; one real run of a trainer of the user's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from arealite.api.config.run import last_name, script_calls
+from arealite.api.errors import ConfigError
+from arealite.cli.check.check import check
+from arealite.cli.main import main
+from arealite.cli.own_trainer import load_trainer
+from arealite.cli.train import MODES
+from arealite.cli.trainers import TRAINERS, examples_folder
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples" / "arealite"
+PAGE = (REPOSITORY / "docs" / "trainers.md").read_text()
+MODELS = {"ppo": "actor", "grpo": "actor", "distill": "actor"}  # else `model`
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder, which is no checkout, of a node without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return what a command that succeeds prints."""
+    assert main([*words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def dry_run(mode: str, kind: str, config: str, *words: str) -> list[str]:
+    """Return the launcher's own command line for an example."""
+    script = EXAMPLES / f"{TRAINERS[kind]}.py"
+    return [str(script), "--config", str(EXAMPLES / "configs" / config), "--dry-run", *words]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_type_is_its_script_with_its_config_of_a_cpu(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    block, config = MODELS.get(kind, "model"), f"{TRAINERS[kind]}_cpu.yaml"
+    given = [f"{block}.path=org/name", "experiment_name=e", "trial_name=t"]
+    keys = [*(["teacher.path=org/teacher"] if kind == "distill" else []), *given]
+    told = shown(
+        capsys, *(f"trainer.{kind}.{key}" for key in keys[:-2]), *keys[-2:], f"trainer.type={kind}", "--dry-run"
+    )
+    data = yaml.safe_load((EXAMPLES / "configs" / config).read_text())["train_dataset"]["path"]
+    assert Path(REPOSITORY / data.partition(":")[0]).is_file(), "it comes with the examples"
+    words = dry_run("local", kind, config, f"train_dataset.path={REPOSITORY / data}", *keys)
+    assert MODES["local"](words) == 0
+    assert told == capsys.readouterr().out and "e/t: " in told
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gpus_choose_the_config(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this node for a local run; a cluster has some unless it is said to have none."""
+    if mode == "local":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(8))))
+    told = shown(capsys, "train", "--dry-run", f"mode={mode}", "trainer.type=grpo", "actor.path=org/name")
+    assert MODES[mode](dry_run(mode, "grpo", "gsm8k_grpo.yaml", "actor.path=org/name")) == 0
+    assert told == capsys.readouterr().out and "sglang.d4p1t1+d4p1t1" in told
+    on_cpu = shown(capsys, f"mode={mode}", "trainer.type=dpo", "model.path=m", "cluster.n_gpus_per_node=0", "--dry-run")
+    assert "CPUs only" in on_cpu and f"{EXAMPLES}/configs/dpo_cpu.yaml" in on_cpu
+
+
+def test_a_config_of_ones_own_is_taken_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my.yaml").write_text((EXAMPLES / "configs" / "dpo_cpu.yaml").read_text())
+    told = shown(
+        capsys, "--config", "my.yaml", "trainer.type=dpo", "model.path=a", "trainer.dpo.model.path=b", "--dry-run"
+    )
+    assert told.endswith(" --config my.yaml model.path=a model.path=b\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("experiment_name=e", f"trainer.type must be {', '.join(TRAINERS)}, or a class of yours .*: got nothing"),
+        ("trainer.type=GRPO", "trainer.type must be grpo, .*: got GRPO"),
+        ("trainer.type=grpo mode=torchrun", "mode must be local, ray or slurm: got torchrun"),
+        (
+            "trainer.type=grpo trainer.sft.model.path=m",
+            r"must begin with trainer\.grpo\.: got trainer\.sft\.model\.path=m",
+        ),
+        ("trainer.type=grpo trainer.grpo.actor.pth=m", r"actor\.pth must be a key of GRPOConfig: .* mean actor\.path"),
+        ("trainer.type=grpo", r"actor\.path must be given"),
+        ("trainer.type=grpo word", "arguments must be --config FILE or key=value: got 'word'"),
+        ("trainer.type=grpo --no-wait", "got '--no-wait'"),
+        ("trainer.type=my:Trainer", "--config must be given for a trainer of your own"),
+    ],
+)
+def test_what_is_refused(words: str, told: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words.split()]) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert list(folder.iterdir()) == []
+
+
+def test_the_page_and_the_help_name_every_type_and_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)\.py` \|", PAGE, re.M))
+    assert rows == TRAINERS
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert ", ".join(TRAINERS) in " ".join(capsys.readouterr().out.split())
+    for script in TRAINERS.values():
+        calls = {last_name(call.func) for call in script_calls(examples_folder() / "arealite" / f"{script}.py")}
+        assert "load_expr_config" in calls
+
+
+OWN = """
+from arealite.api.cli_args import SFTConfig
+
+class Full:
+    config_class = SFTConfig
+    def train(self): ...
+
+class Nameless:
+    def train(self): ...
+
+class Idle:
+    config_class = SFTConfig
+"""
+CONFIG = """
+experiment_name: e
+trial_name: t
+allocation_mode: d2
+cluster: {n_gpus_per_node: 0}
+model: {path: ./none}
+train_dataset: {path: none.jsonl, batch_size: 2}
+launcher: {preflight: false}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_such_module:Full", "trainer.type must be FILE.py:CLASS or module:CLASS that exists: got no_such_mo"),
+        ("{stem}.py:Ful", "must have a class Ful: got none. Correct trainer.type"),
+        ("{stem}:Nameless", "Nameless must name the config class of its experiment: got config_class None"),
+        ("{stem}:Idle", r"Idle must have a method train\(\): got none"),
+        ("{stem}:Full model.pth=m", r"model.pth must be a key of SFTConfig"),
+    ],
+)  # fmt: skip
+def test_classes_that_are_no_trainers(name: str, told: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The launcher's check refuses them in the same words, before anything starts."""
+    stem = folder.name.replace("-", "_")  # a process knows one file of a name
+    (folder / f"{stem}.py").write_text(OWN)
+    (folder / "my.yaml").write_text(CONFIG)
+    kind, *words = name.format(stem=stem).split()
+    argv = ["--config", "my.yaml", *words, f"trainer.type={kind}"]
+    with pytest.raises(ConfigError, match=told):
+        load_trainer(argv)
+    if "pth" not in name:
+        assert check(str(REPOSITORY / "arealite/cli/own_trainer.py"), argv, is_preflight=True) == 1
+        assert re.search(f"problem: trainer: .*{told}", capfd.readouterr().err)
+
+
+def test_a_trainer_of_ones_own_runs_on_every_rank(folder: Path) -> None:
+    """The class of the page, with a file of the user's that is called like one of ours."""
+    (source,) = re.findall(r"```python\n# my_trainer.py\n(.*?)```", PAGE, re.DOTALL)
+    (folder / "my_trainer.py").write_text("import replay\n" + source)
+    (folder / "replay.py").write_text("print('the replay of the user')")
+    (folder / "my.yaml").write_text(CONFIG)
+    (line,) = re.findall(r"arealite (train trainer\.type=my_trainer:MyTrainer .*)", PAGE)
+    command = [sys.executable, "-m", "arealite.cli.main", *line.replace("/tmp/tiny", str(folder)).split()]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        log = (folder / "runs" / "e" / "t" / "logs" / f"trainer-{rank}.log").read_text()
+        assert "the replay of the user" in log and f"a loop like that of gsm8k_sft.py, with {folder}" in log
