@@ -147,6 +147,14 @@ def gae(
     return advantages_BT
 
 
+def adaptive_lambda(lengths: torch.Tensor, *, alpha: float) -> torch.Tensor:
+    """Return 1 - 1 / (alpha * length) `[B]`, at least 0, for `lengths [B]` in trained tokens: VAPO, arXiv:2504.05118.
+
+    The weights lambda^k of GAE then sum to about alpha * length, for short and for long answers.
+    """
+    return (1.0 - 1.0 / (alpha * lengths.clamp(min=1))).clamp(min=0.0)
+
+
 def gae_returns(
     rewards: torch.Tensor,
     values: torch.Tensor,

@@ -8,6 +8,7 @@ from two_ranks import Reduce, on_two_ranks
 
 from arealite.algorithms import properties
 from arealite.algorithms.advantages import (
+    adaptive_lambda,
     gae,
     gae_returns,
     overlong_penalty,
@@ -229,6 +230,14 @@ def test_every_row_may_have_its_own_lambda() -> None:
     for row, gae_lambda in enumerate((0.3, 0.8)):
         one = gae(rewards[[row]], values[[row]], mask[[row]], discount=0.9, gae_lambda=gae_lambda)
         torch.testing.assert_close(both[row], one[0])
+
+
+def test_the_lambda_of_an_answer_follows_its_length() -> None:
+    """VAPO's 0.05: the weights lambda^k sum to 0.05 times the length, which 20 tokens are too short for."""
+    lengths = torch.tensor([0, 10, 20, 40, 100, 400])
+    lambdas = adaptive_lambda(lengths, alpha=0.05)
+    assert lambdas.tolist() == pytest.approx([0, 0, 0, 0.5, 0.8, 0.95], abs=1e-6)
+    assert (1 / (1 - lambdas[2:])).tolist() == pytest.approx((0.05 * lengths[2:]).tolist(), rel=1e-5)
 
 
 def test_long_answers_lose_reward_within_the_buffer() -> None:

@@ -182,6 +182,18 @@ def test_the_returns_have_a_lambda_of_their_own(make: Make, engines: Engines, lm
             torch.testing.assert_close(batch["returns"], batch["rewards"][:, None] * mask)
 
 
+def test_the_lambda_of_the_advantages_may_follow_the_length(make: Make, engines: Engines, lm_path: str) -> None:
+    batch = a_batch(make())
+    mask = batch["loss_mask"].bool()
+    make_actor(engines, lm_path, lambda_alpha=0.3, returns_lambda=1.0, adv_norm=False).compute_advantages(batch)
+    rewards, values = token_rewards(batch["rewards"], mask), batch["values"] * mask
+    for row, length in enumerate(mask.sum(dim=1).tolist()):
+        settings = {"discount": 1.0, "gae_lambda": max(0.0, 1 - 1 / (0.3 * length))}
+        expected = gae_returns(rewards[[row]], values[[row]], mask[[row]], **settings) - values[[row]]
+        torch.testing.assert_close(batch["advantages"][[row]], expected)
+    torch.testing.assert_close(batch["returns"], batch["rewards"][:, None] * mask)
+
+
 def test_cut_off_answers_that_are_left_out_teach_the_critic_nothing(make: Make, engines: Engines, lm_path: str) -> None:
     critic = make()
     batch = a_batch(critic)

@@ -64,6 +64,7 @@ DEFAULTS: Choices = {
     "adv_norm": True,
     "discount": 1.0,
     "gae_lambda": 1.0,
+    "lambda_alpha": None,
     "returns_lambda": None,  # gae_lambda
     "objective": "ppo",
     "importance_sampling_level": "token",
@@ -98,7 +99,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "gmpo_eps_log": ("objective", ("gmpo",)),
     "dppo_delta": ("objective", ("dppo",)),
     "loss_constant": ("aggregation", ("constant",)),
-    "returns_lambda": ("baseline", ("critic",)),
+    **dict.fromkeys(("lambda_alpha", "returns_lambda"), ("baseline", ("critic",))),
     **dict.fromkeys(("correction.level", "correction.upper"), ("correction.action", ("truncate", "mask"))),
     **dict.fromkeys(("correction.lower", "correction.metric"), ("correction.action", ("mask",))),
 }

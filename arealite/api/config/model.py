@@ -209,6 +209,9 @@ class PPOActorConfig(TrainEngineConfig):
     """Gamma of the advantage estimate. None is 1."""
     gae_lambda: Fraction | None = None
     """Lambda of the advantage estimate. None is 1."""
+    lambda_alpha: Positive | None = None
+    """Lambda of the advantages becomes 1 - 1 / (lambda_alpha * trained tokens), of each completion (VAPO: 0.05).
+    None is `gae_lambda`."""
     returns_lambda: Fraction | None = None
     """Lambda of the returns that a critic learns (VAPO: 1). None is `gae_lambda`."""
     objective: Literal["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"] | None = None

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arealite.algorithms import objectives
 from arealite.algorithms.advantages import (
+    adaptive_lambda,
     distillation_advantages,
     gae,
     gae_returns,
@@ -129,7 +130,10 @@ class PPOActor:
             values_BT = torch.where(mask_BT, batch["values"], 0.0)
             settings = {"discount": config.discount, "gae_lambda": config.returns_lambda}
             batch["returns"], batch["returns_mask"] = gae_returns(rewards_BT, values_BT, mask_BT, **settings), mask_BT
-        advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=config.discount, gae_lambda=config.gae_lambda)
+        gae_lambda = config.gae_lambda
+        if config.lambda_alpha is not None:
+            gae_lambda = adaptive_lambda(mask_BT.sum(dim=1), alpha=config.lambda_alpha)
+        advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=config.discount, gae_lambda=gae_lambda)
         if config.group_adv_norm or config.adv_norm:
             groups_BT = groups_B[:, None].expand_as(mask_BT)
             if not config.group_adv_norm:  # the whole batch is one group

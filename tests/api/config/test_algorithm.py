@@ -195,6 +195,7 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
             {"baseline": "critic", "reward_scale": "group_std"},
             "actor.reward_scale must be none with actor.baseline cri",
         ),
+        ({"algorithm": "grpo", "lambda_alpha": 0.05}, "actor.lambda_alpha must be null with actor.baseline group_mean"),
         ({"returns_lambda": 1.0}, "actor.returns_lambda must be null with actor.baseline none: got 1.0"),
         ({"algorithm": "max_rl", "reward_bias": -0.5}, "actor.reward_scale must not be group_mean with rewards that"),
         ({"algorithm": "max_rl", "overlong_buffer": 4}, "actor.reward_scale must not be group_mean with rewards that"),
