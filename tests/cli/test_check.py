@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -214,6 +215,17 @@ def test_data_that_does_not_fit(check, tiny, tmp_path) -> None:
     assert status == 0 and "ok data not checked: the script has data of its own" in shown
 
 
+def test_a_teacher_is_part_of_the_plan(check, tiny, tmp_path) -> None:
+    """With the parameters of its own folder."""
+    large = make_tiny_model(tmp_path / "large", layers=27)
+    for name in ("GRPOConfig", "MyConfig"):  # ours, and one that launchers don't know
+        entry = ENTRY.replace("GRPOConfig", name)
+        status, shown = check(tiny, "actor.algorithm=opd", f"teacher.path={large}", entry=entry)
+        num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(large).parameters())
+        each, together = (f"{num_parameters * 4 / ranks / 2**30:.3f}" for ranks in (2, 1))
+        assert status == 0 and f"teacher {each} {together}" in shown, shown
+
+
 def test_memory_that_is_not_there(check, tiny) -> None:
     """Each rank gets 2 x 2**20 x 4 / 2 answers in one micro-batch, of which a layer keeps kilobytes per token."""
     too_many = (
@@ -246,11 +258,11 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     config = CONFIG.replace("lite.d2+d2", "sglang.d4+d4").replace("n_gpus_per_node: 0", "n_gpus_per_node: 8")
     (tmp_path / "config.yaml").write_text(config)
 
-    def plan(gpu: float, *overrides: str) -> list[Finding]:
+    def plan(gpu: float, *overrides: str, teacher: ModelShape | None = None) -> list[Finding]:
         arguments = ["actor.path=m", "gconfig.max_new_tokens=1000", "actor.dtype=bfloat16", *overrides]
         config = load_expr_config(["--config", str(tmp_path / "config.yaml"), *arguments], GRPOConfig)[0]
         found = Findings()
-        plan_memory(found, config, shape, 24, gpus=[int(gpu * 2**30)], host=2**35)
+        plan_memory(found, config, shape, 24, gpus=[int(gpu * 2**30)], host=2**35, teacher=teacher)
         return found.all
 
     # A rank: parameters 1, gradients 1, moments 2 GiB; gathered in bf16 0.625, whole gradients 4. A minibatch has 2 of
@@ -279,6 +291,10 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
         plan(80, "ref={path: m}", "actor.kl_ctl=0.1")[0].text
         == f"a trainer rank needs about {needed + 1:.2f} of 80.0 GiB"
     )
+
+    teacher = replace(shape, num_parameters=2**31)
+    rank = plan(80, "actor.algorithm=opd", "teacher.path=t", teacher=teacher)[0]
+    assert rank.text == f"a trainer rank needs about {needed + 2:.2f} of 80.0 GiB"
 
     of_8_answers = 2 + 8 * 1024 * 2 * 24 * 8 * 128 * 2 / 2**30
     assert plan(of_8_answers / 0.5 - 0.01, "sglang.mem_fraction_static=0.5")[1].level == "warning"

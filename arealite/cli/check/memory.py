@@ -1,6 +1,7 @@
 """The memory plan: what trainer ranks and servers need, compared with this node's GPUs or, on the CPU, its memory."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -11,6 +12,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import PPOActorConfig
 from arealite.cli.check.findings import Findings, Level
+from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
@@ -33,18 +35,32 @@ def check_memory(found: Findings, config: Config, model: PreTrainedModel, longes
     if config.allocation_mode and AllocationMode.from_str(config.allocation_mode).train_world_size > 0:
         gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         memory = psutil.virtual_memory().total
-        plan = plan_memory(found, config, model_shape(model), longest_prompt, gpus=gpus, host=memory)
+        teacher: Any = getattr(config, "teacher", None)
+        if teacher is not None:
+            path = teacher["path"] if isinstance(teacher, dict) else teacher.path
+            teacher = model_shape(build_meta_model(path, model.config._attn_implementation))
+        shape = model_shape(model)
+        plan = plan_memory(found, config, shape, longest_prompt, gpus=gpus, host=memory, teacher=teacher)
         found.console.print("", plan)
 
 
 def plan_memory(
-    found: Findings, config: Config, shape: ModelShape, longest_prompt: int, *, gpus: Sequence[int], host: int
+    found: Findings,
+    config: Config,
+    shape: ModelShape,
+    longest_prompt: int,
+    *,
+    gpus: Sequence[int],
+    host: int,
+    teacher: ModelShape | None = None,
 ) -> Table:
     """Add up what trainer ranks and servers need, hold it against the bytes of the devices, and return the plan."""
     mode, (key, block) = AllocationMode.from_str(config.allocation_mode), config.trained
     longest = longest_prompt + (config.sampling.max_new_tokens if config.sampling is not None else 0)
     ranks, offloads = mode.train_world_size, block.fsdp.offload_params
     state, step = _trainer_parts(config, shape, longest, ranks)
+    if teacher is not None:
+        state |= {"teacher": training_state(teacher, ranks=ranks, has_optimizer=False)["parameters"]}
     server, kv_token = _server_parts(config, shape, longest, mode)
     if config.cluster.n_gpus_per_node == 0:
         together = {name: size * ranks for name, size in (state | step).items()}
