@@ -23,6 +23,7 @@ from arealite.api.config.model import CorrectionConfig as CorrectionConfig
 from arealite.api.config.model import DPOEngineConfig as DPOEngineConfig
 from arealite.api.config.model import FSDPEngineConfig as FSDPEngineConfig
 from arealite.api.config.model import FSDPWrapPolicy as FSDPWrapPolicy
+from arealite.api.config.model import LoRAConfig as LoRAConfig
 from arealite.api.config.model import MicroBatchSpec as MicroBatchSpec
 from arealite.api.config.model import OptimizerConfig as OptimizerConfig
 from arealite.api.config.model import PPOActorConfig as PPOActorConfig

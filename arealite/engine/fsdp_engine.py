@@ -8,6 +8,7 @@ neither packing nor the number of micro-batches or ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -31,7 +32,7 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.script import refuse_import
-from arealite.engine import fsdp_weights, hf_model, output_layer
+from arealite.engine import fsdp_weights, hf_model, lora, output_layer
 from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
@@ -51,7 +52,8 @@ COLLECTIVE_TIMEOUT_S = 7200.0  # other ranks wait in one while rank 0 collects r
 class FSDPEngine(TrainEngine):
     """A sharded model with its optimizer; without `config.optimizer` it only evaluates (a reference).
 
-    Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs.
+    Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs. With
+    `config.lora` only adapters are trained, and all else is stored in the compute dtype.
     With `has_value_head` it is a sequence classifier of one label whose head starts at 0 if the checkpoint has none,
     and loss functions and hooks get a value for each token, float32 `[N]`, instead of `LazyLogits`.
     """
@@ -70,32 +72,47 @@ class FSDPEngine(TrainEngine):
         self._has_trained = False
         self.num_changes = 0  # of the weights
         self._transfer: BroadcastGroup | None = None
+        self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._attention: str
+        self._outputs: Callable[[torch.Tensor], Any]  # of hidden states: what losses get
+        self.model: PreTrainedModel
 
     # Life
 
-    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None, *, policy: FSDPEngine | None = None) -> None:
+        """Join the process group, load the model, build optimizer and schedule.
+
+        A reference of a `policy` with LoRA that starts from the same path in the same dtype has no weights of its own:
+        it is the policy's model without adapters.
+        """
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
         setup_logging()  # every script of a rank initializes an engine before anything that logs
         distributed.join_default_group(COLLECTIVE_TIMEOUT_S, self.config.node_timeout)
         self._group: dist.ProcessGroup | None = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         try:
-            self._build(ft_spec)
+            self._build(ft_spec, policy)
         except BaseException:
             self._leave_groups()
             raise
 
-    def _build(self, ft_spec: FinetuneSpec | None) -> None:
+    def _build(self, ft_spec: FinetuneSpec | None, policy: FSDPEngine | None) -> None:
         has_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
         seed_everything(self.config.seed + dist.get_rank())
+        if policy is not None and self.config.is_base_of(policy.config):
+            self.model, self._outputs, self._attention = policy.model, policy._outputs, policy._attention
+            self._running = functools.partial(lora.without_adapters, policy.model)
+            return
         self._attention = hf_model.pick_attention(self.config.attn_impl, self.device, self.dtype)
         has_value_head = self.has_value_head
         self.model = hf_model.build_meta_model(self.config.path, self._attention, has_value_head=has_value_head)
+        if self.config.lora is not None:
+            lora.add_adapters(self.model, self.config)
         if self.config.disable_dropout:
             _disable_dropout(self.model)
         outputs_of = output_layer.values_of if has_value_head else output_layer.logits_of
-        self._outputs: Callable[[torch.Tensor], Any] = outputs_of(self.model)  # of hidden states: what losses get
+        self._outputs = outputs_of(self.model)
         output_layer.return_hidden_states(self.model)
         layers = _layers_to_wrap(self.model, self.config)
         if self.config.gradient_checkpointing:
@@ -121,10 +138,20 @@ class FSDPEngine(TrainEngine):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
-        """Read a model on rank 0 and distribute it (collective)."""
+        """Read a model, or an adapter of that of the config, on rank 0 and distribute it (collective)."""
         self.num_changes += 1
         options: dict[str, Any] = {"has_value_head": self.has_value_head, "init_from_scratch": init_from_scratch}
-        load = functools.partial(hf_model.load_whole_model, path, seed=self.config.seed, **options)
+
+        def load() -> PreTrainedModel:
+            is_adapter = self.config.lora is not None and lora.is_adapter(path)
+            base = self.config.path if is_adapter else path
+            whole = hf_model.load_whole_model(base, seed=self.config.seed, **options)
+            if self.config.lora is not None:
+                lora.add_adapters(whole, self.config)
+            if is_adapter:
+                lora.read_adapter(whole, path)
+            return whole
+
         hf_model.copy_from_rank0(self.model, distributed.on_rank_0(load, self._group), self.device)
 
     def destroy(self) -> None:
@@ -268,7 +295,8 @@ class FSDPEngine(TrainEngine):
         elif self._attention.startswith("flash_attention"):
             ends, longest = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32), max(lengths)
             bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        hidden = self.model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
+        with self._running():
+            hidden = self.model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
         heartbeat.tick()
         return hidden[0, :num_tokens], packed
 
@@ -282,8 +310,14 @@ class FSDPEngine(TrainEngine):
 
     @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a Hugging Face checkpoint (collective): float32 with the optimizer, to resume exactly, else `dtype`."""
-        fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
+        """Write a Hugging Face checkpoint (collective): float32 with the optimizer, to resume exactly, else `dtype`.
+
+        With LoRA it is PEFT's, of the adapter; without the optimizer `lora.merge_on_save` may ask for the whole model.
+        """
+        if self.config.lora is not None and (meta.with_optim or not self.config.lora.merge_on_save):
+            fsdp_weights.write_whole_adapter(self.model, meta.path)
+        else:
+            fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
         if meta.with_optim:
             fsdp_weights.save_optimizer(self.model, self.optimizer, self.lr_schedule.num_steps, meta.path)
         distributed.on_rank_0(lambda: meta.tokenizer and meta.tokenizer.save_pretrained(meta.path))
@@ -298,10 +332,11 @@ class FSDPEngine(TrainEngine):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of training, as shards and numbers for `torch.distributed.checkpoint`.
 
-        Its weights are those in use, so reading a checkpoint into it changes them in place.
+        Its weights are those in use, so reading a checkpoint into it changes them in place. Frozen ones are left out.
         """
         assert self.config.optimizer is not None, "only a model that is trained has a state"
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        trained = ((name, one) for name, one in self.model.named_parameters() if one.requires_grad)
+        tensors = [*trained, *self.model.named_buffers()]
         return {
             "model": {name: tensor.detach() for name, tensor in tensors},
             "optimizer": optimizer_state(self.model, self.optimizer),
@@ -320,7 +355,7 @@ class FSDPEngine(TrainEngine):
         return fsdp_weights.param_buckets(self.model, self.config.dtype, weight_chunked_mem_mb * 2**20)
 
     def fingerprint(self) -> str:
-        """Return a checksum of the float32 parameters, equal only if all bits are (collective)."""
+        """Return a checksum of the parameters, equal only if all bits are (collective)."""
         return fsdp_weights.fingerprint_shards(self.model)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.hf_model import checkpoint_shapes, iter_full_params, write_checkpoint
+from arealite.engine.hf_model import checkpoint_shapes, gathered, iter_full_params, write_checkpoint
+from arealite.engine.lora import adapter_parameters, write_adapter
 from arealite.engine.optimizer import optimizer_state
 from arealite.utils.distributed import all_reduce, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
@@ -34,6 +35,13 @@ def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> 
     """Write a Hugging Face checkpoint (collective)."""
     state = _gather(model, dtype)
     on_rank_0(lambda: write_checkpoint(model, state, path, dtype))
+
+
+def write_whole_adapter(model: PreTrainedModel, path: str) -> None:
+    """Write the adapter in PEFT's format, float32 (collective)."""
+    whole = ((name, gathered(one, torch.float32)) for name, one in adapter_parameters(model).items())
+    state = {name: tensor.to("cpu", copy=True) for name, tensor in whole if dist.get_rank() == 0}
+    on_rank_0(lambda: write_adapter(model, state, path))
 
 
 def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
@@ -115,7 +123,7 @@ def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGr
 
 
 def fingerprint_shards(model: PreTrainedModel) -> str:
-    """Return one fingerprint of all float32 parameters without gathering them (collective).
+    """Return one fingerprint of all parameters without gathering them (collective).
 
     A shard is a run of rows, hence of elements, and fingerprints of runs add up to that of the whole.
     """

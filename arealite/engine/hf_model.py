@@ -27,11 +27,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
+from arealite.engine.lora import ADAPTER, HEAD, base_parameters
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.files import writing
 from arealite.utils.hf import as_in_checkpoint, load_model, sdpa_required
-
-HEAD = "score.weight"  # of a sequence classifier, in every family
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -146,16 +145,28 @@ def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, devic
 
 @torch.no_grad()
 def iter_full_params(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole on every rank, as in a checkpoint (collective). Tied embeddings come once."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} must be sharded"
-        shard: Any = parameter.to(device=parameter.device_mesh.device_type, dtype=dtype)
-        yield from as_in_checkpoint(model, {name: shard.full_tensor()}).items()
+    """Yield every parameter whole on every rank, as in a checkpoint, adapters merged (collective). Tied embeddings come
+    once."""
+    for name, parameter, layer in base_parameters(model):
+        whole = gathered(parameter, dtype if layer is None else parameter.dtype)
+        if layer is not None:
+            a, b = (gathered(one[ADAPTER].weight, torch.float32) for one in (layer.lora_A, layer.lora_B))
+            whole = torch.addmm(whole.float(), b, a, alpha=layer.scaling[ADAPTER]).to(dtype)
+        yield from as_in_checkpoint(model, {name: whole}).items()
+
+
+@torch.no_grad()
+def gathered(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a sharded parameter whole (collective)."""
+    assert isinstance(parameter, DTensor), "parameters must be sharded"
+    shard: Any = parameter.to(device=parameter.device_mesh.device_type, dtype=dtype)
+    whole: torch.Tensor = shard.full_tensor()
+    return whole
 
 
 def checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters as in a checkpoint, in the order of `iter_full_params`."""
-    meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
+    meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter, _ in base_parameters(model)}
     return {name: tuple(tensor.shape) for name, tensor in as_in_checkpoint(model, meta).items()}
 
 

@@ -11,8 +11,8 @@ from arealite.api.cli_args import OptimizerConfig
 
 
 def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW over all parameters; norms and biases (vectors) do not decay."""
-    every = list(parameters)
+    """Build AdamW over all parameters that are not frozen; norms and biases (vectors) do not decay."""
+    every = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in every if parameter.ndim > 1]},
         {"params": [parameter for parameter in every if parameter.ndim <= 1], "weight_decay": 0.0},

@@ -29,6 +29,7 @@ class ModelShape:
     vocab: int
     has_qk_norm: bool
     is_tied: bool
+    num_frozen: int = 0  # of the parameters
 
 
 def model_shape(model: Any) -> ModelShape:
@@ -51,13 +52,18 @@ def model_shape(model: Any) -> ModelShape:
         vocab=1 if outputs is None else outputs.weight.shape[0],  # a classifier of one label has no logits
         has_qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         is_tied=bool(config.tie_word_embeddings),
+        num_frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
     )
 
 
-def training_state(shape: ModelShape, *, ranks: int, has_optimizer: bool) -> dict[str, int]:
-    """Return what one of `ranks` holds all the time: its shard of the float32 parameters, gradients and moments."""
-    shard = -(-shape.num_parameters // ranks) * FLOAT32
-    return {"parameters": shard} | ({"gradients": shard, "AdamW moments": 2 * shard} if has_optimizer else {})
+def training_state(
+    shape: ModelShape, *, ranks: int, has_optimizer: bool, compute_bytes: int = FLOAT32
+) -> dict[str, int]:
+    """Return what one of `ranks` holds all the time: its shard of the float32 parameters, gradients and moments, and of
+    the frozen parameters in the compute dtype."""
+    shard = -(-(shape.num_parameters - shape.num_frozen) // ranks) * FLOAT32
+    frozen = -(-shape.num_frozen // ranks) * compute_bytes
+    return {"parameters": shard + frozen} | ({"gradients": shard, "AdamW moments": 2 * shard} if has_optimizer else {})
 
 
 def training_step(
@@ -67,15 +73,17 @@ def training_step(
 
     A rank that accumulates over micro-batches keeps the float32 gradient whole until the last one, since only then it
     is summed over ranks. Gathered are two layers (one runs, the next arrives) and all that is not in a layer. The
-    output layer holds a block of logits and the gradients of its weight and of the hidden states.
+    output layer holds a block of logits and the gradients of its weight, unless frozen, and of the hidden states.
     """
     layer = layer_activations(shape, compute_bytes=compute_bytes)
     kept = shape.num_layers * (shape.hidden * compute_bytes if recomputes else layer) + (layer if recomputes else 0)
     block = tokens * min(shape.vocab, max(LOGITS_BLOCK // max(tokens, 1), MIN_COLUMNS))
-    head_gradients = (shape.vocab + tokens) * shape.hidden * compute_bytes + tokens * shape.hidden * FLOAT32
+    head_gradients = (
+        (0 if shape.num_frozen else shape.vocab) + tokens
+    ) * shape.hidden * compute_bytes + tokens * shape.hidden * FLOAT32
     return {
         "gathered layers": (shape.outer_parameters + 2 * shape.layer_parameters) * compute_bytes,
-        "whole gradients": shape.num_parameters * FLOAT32 if accumulates else 0,
+        "whole gradients": (shape.num_parameters - shape.num_frozen) * FLOAT32 if accumulates else 0,
         "activations": tokens * kept,
         "output layer": _BLOCK_COPIES * block * FLOAT32 + head_gradients,
     }

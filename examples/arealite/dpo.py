@@ -46,7 +46,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     model.initialize(None, ft_spec)
     cleanup.callback(model.destroy)
     ref = FSDPDPOEngine(config.ref)
-    ref.initialize(None, ft_spec)
+    ref.initialize(None, ft_spec, policy=model)
     cleanup.callback(ref.destroy)
     valid_batch = None
     if valid_dataset is not None:

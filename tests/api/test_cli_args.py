@@ -492,6 +492,16 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("actor.kl_ctl=0.1", "actor.kl_ctl must be 0 without a ref block: got 0.1."),
         ("actor.optimizer=null", "actor.optimizer must be a block: got null."),
         ("ref.optimizer.lr=0.1", "ref.optimizer must be null"),
+        ("actor.lora.rank=0", "actor.lora.rank must be greater than 0: got 0."),
+        ("actor.lora.dropout=0.1", "actor.lora.dropout must be 0 where actor.disable_dropout is true: got 0.1."),
+        (
+            "actor={lora: {}, init_from_scratch: true}",
+            "actor.init_from_scratch must be false with actor.lora: got true",
+        ),
+        (
+            "actor.lora_r=8",
+            "actor.lora_r must be a key of GRPOConfig: got it on the command line. It is called actor.lora.rank",
+        ),
         ("train_dataset.type=sft", "train_dataset.type must be rl in this experiment: got sft."),
         ("evaluator.freq_steps=1", "valid_dataset must be given if evaluator has a frequency: got null."),
         ("key", "arguments must be --config FILE or key=value: got 'key'."),

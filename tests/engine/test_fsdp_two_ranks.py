@@ -10,6 +10,7 @@ from training_cases import actor_config, train_config, write_model
 from two_rank_program import (
     BATCHES,
     ENGINES,
+    LORA,
     PAIR_SHARES,
     PAIRS,
     PPO_RUNS,
@@ -23,6 +24,7 @@ from two_rank_program import (
 
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.hf_model import iter_full_params
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.utils.fingerprint import fingerprint, model_fingerprint
 
@@ -45,6 +47,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             engine.save(SaveLoadMeta(found["paths"]["resumed"], with_optim=True))
             found["resumed"] = sft_steps(engine, BATCHES)
         engine.destroy()
+    engine = FSDPEngine(train_config(paths["tied"], **LORA))
+    engine.initialize(None, SPEC)
+    found["lora"] = sft_steps(engine, BATCHES)
+    found["sent"] = dict(iter_full_params(engine.model, torch.float32))
+    engine.destroy()
     for name, (choices, advantage_fn) in PPO_RUNS.items():
         actor = FSDPPPOActor(actor_config(paths["tied"], **choices), advantage_fn=advantage_fn)
         actor.initialize(None, SPEC)
@@ -73,10 +80,28 @@ def assert_params_equal(params: dict[str, torch.Tensor], expected: dict[str, tor
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_three_steps_on_two_ranks_equal_those_on_one(one: dict[str, Any], two: dict[str, Any], name: str) -> None:
-    expected = one[ENGINES[name][0]]
+    expected = one["lora" if "lora" in name else ENGINES[name][0]]
     for rank in two["ranks"]:
         assert rank[name]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         assert_params_equal(rank[name]["params"], expected["params"])
+
+
+def test_merged_weights_of_two_ranks_are_those_of_one(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for rank in two["ranks"]:
+        assert_params_equal(rank["sent"], one["sent"])
+    assert all(torch.equal(two["ranks"][0]["sent"][name], tensor) for name, tensor in two["ranks"][1]["sent"].items())
+    (moved, *_) = ((name, one["sent"][name]) for name in one["sent"] if "q_proj" in name)
+    assert (one["tied"]["params"][moved[0]] - moved[1]).abs().max() > 1e-2, "all weights were trained there"
+
+
+def test_an_adapter_that_two_ranks_saved_resumes_on_one(one: dict[str, Any], two: dict[str, Any]) -> None:
+    engine = FSDPEngine(train_config(one["paths"]["tied"], **LORA))
+    engine.initialize(None, SPEC)
+    engine.load(SaveLoadMeta(str(two["out"] / "lora"), with_optim=True))
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), two["ranks"][0]["lora"]["params"][name])
+    assert all(state["exp_avg_sq"].full_tensor().abs().sum() > 0 for state in engine.optimizer.state.values())
+    engine.destroy()
 
 
 @pytest.mark.parametrize("name", PAIR_SHARES)

@@ -19,10 +19,11 @@ from training_cases import (
 )
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.api.cli_args import DPOEngineConfig, FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
+from arealite.api.cli_args import DPOEngineConfig, FSDPEngineConfig, LoRAConfig, MicroBatchSpec, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.hf_model import iter_full_params
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import sft_loss_fn
@@ -30,6 +31,8 @@ from arealite.engine.sft.lm_engine import sft_loss_fn
 BATCHES = [token_batch([9, 4, 12, 3, 7, 11], seed) for seed in range(3)]
 SHARES = {"unequal": [[0, 3], [1, 2, 4, 5]], "empty": [[], [0, 1, 2, 3, 4, 5]]}
 """Rows of each rank."""
+LORA = {"lora": LoRAConfig(rank=3)}
+"""Of odd shards."""
 OFFLOADED = {"fsdp": FSDPEngineConfig(offload_params=True)}
 ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unequal": ("tied", "unequal", {}),
@@ -38,6 +41,8 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "untied empty": ("untied", "empty", {}),
     "untied offloaded": ("untied", "unequal", OFFLOADED),
     "offloaded": ("tied", "empty", OFFLOADED),
+    "lora": ("tied", "unequal", LORA),
+    "lora empty": ("tied", "empty", LORA),
 }
 """Model, share and config."""
 TRAJECTORIES = trajectory_batch([9, 4, 12, 3, 7, 11, 8, 8], group_size=2)
@@ -153,6 +158,9 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
         engine.initialize(None, FinetuneSpec(1, 100, 10))
         rank = dist.get_rank()
         found[name] = sft_steps(engine, [batch[SHARES[share][rank]] for batch in BATCHES])
+        if name == "lora":
+            engine.save(SaveLoadMeta(str(out / name), with_optim=True))
+            found["sent"] = dict(iter_full_params(engine.model, torch.float32))
         engine.destroy()
 
     engine = FSDPEngine(train_config(paths["tied"]))

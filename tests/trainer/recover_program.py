@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "engine"))
 from training_cases import OPTIMIZER, critic_config, token_batch, train_config
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.api.cli_args import OptimizerConfig, RecoverConfig, SaverConfig
+from arealite.api.cli_args import LoRAConfig, OptimizerConfig, RecoverConfig, SaverConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -84,13 +84,14 @@ def train(
     trial_name: str = "t",
     publishes: bool = True,
     has_critic: bool = False,
+    lora: LoRAConfig | None = None,
     **config: Any,
 ) -> dict[str, Any]:
     """Run up to `steps` steps, or be cut off; return what came of it."""
     names = {"experiment_name": "e", "trial_name": trial_name, "fileroot": str(folder)}
     options = {"mode": "auto", "freq_steps": 2} | config
     recover = Recover(RecoverConfig(**names, **options), SPEC)
-    engine = FSDPEngine(train_config(model, seed=3))
+    engine = FSDPEngine(train_config(model, seed=3, lora=lora))
     falling = OptimizerConfig(**OPTIMIZER, lr_scheduler_type="linear")
     critic_options = critic_config(model, seed=4, group_size=2, ppo_n_minibatches=2, optimizer=falling)
     critic = FSDPPPOCritic(critic_options) if has_critic else None

@@ -21,7 +21,7 @@ import torch
 from recover_program import train, train_on_ranks
 from training_cases import write_model
 
-from arealite.api.cli_args import RecoverConfig
+from arealite.api.cli_args import LoRAConfig, RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.checkpoint import entries_of, find_damage, publish
@@ -111,6 +111,18 @@ def test_a_critic_resumes_with_the_policy(model: str, tmp_path: Path) -> None:
     train(model, tmp_path / "policy", steps=2)
     with pytest.raises(CheckpointError, match=r"step_1 must fit the model: got Missing key .*critic"):
         train(model, tmp_path / "policy", steps=3, has_critic=True)
+
+
+def test_adapters_resume_without_the_model_in_the_checkpoint(model: str, tmp_path: Path) -> None:
+    lora = LoRAConfig(rank=4, dropout=0.1)
+    whole = train(model, tmp_path / "whole", steps=6, lora=lora)
+    train(model, tmp_path / "killed", steps=6, lora=lora, stop_after=4)
+    found = train(model, tmp_path / "killed", steps=6, lora=lora)
+    assert found["start"] == 4 and found["losses"] == {step: whole["losses"][step] for step in (4, 5)}
+    assert_same_state(found, whole)
+    assert not [name for name in found["state"] if "base_layer" in name or "norm" in name]
+    saved = {path.name for path in (tmp_path / "killed/e/t/checkpoints/step_5").iterdir()}
+    assert saved == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_a_run_without_checkpoints_stops_as_well(model: str, tmp_path: Path) -> None:

@@ -72,6 +72,24 @@ def test_parameters_gradients_and_moments_of_a_model_that_was_trained() -> None:
     assert reference == {"parameters": bytes_of(parameters) // 2}
 
 
+def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
+    model = build()
+    whole = model_shape(model)
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    trained, shape = model.lm_head.weight.numel(), model_shape(model)
+    assert shape == dataclasses.replace(whole, num_frozen=whole.num_parameters - trained)
+    assert training_state(shape, ranks=1, has_optimizer=True, compute_bytes=2) == {
+        "parameters": 4 * trained + 2 * shape.num_frozen,
+        "gradients": 4 * trained,
+        "AdamW moments": 8 * trained,
+    }
+    settings = {"tokens": 10, "compute_bytes": 2, "accumulates": True, "recomputes": False}
+    step, of_all = training_step(shape, **settings), training_step(whole, **settings)
+    assert step["whole gradients"] == 4 * trained
+    assert of_all["output layer"] - step["output layer"] == 300 * 64 * 2, "the gradient of its weight"
+
+
 def kept_by_autograd(model, num_tokens: int) -> int:
     """Count the bytes that the forward pass keeps for the backward pass, without parameters."""
     ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

@@ -111,6 +111,15 @@ def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, 
         dataset.type == expected_type,
         f"train_dataset.type must be {expected_type} in this experiment: got {dataset.type}. Remove it or correct it.",
     )
+    if engine.lora is not None:
+        require(
+            not engine.init_from_scratch,
+            f"{key}.init_from_scratch must be false with {key}.lora: got true. Random weights must be trained whole.",
+        )
+        require(
+            engine.lora.dropout == 0 or not engine.disable_dropout,
+            f"{key}.lora.dropout must be 0 where {key}.disable_dropout is true: got {engine.lora.dropout}. Remove it.",
+        )
 
 
 def check_servers(
@@ -269,7 +278,7 @@ def check_frozen(engine: TrainEngineConfig, key: str) -> None:
     require(
         engine.optimizer is None, f"{key}.optimizer must be null: got an optimizer. It is never trained; remove it."
     )
-    unused = learning_keys(engine)
+    unused = [*learning_keys(engine), *([] if engine.lora is None else ["lora"])]
     require(
         not unused,
         f"{key} must have no keys of learning: got {', '.join(unused)}. It is never trained; remove them, or give "

@@ -191,7 +191,7 @@ class DPOConfig(BaseExperimentConfig):
 
     @property
     def has_reference(self) -> bool:
-        return True
+        return not self.ref.is_base_of(self.model)
 
     def validate(self) -> None:
         """Refuse contradictions."""
@@ -274,7 +274,7 @@ class GRPOConfig(BaseExperimentConfig):
 
     @property
     def has_reference(self) -> bool:
-        return self.ref is not None
+        return self.ref is not None and not self.ref.is_base_of(self.actor)
 
     def validate(self) -> None:
         """Apply `async_training`, fill in the choices of the algorithm and `top_k`, and refuse contradictions."""

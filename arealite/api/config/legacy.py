@@ -67,7 +67,7 @@ DEPRECATED = {
     "critic.init_critic_from_actor": DeprecatedKey("critic.path follows actor.path, and a language model gets a head"),
     "*.init_critic_from_actor": DeprecatedKey("only a critic has a head of values", (False,)),
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
-    "*.use_lora": DeprecatedKey("LoRA is not supported yet", (False,)),
+    "*.use_lora": DeprecatedKey("a lora block switches LoRA on, e.g. lora.rank=16", (False,)),
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
     "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
     "*.optimizer.offload": DeprecatedKey("fsdp.offload_params offloads the optimizer with the parameters", (False,)),

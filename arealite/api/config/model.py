@@ -1,5 +1,7 @@
 """A model and how it is trained: optimizer, sharding, micro-batches, the policy's objective."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -76,6 +78,22 @@ class FSDPEngineConfig(ConfigBase):
 
 
 @dataclass
+class LoRAConfig(ConfigBase):
+    """Low-rank adapters, arXiv:2106.09685, by PEFT (`pip install 'arealite[lora]'`): all else is frozen."""
+
+    rank: PositiveInt = 16
+    """Rank of an adapter."""
+    alpha: PositiveInt = 32
+    """An adapter is scaled by alpha / rank."""
+    dropout: HalfOpenFraction = 0.0
+    """Dropout of an adapter's input; must be 0 where `disable_dropout` is true."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear layers with adapters: `all-linear` (all but the output layer), a regular expression, or ends of names."""
+    merge_on_save: Bool = False
+    """Save whole models, with merged adapters, instead of adapters in PEFT's format."""
+
+
+@dataclass
 class TrainEngineConfig(RunBlock):
     """A model and how it is trained. Parameters and optimizer state are float32."""
 
@@ -99,12 +117,19 @@ class TrainEngineConfig(RunBlock):
     """How batches are split."""
     optimizer: OptimizerConfig | None = None
     """None is a model that is never trained (a reference)."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters; None trains all weights."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Sharding."""
     seed: NonNegativeInt = 1
     """Seed of random weights and dropout; filled in from the top level."""
     node_timeout: Positive = 30.0
     """Seconds without a heartbeat of another node after which a rank exits; follows `launcher.node_timeout`."""
+
+    def is_base_of(self, policy: TrainEngineConfig) -> bool:
+        """Tell whether a reference is what a policy with LoRA is without its adapters, and needs no weights."""
+        is_same = (self.path, self.dtype) == (policy.path, policy.dtype)
+        return is_same and self.optimizer is None and policy.lora is not None
 
 
 @dataclass

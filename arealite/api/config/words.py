@@ -17,6 +17,11 @@ THEIR_WORDS = {
     "dtype": "bf16 fp16 torch_dtype precision mixed_precision",
     "gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
     "fsdp.offload_params": "offload param_offload cpu_offload offload_policy",
+    "lora": "use_peft peft_config",
+    "lora.rank": "lora_rank lora_r",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.target_modules": "lora_target_modules",
     "mb_spec.max_tokens_per_mb": "gradient_accumulation_steps micro_batch_size micro_batch_size_per_gpu "
     "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
     "actor.algorithm": "adv_estimator advantage_estimator loss_type policy_loss loss_mode",
@@ -83,8 +88,9 @@ THEIR_WORDS = {
 """By the end of our key."""
 
 NOT_YET = {
-    "LoRA": "use_lora lora_rank lora_alpha lora_name lora_r lora_target_modules target_modules peft_type use_peft "
-    "peft_config lora_delta_sync load_in_4bit",
+    "an adapter that servers merge": "lora_name lora_delta_sync",
+    "an adapter other than LoRA": "peft_type",
+    "a quantized model": "load_in_4bit load_in_8bit",
     "a reward model": "reward_model rm_model reward_model_path",
     "splitting sequences over devices": "ulysses_sequence_parallel_size context_parallel_size sequence_parallel",
     "pipeline or expert parallel training": "pipeline_model_parallel_size expert_parallel_size",

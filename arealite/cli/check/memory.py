@@ -1,5 +1,6 @@
 """The memory plan: what trainer ranks and servers need, compared with this node's GPUs or, on the CPU, its memory."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,14 +81,15 @@ def plan_memory(
 def _trainer_parts(config: Config, shape: ModelShape, longest: int, ranks: int) -> tuple[Parts, Parts]:
     """Return what a rank holds all the time, and on top in a step of sequences of full length."""
     block, rows = config.trained[1], config.train_dataset.batch_size
-    state = training_state(shape, ranks=ranks, has_optimizer=True)
+    value_bytes, whole = getattr(torch, block.dtype).itemsize, dataclasses.replace(shape, num_frozen=0)
+    state = training_state(shape, ranks=ranks, has_optimizer=True, compute_bytes=value_bytes)
     if config.rollout is not None and config.sampling is not None:
         num_minibatches = block.ppo_n_minibatches if isinstance(block, PPOActorConfig) else 1
         rows = -(-config.rollout.consumer_batch_size // num_minibatches) * config.sampling.n_samples
     if config.has_critic:
-        state["critic"] = sum(training_state(shape, ranks=ranks, has_optimizer=True).values())
+        state["critic"] = sum(training_state(whole, ranks=ranks, has_optimizer=True).values())
     if config.has_reference:
-        state["reference"] = training_state(shape, ranks=ranks, has_optimizer=False)["parameters"]
+        state["reference"] = training_state(whole, ranks=ranks, has_optimizer=False)["parameters"]
     tokens, spec = -(-rows // ranks) * max(longest, 1), block.mb_spec
     micro = -(-tokens // spec.n_mbs)
     if spec.max_tokens_per_mb is not None:
@@ -95,7 +97,7 @@ def _trainer_parts(config: Config, shape: ModelShape, longest: int, ranks: int) 
     step = training_step(
         shape,
         tokens=micro,
-        compute_bytes=getattr(torch, block.dtype).itemsize,
+        compute_bytes=value_bytes,
         accumulates=micro < tokens,
         recomputes=block.gradient_checkpointing,
     )

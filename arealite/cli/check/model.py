@@ -15,7 +15,8 @@ from arealite.api.cli_args import RWEngineConfig
 from arealite.cli.check.findings import Findings, counted
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
-from arealite.engine.hf_model import HEAD, build_meta_model, checkpoint_shapes, is_classifier, pick_attention
+from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier, pick_attention
+from arealite.engine.lora import HEAD, add_adapters
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.plan import foreign_servers
 from arealite.utils.chat_template import Certificate, certify, prompt_tokens
@@ -31,8 +32,11 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
     model = build_meta_model(block.path, attention, has_value_head=isinstance(block, RWEngineConfig))
+    if block.lora is not None:
+        add_adapters(model, block)
     shape = model_shape(model)
     size = f"{shape.num_parameters / 1e6:,.3g} million parameters in {counted(shape.num_layers, 'layer')}"
+    size += f", {shape.num_frozen / shape.num_parameters:.1%} of them frozen" if shape.num_frozen else ""
     found.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
     return model
 

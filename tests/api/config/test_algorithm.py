@@ -501,6 +501,7 @@ def test_a_plan_shows_what_else_is_set(tmp_path: Path) -> None:
     ("overrides", "unused"),
     [
         (["ref={path: m, kl_ctl: 0.1, algorithm: grpo}"], "ref must have no keys of learning: got algorithm, kl_ctl."),
+        (["ref={path: m, lora: {rank: 4}}"], "ref must have no keys of learning: got lora."),
         (["ref={path: m, correction: {action: mask}}"], "ref must have no keys of learning: got correction."),
         (
             ["actor.algorithm=opd", "ref={path: m}", "teacher={path: t, eps_clip: 0.2}"],

@@ -136,10 +136,10 @@ def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> Non
     )
     told = refusal(tmp_path, "rollout=5", text=text).replace(str(tmp_path), "F").splitlines()
     assert told == [
-        "actor.use_lora must be False: got True. Remove it: LoRA is not supported yet.",
+        "actor.use_lora must be False: got True. Remove it: a lora block switches LoRA on, e.g. lora.rank=16.",
         "actor.backend must be 'fsdp': got 'megatron:d4'. Remove it: the training engine is the class that the script "
         "constructs.",
-        "actor.lora_rank must be a key of GRPOConfig: got it in F/config.yaml. Remove it: LoRA is not supported yet.",
+        "actor.lora_rank must be a key of GRPOConfig: got it in F/config.yaml. It is called actor.lora.rank here.",
         "actor.eps_klip must be a key of GRPOConfig: got it in F/config.yaml. Did you mean actor.eps_clip?",
         "max_steps must be a key of GRPOConfig: got it in F/config.yaml. It is called total_train_steps here.",
         "zzz must be a key of GRPOConfig: got it in F/config.yaml. Remove it; --help lists all keys.",

@@ -1,0 +1,135 @@
+"""Low-rank adapters made by PEFT (arXiv:2106.09685): W + alpha / rank * B A in place of W, of which only A and B learn.
+
+The model's own layers get the adapters. All other parameters but a value head are frozen, in the compute dtype.
+Checkpoints hold the adapters alone, in PEFT's format; servers, and checkpoints with `merge_on_save`, merged weights.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.errors import CheckpointError
+
+HEAD = "score.weight"  # of a sequence classifier, in every family; its parameter is trained whole
+ADAPTER = "default"  # PEFT's name of the only adapter
+_BASE = ".base_layer."  # in the name of a parameter of an adapted layer
+_FILE, _SETTINGS, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+
+
+def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
+    """Freeze a model and adapt its layers. A depends on `config.seed` only, B is 0; both are float32."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ImportError("peft must be installed for lora: it is not. Run `pip install 'arealite[lora]'`.") from error
+    lora, is_lm = config.lora, model.get_output_embeddings() is not None
+    assert lora is not None, "only for a model with LoRA"
+    if fused := [name for name, parameter in model.named_parameters() if parameter.ndim > 2]:
+        raise ValueError(
+            f"weights of a model with LoRA must be matrices: got {fused[0]}, such as the fused experts of a layer. "
+            "Train a dense model, or remove the lora block."
+        )
+    targets = lora.target_modules
+    settings = LoraConfig(
+        task_type="CAUSAL_LM" if is_lm else "SEQ_CLS",
+        base_model_name_or_path=config.path,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        try:
+            inject_adapter_in_model(settings, model)
+            refused = _refused(model, targets)
+        except ValueError as error:  # nothing matches, or something that is no layer
+            refused = [f"{targets} ({error})"]
+    if refused:
+        raise ValueError(
+            f"lora.target_modules must match linear layers of {type(model).__name__}, not its output layer or "
+            f"embeddings: got {', '.join(refused)}. Set it to all-linear or to ends of names such as q_proj."
+        )
+    settings.modules_to_save = None if is_lm else [HEAD.removesuffix(".weight")]
+    for name, parameter in model.named_parameters():
+        if name == HEAD:
+            parameter.requires_grad_(True)
+        elif not parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, config.dtype))
+
+
+def _refused(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
+    """Return what was adapted but must not be, and what was not found."""
+    layers = _adapted_layers(model)
+    outer = (model.get_output_embeddings(), getattr(model, "score", None))  # their weight is used without the layer
+    linear = torch.nn.Linear
+    refused = [name for name, layer in layers.items() if layer in outer or type(layer.base_layer) is not linear]
+    ends = [] if isinstance(targets, str) else targets
+    return [*refused, *(end for end in ends if not any(f".{name}".endswith(f".{end}") for name in layers))]
+
+
+def _adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
+    """Yield parameters under their names without adapters; the weight of an adapted layer comes with that layer."""
+    layers = _adapted_layers(model)
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            layer, _, leaf = name.rpartition(_BASE)
+            yield name.replace(_BASE, "."), parameter, layers[layer] if layer and leaf == "weight" else None
+
+
+def adapter_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return what is trained, by its names in PEFT's files."""
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {_PREFIX + name.replace(f".{ADAPTER}.", "."): parameter for name, parameter in trained}
+
+
+@contextlib.contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Let the model be the one that it was before training."""
+    layers = _adapted_layers(model).values()
+    for layer in layers:
+        layer.scale_layer(0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.unscale_layer()
+
+
+def write_adapter(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str) -> None:
+    """Write the whole `adapter_parameters` as a folder that `PeftModel.from_pretrained` loads."""
+    os.makedirs(path, exist_ok=True)
+    save_file(state, Path(path) / _FILE, {"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(path)
+
+
+def is_adapter(path: str) -> bool:
+    """Tell whether a folder holds an adapter instead of a model."""
+    return (Path(path) / _SETTINGS).is_file()
+
+
+@torch.no_grad()
+def read_adapter(model: PreTrainedModel, path: str) -> None:
+    """Copy the adapter of a folder to a whole model, whose own must have its shapes and scale."""
+    state, expected = load_file(Path(path) / _FILE), adapter_parameters(model)
+    alpha, ours = json.loads((Path(path) / _SETTINGS).read_text())["lora_alpha"], model.peft_config[ADAPTER].lora_alpha
+    shapes, own = ({name: one.shape for name, one in tensors.items()} for tensors in (state, expected))
+    if shapes != own or alpha != ours:
+        raise CheckpointError(
+            f"{path} must hold an adapter with the layers, rank and alpha of the lora block: got {len(state)} tensors "
+            f"and alpha {alpha} instead of {len(own)} and {ours}, or other shapes. Use the configuration of the run."
+        )
+    for name, parameter in expected.items():
+        parameter.copy_(state[name])
