@@ -121,6 +121,11 @@ from arealite.api.cli_args import SFTConfig
 
 class Full:
     config_class = SFTConfig
+    def __init__(self, config): ...
+    def train(self): ...
+
+class Empty:
+    config_class = SFTConfig
     def train(self): ...
 
 class Nameless:
@@ -147,6 +152,7 @@ launcher: {preflight: false}
         ("{stem}.py:Ful", "must have a class Ful: got none. Correct trainer.type"),
         ("{stem}:Nameless", "Nameless must name the config class of its experiment: got config_class None"),
         ("{stem}:Idle", r"Idle must have a method train\(\): got none"),
+        ("{stem}:Empty", "Empty must be made with the config alone: too many positional arguments"),
         ("{stem}:Full model.pth=m", r"model.pth must be a key of SFTConfig"),
     ],
 )  # fmt: skip
