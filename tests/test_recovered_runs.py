@@ -1,10 +1,12 @@
-"""Whole runs that are killed, stopped, or run out of disk, and started again: they end as if nothing had
+"""Whole runs that are killed, stopped, or run out of disk or memory, and started again: they end as if nothing had
 happened, bit for bit."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 
-from arealite.utils.processes import kill_tree
+from arealite.utils.processes import descendants, is_alive, kill_tree
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "arealite"
 STEPS, BATCH, GROUP = 4, 4, 2
@@ -256,4 +258,53 @@ def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: 
     if launcher.wait(DEADLINE_S) != 0:  # else the launcher started it again
         cut.finish(cut.start())
     assert "must be writable: got " in cut.output and "resuming after step 1 from " in cut.output
+    assert_same_run(cut, whole)
+
+
+def test_the_end_of_memory_while_it_trains(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
+    """A limit that leaves nothing, where a thread of the next checkpoint can't begin, and one that is too low for a
+    tensor of the script. The launcher starts the run again, twice."""
+    cut = make_run("cut", "lite.d1p1t1+d1p1t1")
+    before, update = (EXAMPLES / "gsm8k_grpo.py").read_text().split('        with stats.timer("update"):')
+    wait = f"""
+        import os, pathlib, time, torch
+        trains = pathlib.Path({str(tmp_path)!r}) / f"trains-{{os.getpid()}}"
+        if step == 2:
+            trains.touch()
+            while trains.exists():
+                time.sleep(0.01)
+            if (trains.parent / "tensor").exists():
+                torch.empty(1 << 28)
+        with stats.timer("update"):"""
+    entry = tmp_path / "entry.py"
+    entry.write_text(before + wait + update)
+    launcher = cut.start(entry=entry)
+    screens, processes = [], []
+    for harm in ("thread", "tensor", ""):
+        while not ((waiting := [*tmp_path.glob("trains-*")]) and (cut.folder / "recover" / "step_1").exists()):
+            assert launcher.poll() is None, cut.output
+            time.sleep(0.02)
+        screens.append(cut.output)
+        assert not any(map(is_alive, processes)), "the attempt before left nothing"
+        processes = descendants(launcher.pid)
+        assert cut.trainer in processes
+        if harm:
+            pages = int(Path(f"/proc/{cut.trainer}/statm").read_text().split()[0])
+            room = (1 << 24) * (harm == "tensor")
+            limit = pages * resource.getpagesize() + room
+            resource.prlimit(cut.trainer, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        if harm == "tensor":
+            (tmp_path / "tensor").touch()
+        waiting[0].unlink()
+    cut.finish(launcher)
+    assert not any(map(is_alive, processes))
+    told = [after.removeprefix(text) for text, after in itertools.pairwise(screens)]
+    for number, text in enumerate(told, 1):
+        until = f"launcher | restart {number} of 3, because trainer-0 failed with exit status 1\n"
+        assert until in text, text
+        lines = [line for line in text.partition(until)[0].splitlines() if not line.startswith("step ")]
+        assert len(lines) <= 12 and "memory ran out: " in "\n".join(lines), text
+        assert "Traceback" not in text and not re.search(r"arealite/\S+\.py:\d", text), "no frames of ours"
+        assert "resuming after step 1 from " in text
+    assert "can't allocate memory" in told[1]
     assert_same_run(cut, whole)

@@ -2,6 +2,8 @@
 
 A launcher names the folder in AREALITE_PROGRESS_DIR, without which nothing is written. SIGUSR2 appends the stacks of
 all threads to a file beside it, also from inside C code. Invariant: `tick` costs less than 2 us.
+
+A process that can't begin a thread for want of memory is ended: CPython 3.11 would let whoever started it wait forever.
 """
 
 import faulthandler
@@ -23,6 +25,11 @@ NAME_VARIABLE = "AREALITE_PROCESS_NAME"
 STACKS_SIGNAL = signal.SIGUSR2
 PERIOD_S = 0.5
 FILE_BYTES = 1 << 16
+_MAX_LOOKS = 20  # at a thread that was started and has not begun
+_NO_THREAD = (
+    b"memory ran out: a thread was started and lacks the memory to begin, so this process ends; use less, or raise the "
+    b"limit of the process (`arealite check` estimates the need)\n"
+)
 
 On = Literal["ranks", "rollout", "reward", "servers", "disk"]
 
@@ -113,25 +120,32 @@ def answer_stack_requests(name: str) -> None:
 
 def _publish_forever(file: IO[bytes], name: str) -> None:
     count, moved = -1, time.monotonic()
+    looks: dict[threading.Thread, int] = {}
     while True:
-        now, last, count = time.monotonic(), count, _count
-        moved = now if count != last else moved
-        state = {
-            "name": name,
-            "pid": os.getpid(),
-            "count": count,
-            "moved": moved,
-            "published": now,
-            "main_thread": threading.main_thread().ident,
-            "waits": _current_waits(),
-            "status": dict(_status),
-            "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
-        }
-        text = json.dumps(state, default=repr).encode()
-        if len(text) >= FILE_BYTES:
-            text = json.dumps(state | {"reports": {"error": f"{len(text)} bytes are too long"}}).encode()
         try:
+            looks = {thread: looks.get(thread, 0) + 1 for thread in threading.enumerate() if thread.ident is None}
+            if any(num > _MAX_LOOKS for num in looks.values()):
+                os.write(2, _NO_THREAD)
+                os._exit(1)
+            now, last, count = time.monotonic(), count, _count
+            moved = now if count != last else moved
+            state = {
+                "name": name,
+                "pid": os.getpid(),
+                "count": count,
+                "moved": moved,
+                "published": now,
+                "main_thread": threading.main_thread().ident,
+                "waits": _current_waits(),
+                "status": dict(_status),
+                "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
+            }
+            text = json.dumps(state, default=repr).encode()
+            if len(text) >= FILE_BYTES:
+                text = json.dumps(state | {"reports": {"error": f"{len(text)} bytes are too long"}}).encode()
             os.pwrite(file.fileno(), text.ljust(FILE_BYTES - 1) + b"\n", 0)
+        except MemoryError:
+            pass  # also this thread must go on: there may be memory at the next look
         except OSError as error:
             logger.warning("progress can't be published in %s: %s", file.name, error)
             time.sleep(60)

@@ -183,3 +183,25 @@ def test_torn_and_foreign_files_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / f"a.{identity(os.getpid())}.json").write_text(json.dumps({"name": "a"}))
     (tmp_path / f"b.{os.getpid()}-0.json").write_text("{}")
     assert read_progress(tmp_path) == {}
+
+
+def test_a_thread_without_the_memory_to_begin_ends_the_process(tmp_path: Path) -> None:
+    """glibc keeps the stacks of ended threads, so the kernel starts the next one, in which no Python can run."""
+    code = """
+import resource
+ended = [threading.Thread(target=time.sleep, args=(0.3,)) for _ in range(3)]
+for thread in ended: thread.start()
+for thread in ended: thread.join()
+heartbeat.start()
+time.sleep(0.5)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+for _ in range(3): threading.Thread(target=time.sleep, args=(60,)).start()
+"""
+    environment = os.environ | {heartbeat.FOLDER_VARIABLE: str(tmp_path / "progress")}
+    run = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 1
+    assert "memory ran out: a thread was started and lacks" in run.stderr or "can't start new thread" in run.stderr
+    assert "heartbeat.py" not in run.stderr
