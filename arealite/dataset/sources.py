@@ -75,8 +75,9 @@ def _read_hub(path: str, config_name: str | None, split: str) -> list[Any]:
     try:
         splits = datasets.load_dataset(path, config_name)
     except (ValueError, OSError) as error:  # OSError: no such data set, and no connection
+        told = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"data set {path} must be on the hub, or a file or folder here: got {' '.join(str(error).split())} "
+            f"data set {path} must be on the hub, or a file or folder here: got {told}. "
             "Correct train_dataset.path or config_name."
         ) from error
     if split not in splits:

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -46,8 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_exposed(args.host, secret_of_environment())
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        with socket.create_server((args.host, args.port), family=family):
-            pass  # a port that is in use is named before the model is loaded
+        try:
+            socket.create_server((args.host, args.port), family=family).close()  # told before the model is loaded
+        except OSError as error:
+            raise ValueError(
+                f"--host and --port must be an address that is free here: got {args.host}:{args.port} "
+                f"({os.strerror(error.errno or 0)}). Take another, or --port 0 for any."
+            ) from error
         folder = local_folder(args.model_path)
         model = load_causal_lm(folder, dtype=DTYPES[args.dtype], local_files_only=True, attn_implementation="sdpa")
         runner = ModelRunner(model, slots=args.slots, context=args.context, deterministic=args.deterministic)

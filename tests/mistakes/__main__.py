@@ -32,7 +32,8 @@ def make(mistake: Mistake, folder: Path, model: Path) -> tuple[int, str]:
     """Make a mistake as a user would, and return exit status and normalised output."""
     folder.mkdir()
     prepare(mistake, folder, model)
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_ENDPOINT": "http://127.0.0.1:9", "COLUMNS": "160"}
+    env["HF_HUB_OFFLINE"] = str(int(mistake.is_offline))
     command = [sys.executable, *mistake.command, *mistake.arguments]
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False

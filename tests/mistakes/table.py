@@ -28,6 +28,7 @@ class Mistake:
     folder: Callable[[Path], object] = str
     status: int = 2
     has_place: bool = False  # the user's file:line is among the last lines
+    is_offline: bool = True  # the hub is not asked, or is asked and does not answer
     command: tuple[str, ...] = ("-m", "arealite.launcher.local", "train.py", "--config", "c.yaml")
 
 
@@ -75,10 +76,15 @@ def cut_weights(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
-def no_end_token(folder: Path) -> None:
-    for path in (folder / "model").glob("*config.json"):
-        values = json.loads(path.read_text())
-        path.write_text(json.dumps({name: value for name, value in values.items() if "eos_token" not in name}))
+def use_port(folder: Path) -> None:
+    """Write a script that serves on a port that something listens on already."""
+    (folder / "train.py").write_text(
+        "import socket, subprocess, sys\n"
+        "with socket.create_server(('127.0.0.1', 0)) as taken:\n"
+        "    port = str(taken.getsockname()[1])\n"
+        "    command = [sys.executable, '-m', 'arealite.server', '--model-path', 'model', '--port', port]\n"
+        "    sys.exit(subprocess.run(command).returncode)\n"
+    )
 
 
 def light_reward(body: str) -> Callable[[Path], object]:
@@ -114,10 +120,14 @@ OF_CONFIG = [
 ]
 OF_DATA_AND_MODEL = [
     Mistake("model folder without weights", folder=without("*.safetensors")),
+    Mistake("model of the hub without network", ("actor.path=some/model",), is_offline=False),
+    Mistake("model of the hub, not downloaded", ("actor.path=some/model",)),
     Mistake("weights cut off", folder=cut_weights),
     Mistake("no tokenizer", folder=without("tokenizer*")),
     Mistake("no config of the model", folder=without("config.json")),
     Mistake("data file missing", ("train_dataset.path=absent.jsonl",)),
+    Mistake("data of the hub without network", ("train_dataset.path=some/data",), is_offline=False),
+    Mistake("data of the hub, not downloaded", ("train_dataset.path=some/data",)),
     Mistake("data file empty", folder=rows()),
     Mistake("broken line", folder=rows(GOOD, '{"question": "1 + 1?", ')),
     Mistake("column missing", folder=rows(GOOD, row(question="1 + 1?"))),
@@ -152,6 +162,7 @@ OF_RUNS = [
             status=1, has_place=True),
     Mistake("error in the script's loop", _LATE,
             changed("        stats.commit(step)\n", "        stats.commit(stepp)\n"), status=1, has_place=True),
+    Mistake("a port in use", folder=use_port, command=("train.py",)),
     Mistake("started without a launcher", status=1, command=("train.py", "--config", "c.yaml")),
     Mistake("started without a launcher, typo", ("seeed=1",), status=1, command=("train.py", "--config", "c.yaml")),
 ]  # fmt: skip

@@ -28,10 +28,18 @@ _MAX_ROWS = 256  # of a data set that are read
 
 def check_model(found: Findings, config: Config) -> PreTrainedModel:
     """Build the architecture without its weights."""
-    _, block = config.trained
+    key, block = config.trained
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
-    model = build_meta_model(block.path, attention, has_value_head=isinstance(block, RWEngineConfig))
+    try:
+        model = build_meta_model(block.path, attention, has_value_head=isinstance(block, RWEngineConfig))
+    except OSError as error:
+        if Path(block.path).is_dir():
+            raise
+        raise ValueError(
+            f"{key}.path must be a folder, or a model of the hub that is downloaded or can be: got {block.path}. "
+            f"Correct it, or look at the connection ({' '.join(str(error).split()).partition('. ')[0]})."
+        ) from error
     if block.lora is not None:
         add_adapters(model, block)
     shape = model_shape(model)
@@ -115,7 +123,7 @@ def _check_end(found: Findings, config: Config, tokenizer: Any, certificate: Cer
     """The token after a completion must end generation, and be the one that fine-tuning teaches."""
     tail, end = certificate.after_answer, certificate.end_id
     if end is None:
-        ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids))
+        ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids)) or "no token"
         told = f"it writes {tail!r} after an answer, where the model ends with {ends}: completions may run on"
         fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
         found.add("warning", told, fix)
