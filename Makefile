@@ -40,7 +40,7 @@ quickstart: install            ## train a tiny model by asynchronous GRPO, in mi
 	$(VENV)/bin/arealite quickstart $(ARGS)
 
 test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, under 7 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 4 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev            ## run the tests that need one or two CUDA devices; others are skipped (set CONSTRAINTS= for CUDA's torch)
 	$(VENV)/bin/python -m pytest -m "gpu or multi_gpu" $(ARGS)
@@ -51,11 +51,11 @@ test-explore: $(VENV)/.installed-dev            ## run the property-based tests 
 test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
-test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk, bit-identical; name stalls (7 minutes)
+test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk or memory, bit-identical; name stalls (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/launcher/test_stalls.py $(ARGS)
 
 test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (6 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/examples $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/examples $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers

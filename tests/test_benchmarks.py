@@ -1,4 +1,4 @@
-"""The benchmarks of the runtime and of logprobs run: what they measure is judged by people, on a quiet machine."""
+"""The benchmarks of runtime, generation and logprobs run: what they measure is judged by people, on a quiet machine."""
 
 import json
 import os
@@ -7,26 +7,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def measured(out: Path, *command: str) -> Any:
-    """Run a benchmark that writes one line, and return it."""
+def measured(out: Path, *command: str) -> list[Any]:
+    """Run a benchmark, and return what it writes."""
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
     whole = [sys.executable, BENCHMARKS / command[0], *command[1:], "--out", out]
     done = subprocess.run(whole, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    (found,) = [json.loads(line) for line in out.read_text().splitlines()]
-    return found
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_logprobs_are_measured(tmp_path: Path) -> None:
     sizes = ["--tokens", "512", "--hidden", "8", "--vocabulary", "100000", "--rounds", "1"]
-    found = measured(tmp_path / "found.jsonl", "logprob_memory.py", *sizes)
+    (found,) = measured(tmp_path / "found.jsonl", "logprob_memory.py", *sizes)
     assert found["gradient_distance"] < 1e-6 and found["memory_ratio"] > 1
 
 
 def test_the_runtime_is_measured(tmp_path: Path) -> None:
-    found = measured(tmp_path / "found.jsonl", "runtime_overhead.py", "--seconds", "0.1", "--case", "throughput")
+    (found,) = measured(tmp_path / "found.jsonl", "runtime_overhead.py", "--seconds", "0.1", "--case", "throughput")
     assert found["episodes"] % 256 == 0 and found["episodes"] > 0
     assert {"arealite-rollout", "arealite-ledger", "MainThread"} <= found["cpu_us_by_thread"].keys()
+
+
+@pytest.mark.slow
+def test_generation_is_measured(tmp_path: Path) -> None:
+    found = measured(tmp_path / "found.jsonl", "generation.py", "--rounds", "1")
+    assert [(one["case"], one["group"]) for one in found] == [("uniform", 1), ("uniform", 8), ("lengths", 1)]
+    assert all(one["engine_tok_per_cpu_s"] > 0 < one["generate_tok_per_cpu_s"] for one in found)

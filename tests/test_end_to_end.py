@@ -163,6 +163,7 @@ def test_ppo_with_a_critic_that_starts_another(model: Path, tmp_path: Path) -> N
     assert critic.config.num_labels == 1 and critic.score.weight.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:
     out = run(
         *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", tmp_path / "torchrun"),
