@@ -105,6 +105,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Parameters, and the choice with the values under which they mean something; they are null under others."""
 
+_ESTIMATORS = {"reward": ("k1",), "loss": ("k2", "k3")}  # those that have there the gradient of a KL divergence
 _CORRECTION = tuple(key for key in DEFAULTS if key.startswith("correction."))
 OLDER_KEYS: dict[str, tuple[str, ...]] = {
     "group_reward_norm": ("baseline", "reward_scale"),
@@ -142,8 +143,9 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
         choices["returns_lambda"] = choices["gae_lambda"]
     if choices["baseline"] in ("none", "critic", "teacher") and "reward_scale" not in given:
         choices["reward_scale"] = "none"
-    if "kl_in" in given and "kl_estimator" not in given and not _is_penalty(choices):
-        choices["kl_estimator"] = "k1" if choices["kl_in"] == "reward" else "k3"
+    allowed = _ESTIMATORS[choices["kl_in"]]
+    if "kl_in" in given and "kl_estimator" not in given and choices["kl_estimator"] not in allowed:
+        choices["kl_estimator"] = allowed[-1]
     if choices["aggregation"] == "constant" and choices["loss_constant"] is None:
         choices["loss_constant"] = None if config.max_new_tokens is None else float(config.max_new_tokens)
     resolved = _with(config, choices)
@@ -253,12 +255,8 @@ def _check_rewards(actor: PPOActorConfig) -> None:
         f"{actor.reward_bias}, reward_scaling {actor.reward_scaling}, overlong_buffer {actor.overlong_buffer}. "
         "The mean of a group may be 0 or below; remove them or set actor.reward_scale=group_std.",
     )
-    require(
-        actor.reward_scale != "group_mean" or actor.baseline != "leave_one_out" or not _penalises_rewards(actor),
-        "actor.reward_scale must not be group_mean with actor.baseline leave_one_out and a KL penalty in the reward: "
-        f"got kl_ctl {actor.kl_ctl}. Rewards minus the penalty may be negative; set actor.kl_in=loss and "
-        "actor.kl_estimator=k3.",
-    )
+    if actor.reward_scale == "group_mean" and actor.baseline == "leave_one_out":  # which takes rewards minus penalty
+        _check_no_penalised_rewards(actor, "actor.reward_scale group_mean and actor.baseline leave_one_out")
     if actor.overlong_buffer is not None:
         longest = actor.max_new_tokens
         require(
@@ -291,11 +289,7 @@ def _check_teacher(actor: PPOActorConfig) -> None:
         actor.truncated != "zero",
         "actor.truncated must be keep or mask with actor.baseline teacher: got zero. Rewards are only logged.",
     )
-    require(
-        actor.kl_ctl == 0 or actor.kl_in == "loss",
-        "actor.kl_in must be loss with actor.baseline teacher: got reward. Set actor.kl_in=loss and "
-        "actor.kl_estimator=k3, or remove actor.kl_ctl.",
-    )
+    _check_no_penalised_rewards(actor, "actor.baseline teacher")
 
 
 def _check_objective(actor: PPOActorConfig) -> None:
@@ -313,21 +307,12 @@ def _check_objective(actor: PPOActorConfig) -> None:
         "actor.loss_constant must be given with actor.aggregation constant: got null. "
         "Set it, e.g. to the number of tokens of the longest completion.",
     )
+    allowed = _ESTIMATORS[str(actor.kl_in)]
     require(
-        actor.kl_in != "loss" or actor.kl_estimator != "k1",
-        "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1, whose expected gradient is 0. "
-        "Set actor.kl_estimator=k2 or actor.kl_in=reward.",
+        actor.kl_estimator in allowed,
+        f"actor.kl_estimator must be {' or '.join(allowed)} with actor.kl_in {actor.kl_in}: got {actor.kl_estimator}, "
+        f"whose expected gradient there is 0, at least near the reference. Set actor.kl_estimator={allowed[-1]}.",
     )
-    require(
-        actor.kl_in != "reward" or actor.kl_estimator == "k1",
-        f"actor.kl_estimator must be k1 with actor.kl_in reward: got {actor.kl_estimator}, whose expected gradient is "
-        "about 0 near the reference. Set actor.kl_estimator=k1 or actor.kl_in=loss.",
-    )
-
-
-def _is_penalty(choices: Choices) -> bool:
-    """Whether the estimator has, where it acts, the gradient of a KL divergence."""
-    return (choices["kl_estimator"] == "k1") == (choices["kl_in"] == "reward")
 
 
 def _has_one_ratio(actor: PPOActorConfig) -> bool:
@@ -335,8 +320,13 @@ def _has_one_ratio(actor: PPOActorConfig) -> bool:
     return actor.objective == "gmpo" or actor.importance_sampling_level == "sequence"
 
 
-def _penalises_rewards(actor: PPOActorConfig) -> bool:
-    return actor.kl_ctl > 0 and actor.kl_in == "reward"
+def _check_no_penalised_rewards(actor: PPOActorConfig, other: str) -> None:
+    """Refuse a KL penalty in the rewards next to another choice."""
+    require(
+        actor.kl_ctl == 0 or actor.kl_in == "loss",
+        f"actor.kl_in must be loss with {other}: got reward. Rewards would differ over tokens and may be negative; set "
+        "actor.kl_in=loss and actor.kl_estimator=k3, or remove actor.kl_ctl.",
+    )
 
 
 def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
@@ -346,11 +336,7 @@ def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
         f"actor.aggregation must be sequence_mean with {one_ratio}: got {actor.aggregation}, which weighs completions "
         "by their length. Remove it.",
     )
-    require(
-        not _penalises_rewards(actor),
-        f"actor.kl_in must be loss with {one_ratio}: got reward, which gives each token an advantage of its own. "
-        "Set actor.kl_in=loss and actor.kl_estimator=k3.",
-    )
+    _check_no_penalised_rewards(actor, one_ratio)
     require(
         actor.discount == 1 and actor.baseline not in ("critic", "teacher"),
         f"actor.discount must be 1, without a critic or teacher, with {one_ratio}: got {actor.discount} and baseline "

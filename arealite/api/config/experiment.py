@@ -35,6 +35,13 @@ def _named(block: str, **sources: str) -> dict[str, str]:
     return {f"{block}.{name}": source for name, source in sources.items()}
 
 
+_SAMPLING = {
+    "group_size": "gconfig.n_samples",
+    "temperature": "gconfig.temperature",
+    "node_timeout": "launcher.node_timeout",
+}
+
+
 def _same(block: str, other: str, *names: str) -> dict[str, str]:
     """Let fields of a block follow those of another block."""
     return {f"{block}.{name}": f"{other}.{name}" for name in names}
@@ -229,14 +236,10 @@ class GRPOConfig(BaseExperimentConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.DEFAULTS_FROM,
-        **_named("actor", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
-        "actor.max_new_tokens": "gconfig.max_new_tokens",
-        "actor.node_timeout": "launcher.node_timeout",
-        **_named("ref", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
-        "ref.node_timeout": "launcher.node_timeout",
+        **_named("actor", seed="seed", max_new_tokens="gconfig.max_new_tokens", **_SAMPLING),
+        **_named("ref", seed="seed", **_SAMPLING),
         **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
-        **_named("teacher", seed="seed", group_size="gconfig.n_samples", temperature="gconfig.temperature"),
-        "teacher.node_timeout": "launcher.node_timeout",
+        **_named("teacher", seed="seed", **_SAMPLING),
         **_same("teacher", "actor", "dtype", "mb_spec", "fsdp"),
         **_same("eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "temperature"),
         **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),

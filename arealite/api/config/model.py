@@ -170,25 +170,6 @@ class CorrectionConfig(ConfigBase):
     """Upper bound; None is no bound."""
 
 
-Algorithm = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-    "sapo",
-    "gmpo",
-    "lite_ppo",
-    "max_rl",
-    "dppo",
-    "opd",
-]
-
-
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
     """The policy and its algorithm. Choices that are null are filled in by `resolve_choices`; docs/algorithms.md."""
@@ -203,8 +184,9 @@ class PPOActorConfig(TrainEngineConfig):
     """Optimizer steps per batch."""
     temperature: Positive = 1.0
     """Temperature of the logprobs; must equal `gconfig.temperature`, from which it is filled in."""
-    algorithm: Algorithm | None = None
-    """Preset that fills in choices that are not given; None is the default of each."""
+    algorithm: str | None = None
+    """Preset that fills in choices that are not given: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, ppo, sapo, gmpo, lite_ppo, max_rl, dppo or opd. None is the default of each."""
     reward_bias: Finite = 0.0
     """Added to rewards before scaling."""
     reward_scaling: Finite = 1.0

@@ -24,6 +24,7 @@ from arealite.api.config.algorithm import (
     describe_choices,
     resolve_choices,
 )
+from arealite.api.config.schema import config_keys
 from arealite.api.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -185,7 +186,7 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"algorithm": "lite_ppo", "baseline": "none", "reward_scale": "batch_std"}, "must not be batch_std with acto"),
         ({"algorithm": "gspo", "eps_clip": 0.2}, "actor.eps_clip_higher must be given with actor.eps_clip and actor"),
         ({"algorithm": "dapo", "eps_clip": 0.4}, "Remove actor.eps_clip for the bounds of the paper, 0.2 and 0.28, or"),
-        ({"algorithm": "rloo", "reward_scale": "group_mean", "kl_ctl": 0.1}, "must not be group_mean with actor.basel"),
+        ({"algorithm": "rloo", "reward_scale": "group_mean", "kl_ctl": 0.1}, "kl_in must be loss with actor.reward_sc"),
         ({"proximal": "recompute", "_action": "mask", "_upper": 0.0}, "actor.correction.upper must be above 0 with ac"),
         ({"algorithm": "dr_grpo", "max_new_tokens": None}, "actor.loss_constant must be given with actor.aggregation"),
         ({"kl_estimator": "k3"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k3, whose expected grad"),
@@ -374,7 +375,7 @@ def test_a_grpo_config_without_a_preset_has_the_group_statistic(tmp_path: Path) 
         ("actor={group_reward_norm: false, group_adv_norm: true}", "actor.group_adv_norm must be false if gconfig"),
         ("actor={group_reward_norm: false, dynamic_sampling: true}", "actor.dynamic_sampling must be false if gconf"),
         ("actor={algorithm: dapo, max_new_tokens: 3}", "actor.max_new_tokens must equal gconfig.max_new_tokens: got 3"),
-        ("actor.algorithm=grpo2", "actor.algorithm must be 'grpo', 'dr_grpo', "),
+        ("actor.algorithm=grpo2", "actor.algorithm must be one of grpo, dr_grpo, "),
         ("actor.correction.action=clip", "actor.correction.action must be 'none', 'truncate' or 'mask': got 'clip'."),
     ],
 )
@@ -386,6 +387,8 @@ def test_experiments_refuse_what_their_groups_cannot_give(tmp_path: Path, overri
 
 def test_the_page_has_a_row_per_preset_and_names_tests_that_exist() -> None:
     page = (REPOSITORY / "docs/algorithms.md").read_text()
+    (doc,) = (key.doc for key in config_keys(PPOActorConfig) if key.name == "algorithm")
+    assert PRESETS.keys() <= set(re.findall(r"\w+", doc)), "what --help shows"
     _, _, presets = page.partition("\n## Presets\n")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", presets.partition("\n## Off-policy")[0], re.M))
     assert rows.keys() == PRESETS.keys()
