@@ -22,6 +22,7 @@ from arealite.utils.hf import load_hf_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 PAIRS = f"{WORD_PROBLEMS.removesuffix(':rows')}:pairs?train=64&test=16&steps=2"
+POSTS = EXAMPLES.parent / "quickstart" / "posts.py"
 pytestmark = pytest.mark.slow
 
 
@@ -91,6 +92,31 @@ def test_a_reward_model_is_the_reward_of_a_run(tmp_path: Path) -> None:
     scores = RewardModel(path, tiny_models.tokenizer(), dtype="float32").score([one["input_ids"] for one in samples])
     assert [one["reward"] for one in samples] == pytest.approx(scores, abs=1e-4)
     assert first["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-4) and first["reward/std"] > 0
+
+
+def test_summaries_come_to_please_a_reward_model_that_pairs_have_taught(model: Path, tmp_path: Path) -> None:
+    """Both stages, on posts with the columns of the hub's: scores rise, those of held-out posts too."""
+    pairs = f"{POSTS}:pairs?train=64&test=16"
+    judged = run("reward_model", tmp_path, f"model.path={model}", f"train_dataset.path={pairs}", "total_train_steps=8")
+    assert judged[-1]["eval/accuracy"] == 1.0
+    judge = tmp_path / "reward-model-cpu" / "t" / "checkpoints" / "step_7"
+    server = LiteServer(AutoModelForCausalLM.from_pretrained(model), slots=32)
+    with serve(server):
+        rows = run(
+            *("tldr_grpo", tmp_path, f"actor.path={model}", f"reward_model={judge}", "total_train_steps=8"),
+            *(f"rollout.server_addrs={server.address}", "rollout.weight_update=disk", "evaluator.freq_steps=8"),
+            *(f"train_dataset.path={POSTS}:rows?train=64&test=8", "actor.optimizer.lr=5e-3", "async_training=false"),
+            *("gconfig.max_new_tokens=16", "actor.kl_ctl=0.01"),
+        )
+    rewards = [row["reward/mean"] for row in rows[:8]]
+    assert sum(rewards[4:]) / 4 > rewards[0] and rows[8]["eval/reward"] > rows[0]["eval/reward"] + 0.02, rows
+    assert rows[0]["policy/ref_kl"] < 1e-6 < rows[7]["policy/ref_kl"]
+    samples = [json.loads(line) for line in (tmp_path / "tldr-grpo-cpu/t/rollouts/step_0.jsonl").open()]
+    scores = RewardModel(str(judge), load_hf_tokenizer(model), dtype="float32").score(
+        [one["input_ids"] for one in samples]
+    )
+    assert [one["reward"] for one in samples] == pytest.approx(scores, abs=1e-4)
+    assert all("SUBREDDIT: r/" in one["prompt"] and "TL;DR:" in one["prompt"] for one in samples)
 
 
 def test_distillation_comes_nearer_to_the_teacher(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Summaries (TL;DR) that a reward model likes: gsm8k_grpo.py, but no answer is right or wrong.
+
+    python3 -m arealite.launcher.local examples/arealite/tldr_grpo.py \
+        --config examples/arealite/configs/tldr_grpo.yaml reward_model=FOLDER key=value ...
+
+reward_model.py trains the reward model, on pairs of summaries of the same posts. Two things keep the policy from
+summaries that only the reward model likes: the KL penalty to where it started (`actor.kl_ctl`), and a reward that falls
+over the last `actor.overlong_buffer` tokens, as raters and reward models prefer long ones
+(https://arxiv.org/abs/2310.03716).
+"""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.config.schema import MISSING
+from arealite.api.io_struct import FinetuneSpec
+from arealite.api.reward_api import RewardFunction
+from arealite.dataset import load_datasets
+from arealite.dataset.loader import PromptLoader
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.rw.reward_model import RewardModel
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.reward import load_rewards
+from arealite.trainer.evaluator import Evaluator
+from arealite.trainer.recover import Recover
+from arealite.trainer.saver import Saver
+from arealite.trainer.stats_logger import StatsLogger
+from arealite.utils.hf import load_hf_tokenizer
+from arealite.weights.publish import publish_weights
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+@dataclass
+class TLDRConfig(GRPOConfig):
+    """GRPO on the scores of a reward model."""
+
+    reward_model: str = MISSING
+    """Folder of a sequence classifier of one label with the policy's vocabulary, as reward_model.py saves it."""
+    reward: str | dict[str, float] = field(default_factory=dict)
+    """Reward functions whose weighted values are added to the score, `FILE.py:FUNCTION` or `module:FUNCTION`."""
+
+
+def main(argv: list[str]) -> None:
+    with ExitStack() as cleanup:  # ends what was started, also after an error
+        train(argv, cleanup)
+
+
+def train(argv: list[str], cleanup: ExitStack) -> None:
+    config, _ = load_expr_config(argv, TLDRConfig)
+    tokenizer = load_hf_tokenizer(config.tokenizer_path)
+
+    # Posts to summarize, and held-out ones that are only ever evaluated.
+    data = config.train_dataset
+    train_dataset, valid_dataset = load_datasets(config, tokenizer)
+    train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+    ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
+    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+
+    # How an episode runs: sample a group of summaries, then score each. The judge is a model in this process of rank 0.
+    judge = RewardModel(config.reward_model, tokenizer, dtype=config.actor.dtype)
+    rewards: dict[RewardFunction, float] = {judge: 1.0, **load_rewards(config.reward)}
+    workflow, eval_workflow = (
+        RLVRWorkflow(
+            rewards,
+            gconfig,
+            tokenizer,
+            reward_timeout=config.rollout.reward_timeout,
+            num_reward_workers=config.rollout.reward_workers,
+        )
+        for gconfig in (config.gconfig, config.eval_gconfig)
+    )
+    cleanup.callback(workflow.close)
+    cleanup.callback(eval_workflow.close)
+
+    # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
+    actor = FSDPPPOActor(config.actor)
+    actor.initialize(None, ft_spec)
+    cleanup.callback(actor.destroy)
+    ref = None
+    if config.ref is not None:
+        ref = FSDPPPOActor(config.ref)
+        ref.initialize(None, ft_spec)
+        cleanup.callback(ref.destroy)
+    rollout = RemoteInferenceEngine(config.rollout)
+    rollout.initialize(None, ft_spec)
+    cleanup.callback(rollout.destroy)
+
+    evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
+    saver = Saver(config.saver, ft_spec)
+
+    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
+    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+    cleanup.enter_context(stats)
+    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+
+    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    publish_weights(actor, rollout, version=start_step)
+
+    for step in range(start_step, ft_spec.total_train_steps):
+        with stats.timer("eval"):
+            stats.add(evaluator.evaluate(rollout, step))
+        with stats.timer("rollout"):
+            batch = rollout.prepare_batch(train_dataloader, workflow=workflow)
+        with stats.timer("logprobs"):
+            if config.actor.proximal == "recompute":
+                batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+            if ref is not None:
+                batch["ref_logprobs"] = ref.compute_logprobs(batch)
+        with stats.timer("update"):
+            actor.compute_advantages(batch)
+            stats.add(actor.ppo_update(batch))
+        with stats.timer("weights"):
+            publish_weights(actor, rollout, version=step + 1)
+        saver.save(actor, step, tokenizer=tokenizer)
+        stats.add(rollout.metrics())
+        stats.commit(step)
+        with stats.timer("recover"):
+            recover.save(step)
+
+    # What became of it: the final model, one more evaluation, the report.
+    saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
+    with stats.timer("eval"):
+        stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))
+    stats.commit(ft_spec.total_train_steps)
+    stats.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
