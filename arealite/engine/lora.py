@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
-from arealite.api.errors import CheckpointError
+from arealite.api.errors import CheckpointError, ConfigError
 
 HEAD = "score.weight"  # of a sequence classifier, in every family; its parameter is trained whole
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -29,7 +29,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ImportError("peft must be installed for lora: it is not. Run `pip install 'arealite[lora]'`.") from error
+        raise ConfigError("peft must be installed for lora: it is not. Run `pip install 'arealite[lora]'`.") from error
     lora, is_lm = config.lora, model.get_output_embeddings() is not None
     assert lora is not None, "only for a model with LoRA"
     if fused := [name for name, parameter in model.named_parameters() if parameter.ndim > 2]:

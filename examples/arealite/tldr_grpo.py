@@ -81,7 +81,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     ref = None
     if config.ref is not None:
         ref = FSDPPPOActor(config.ref)
-        ref.initialize(None, ft_spec)
+        ref.initialize(None, ft_spec, policy=actor)
         cleanup.callback(ref.destroy)
     rollout = RemoteInferenceEngine(config.rollout)
     rollout.initialize(None, ft_spec)

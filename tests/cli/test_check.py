@@ -98,6 +98,14 @@ def test_a_run_that_works(check, tiny) -> None:
     )
 
 
+def test_adapters_are_planned_for_and_their_targets_checked(check, tiny) -> None:
+    status, shown = check(tiny, "actor.lora.rank=4", "ref={}", "actor.kl_ctl=0.1")
+    assert status == 0 and "parameters in 2 layers, 92.2% of them frozen, tied embeddings" in shown
+    assert "ok weights all 24 tensors in 1 safetensors file" in shown and "reference" not in shown
+    status, shown = check(tiny, "actor.lora.target_modules=[w_proj]")
+    assert status == 1 and "lora.target_modules must match linear layers of Qwen3ForCausalLM" in shown
+
+
 def test_a_config_that_cannot_be_read(check, tiny, capsys) -> None:
     status, shown = check(tiny, "sed=1")
     assert status == 2 and "ConfigError: sed must be a key of GRPOConfig" in shown

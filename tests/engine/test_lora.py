@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from arealite.algorithms.logprobs import packed_logprobs
 from arealite.api.cli_args import FSDPEngineConfig, LoRAConfig, PPOActorConfig, RWEngineConfig, TrainEngineConfig
-from arealite.api.errors import CheckpointError
+from arealite.api.errors import CheckpointError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -318,6 +318,6 @@ def test_an_adapter_of_another_shape_or_scale_is_refused(make: Make, tmp_path: P
 
 def test_without_peft_its_extra_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"peft must be installed for lora: .*'arealite\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"peft must be installed for lora: .*'arealite\[lora\]'"):
         make()
     make(lora=None)
