@@ -268,18 +268,10 @@ def _check_rewards(actor: PPOActorConfig) -> None:
 
 def _check_teacher(actor: PPOActorConfig) -> None:
     """A teacher gives every token its advantage; rewards are only logged."""
-    found = {
-        "reward_scale": (actor.reward_scale, "none"),
-        "adv_norm": (actor.adv_norm, False),
-        "group_adv_norm": (actor.group_adv_norm, False),
-        "discount": (actor.discount, 1.0),
-        "gae_lambda": (actor.gae_lambda, 1.0),
-        "reward_bias": (actor.reward_bias, 0.0),
-        "reward_scaling": (actor.reward_scaling, 1.0),
-        "reward_clip": (actor.reward_clip, None),
-        "overlong_buffer": (actor.overlong_buffer, None),
-    }
-    for key, (value, only) in found.items():
+    neutral = {"reward_scale": "none", "adv_norm": False, "group_adv_norm": False, "discount": 1.0, "gae_lambda": 1.0}
+    neutral |= {"reward_bias": 0.0, "reward_scaling": 1.0, "reward_clip": None, "overlong_buffer": None}
+    for key, only in neutral.items():
+        value = getattr(actor, key)
         require(
             value == only,
             f"actor.{key} must be {'null' if only is None else str(only).lower()} with actor.baseline teacher: got "
