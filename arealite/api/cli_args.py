@@ -9,6 +9,7 @@ from arealite.api.config.data import StatsLoggerConfig as StatsLoggerConfig
 from arealite.api.config.data import TensorBoardConfig as TensorBoardConfig
 from arealite.api.config.experiment import BaseExperimentConfig as BaseExperimentConfig
 from arealite.api.config.experiment import DPOConfig as DPOConfig
+from arealite.api.config.experiment import EvalConfig as EvalConfig
 from arealite.api.config.experiment import GRPOConfig as GRPOConfig
 from arealite.api.config.experiment import PPOConfig as PPOConfig
 from arealite.api.config.experiment import RWConfig as RWConfig

@@ -52,6 +52,10 @@ def main(argv: list[str] | None = None) -> int:
                 from arealite.cli.serve import serve
 
                 return serve(args)
+            case "eval":
+                from arealite.cli.evaluate import evaluate
+
+                return evaluate(args.server, args.config, args.overrides)
             case "replay":
                 from arealite.cli.replay import replay
 
@@ -147,6 +151,18 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     serve.add_argument("--dry-run", action="store_true", help="print the command of the server")
     serve.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change, e.g. lite.slots=8")
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a model on a data set through servers that run already",
+        usage="arealite eval --server HOST:PORT [--server ...] [--config FILE.yaml] rollout.backend=KIND key=value ...",
+        description="Run examples/arealite/evaluate.py without a launcher: model.path, whose tokenizer is used, is "
+        "what the servers have loaded, rollout.backend sglang (default), vllm or lite, valid_dataset.path the data.",
+        epilog="AREALITE_SECRET must be the secret of servers that have one.",
+    )
+    evaluate.add_argument("--server", metavar="HOST:PORT", action="append", required=True, help="a server that runs")
+    evaluate.add_argument("--config", metavar="FILE.yaml", help="default: examples/arealite/configs/evaluate.yaml")
+    evaluate.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change, e.g. gconfig.n_samples=32")
 
     tiny_model = commands.add_parser("tiny-model", help="make a tiny model and tokenizer for tests and smoke runs")
     tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")

@@ -11,6 +11,7 @@ TRAINERS = {
     "dpo": "dpo",
     "rw": "reward_model",
     "distill": "distill",
+    "null": "evaluate",
 }
 """The script of each `trainer.type`."""
 

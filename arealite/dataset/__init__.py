@@ -55,11 +55,14 @@ def get_custom_dataset(
 def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, Rows | None]:
     """Load training rows and held-out ones (None without a `valid_dataset` block), whole.
 
-    Without a split of their own, the held-out rows are the last ones of the source, and never trained on.
+    Without a split of their own, the held-out rows are the last ones of the source, and never trained on. In an
+    evaluation, which trains on none, they are all rows of the source.
     """
     train, valid = config.train_dataset, config.valid_dataset
     if tokenizer.chat_template is None:
         logger.warning("the tokenizer has no chat template: prompts are plain texts, without roles.")
+    if not train.path and valid is not None:
+        return [], _prepare(_read_whole(valid, config.seed), valid, tokenizer)
     rows, held_out, first_held_out = read_rows(train, train.split or "train", config.seed), None, 0
     if valid is not None:
         is_own = valid.path != train.path or valid.split is not None
@@ -81,6 +84,17 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, R
             rows, held_out = rows[:-num], rows[-num:]
             first_held_out = len(rows)
     return _prepare(rows, train, tokenizer), held_out and _prepare(held_out, valid or train, tokenizer, first_held_out)
+
+
+def _read_whole(config: DatasetConfig, seed: int) -> Rows:
+    """Read the test split, or what there is instead, unless the config names a split."""
+    try:
+        return read_rows(config, config.split or "test", seed)
+    except MissingSplitError:
+        if config.split:
+            raise
+        logger.warning("%s has no test split: all rows of its training split are used.", config.path)
+        return read_rows(config, "train", seed)
 
 
 def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any, start: int = 0) -> Rows:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ContextOverflowError, ServerError
+from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment
 from arealite.inference.health import Health
@@ -76,9 +76,16 @@ class Completions:
         return ServerConnection(self.health.session, address, deadline)
 
     async def load_vocabulary(self) -> None:
-        """Find out which token ids the model has, if the tokenizer is known."""
+        """Find out which token ids the model has, if the tokenizer is known, and refuse servers that have others."""
         if self.config.tokenizer_path:
-            self._vocab_size = await in_thread(vocab_size, self.config.tokenizer_path)
+            path = self.config.tokenizer_path
+            self._vocab_size = ours = await in_thread(vocab_size, path)
+            for server in self.servers.servers:
+                if ours is not None and (theirs := server.facts.vocab_size) not in (None, ours):
+                    raise ConfigError(
+                        f"http://{server.address} must serve a model with the vocabulary of {path}: got {theirs} token "
+                        f"ids and {ours}. Correct the server's model, or ours."
+                    )
 
     def note_change(self) -> None:
         """Wake what waits for a server (called when servers have changed)."""

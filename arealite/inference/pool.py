@@ -30,6 +30,8 @@ class ServerFacts:
     dtype: str | None = None  # in which it computes; None if it does not tell
     num_gpus: int = 1  # each is a rank of broadcast groups, also if it is a CPU
     takes_broadcasts: bool = True
+    model: str | None = None  # the folder or hub id that it has loaded
+    vocab_size: int | None = None  # of that model; None if it does not tell
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from arealite.inference.pool import ServerPool, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.collective import RankZeroExchange
+from arealite.rollout.episode import Episode
 from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Row, ShouldAccept
@@ -224,6 +225,15 @@ class RemoteInferenceEngine(InferenceEngine):
             return evaluation_metrics(self._rollouts().run_all(data, workflow, is_evaluation=True), len(data))
 
         return self._exchange.share(evaluate, lambda means, num_ranks: [means] * num_ranks, self.catch_up)
+
+    def evaluate_each(
+        self, data: Sequence[dict[str, Any]], workflow: RolloutWorkflow, keep: Callable[[Episode], None]
+    ) -> None:
+        """Run one episode per item now and hand each accepted one to `keep` (in the event loop) as soon as it ends.
+
+        The caller judges that one version of the weights has sampled them all.
+        """
+        self._require_executor().evaluate_each(data, workflow, keep)
 
     def _rollouts(self) -> RolloutExecutor | Replay:
         return self._replay or self._require_executor()

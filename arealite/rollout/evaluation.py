@@ -1,6 +1,9 @@
 """What an evaluation has measured: means over prompts, each with its interval; a prompt without a result counts too."""
 
+# B samples, P prompts
+
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -11,13 +14,22 @@ _Z = 1.96  # of a 95 % interval
 
 
 def evaluation_metrics(batch: TensorDict, num_prompts: int) -> dict[str, float]:
-    """Summarize the trajectories `[B, T]` of those of `num_prompts` prompts that have a result.
+    """Summarize trajectories `[B, T]` of those of `num_prompts` prompts that have a result by `sample_metrics`."""
+    columns = own_metrics(batch) | {"completion_tokens": batch["loss_mask"].bool().sum(1)}
+    if "no_eos" in set(batch.keys()):
+        columns["truncated_ratio"] = batch["no_eos"]
+    return sample_metrics(batch["rewards"], batch["group_index"], columns, num_prompts)
+
+
+def sample_metrics(
+    rewards_B: torch.Tensor, group_index_B: torch.Tensor, columns: Mapping[str, torch.Tensor], num_prompts: int
+) -> dict[str, float]:
+    """Summarize the samples of those of `num_prompts` prompts that have a result, and further columns `[B]` by name.
 
     Samples of a prompt are averaged first. If every reward is 0 or 1, the mean is called `accuracy` and counts prompts
     without a result as wrong. Otherwise it is called `reward` and leaves them out: what no result is worth compared to
     a bad one, only the user can say. `<name>_low` and `<name>_high` are a 95 % interval.
     """
-    rewards_B, group_index_B = batch["rewards"].double(), batch["group_index"]
     samples_P = group_index_B.bincount()
 
     def per_prompt(values_B: torch.Tensor) -> torch.Tensor:
@@ -25,27 +37,55 @@ def evaluation_metrics(batch: TensorDict, num_prompts: int) -> dict[str, float]:
         return sums_P.index_add(0, group_index_B, values_B.double()) / samples_P
 
     rewards_P = per_prompt(rewards_B)
-    if bool(((rewards_B == 0) | (rewards_B == 1)).all()):
-        value = rewards_P.sum().item() / num_prompts
-        low, high = _wilson(value, num_prompts)
-        metrics = {"accuracy": value, "accuracy_low": low, "accuracy_high": high}
+    num_failed = num_prompts - len(samples_P)
+    if is_binary(rewards_B.tolist()):
+        solved_P = [*rewards_P.tolist(), *[0.0] * num_failed]
+        metrics = share_with_interval("accuracy", solved_P, max_information=int(samples_P.max()))
     else:
         metrics = {"reward": (value := rewards_P.mean().item())}
         if len(rewards_P) > 1:
             half = _Z * rewards_P.std().item() / math.sqrt(len(rewards_P))
             metrics |= {"reward_low": value - half, "reward_high": value + half}
-    metrics |= {name: per_prompt(values_B).mean().item() for name, values_B in own_metrics(batch).items()}
-    metrics["completion_tokens"] = per_prompt(batch["loss_mask"].bool().sum(1)).mean().item()
-    if "no_eos" in set(batch.keys()):
-        metrics["truncated_ratio"] = per_prompt(batch["no_eos"]).mean().item()
-    return metrics | {"num_samples": float(len(batch)), "num_failed": float(num_prompts - len(samples_P))}
+    metrics |= {name: per_prompt(values_B).mean().item() for name, values_B in columns.items()}
+    return metrics | {"num_samples": float(len(rewards_B)), "num_failed": float(num_failed)}
 
 
-def _wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's interval of a share of `n` independent prompts (doi 10.1080/01621459.1927.10502953).
+def pass_metrics(num_right_P: Sequence[int], num_samples: int, pass_at_k: Sequence[int]) -> dict[str, float]:
+    """Return pass@k and its 95 % interval over prompts for each k; `num_right_P` of a prompt's samples are right."""
+    metrics: dict[str, float] = {}
+    for k in pass_at_k:
+        values_P = [pass_at(k, num_right, num_samples) for num_right in num_right_P]
+        metrics |= share_with_interval(f"pass@{k}", values_P, max_information=num_samples / k)
+    return metrics
 
-    It is too wide where a prompt has several samples, of which nobody knows how much they depend on each other.
+
+def pass_at(k: int, num_right: int, num_samples: int) -> float:
+    """Estimate without bias the probability that at least one of `k` samples is right: 1 - C(n - c, k) / C(n, k) for c
+    right ones of n, as a product (arXiv:2107.03374)."""
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
+
+
+def is_binary(rewards: Sequence[float]) -> bool:
+    """Tell whether rewards say right or wrong."""
+    return set(rewards) <= {0, 1}
+
+
+def share_with_interval(name: str, values_P: Sequence[float], *, max_information: float) -> dict[str, float]:
+    """Return the mean of values in [0, 1] of independent prompts and its 95 % interval, `<name>_low` and `<name>_high`.
+
+    The interval is Wilson's (doi 10.1080/01621459.1927.10502953) at the effective number of prompts: as many as would,
+    being right or wrong, have a mean of the same variance. For values of 0 and 1 these are the prompts themselves, and
+    at most `max_information` for each prompt.
     """
+    num_prompts, share = len(values_P), sum(values_P) / len(values_P)
+    variance = sum((value - share) ** 2 for value in values_P) / num_prompts
+    of_one = share * (1 - share)
+    gain = min(max_information, of_one / max(variance, 1e-12)) if of_one > 0 else 1.0
+    n = num_prompts * max(1.0, gain)
     centre, scale = share + _Z**2 / (2 * n), 1 + _Z**2 / n
-    half = _Z * math.sqrt(share * (1 - share) / n + (_Z / (2 * n)) ** 2)
-    return max(0.0, centre - half) / scale, min(scale, centre + half) / scale
+    half = _Z * math.sqrt(of_one / n + (_Z / (2 * n)) ** 2)
+    return {
+        name: share,
+        f"{name}_low": max(0.0, centre - half) / scale,
+        f"{name}_high": min(scale, centre + half) / scale,
+    }

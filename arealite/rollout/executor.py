@@ -129,19 +129,33 @@ class RolloutExecutor:
         Staleness throttles nothing here. An evaluation takes any version of the weights (a second engine may not know
         the current one), but one only: episodes that saw other versions run again.
         """
+        return self._hand_out(self._run_all(rows, workflow, is_evaluation=is_evaluation), is_evaluation=is_evaluation)
+
+    def evaluate_each(self, rows: Sequence[Row], workflow: RolloutWorkflow, keep: Callable[[Episode], None]) -> None:
+        """Run one episode per row now and hand each accepted one to `keep` (in the event loop) as soon as it ends."""
+        self._run_all(rows, workflow, is_evaluation=True, keep=keep)
+
+    def _run_all(
+        self,
+        rows: Sequence[Row],
+        workflow: RolloutWorkflow,
+        *,
+        is_evaluation: bool,
+        keep: Callable[[Episode], None] | None = None,
+    ) -> list[Episode]:
         self._begin()
         prompts, runner = [self._new_prompt(row, workflow) for row in rows], self._runner
         if is_evaluation:
             # It counts for the budgets, but nothing of it is kept.
             ledger = Ledger(None, self._account)
             runner = EpisodeRunner(self.config, runner.engine, ledger, runner.budgets, is_evaluation=True)
-            run = self._unthrottled.evaluate(runner, prompts)
+            run = self._unthrottled.evaluate(runner, prompts, keep)
         else:
             run = self._unthrottled.train(runner, prompts, version=self._account.version)
         episodes = self._wait_for(run)
         causes = ", ".join(f"{name} {count}" for name, count in runner.ledger.causes().items())
         what = f"{len(rows)} {'evaluation' if is_evaluation else 'training'} prompts"
-        if not episodes:
+        if not episodes and keep is None:
             failures, example = runner.budgets.causes()
             raise EpisodeError(
                 f"at least one of {what} must be accepted: got none ({causes}). Look at the workflow and its reward."
@@ -149,7 +163,7 @@ class RolloutExecutor:
             ) from example
         if is_evaluation and len(episodes) < len(rows):
             logger.warning("%d of %s have no result (%s)", len(rows) - len(episodes), what, causes)
-        return self._hand_out(episodes, is_evaluation=is_evaluation)
+        return episodes
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for what the loop does, and let servers catch up whenever they ask for it; RunStopped ends the wait."""

@@ -6,6 +6,7 @@ holds completions of one version of the weights only.
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from arealite.api.errors import EpisodeError
 from arealite.rollout.episode import Episode, EpisodeRunner
@@ -20,6 +21,7 @@ class UnthrottledBatches:
         self._account = account  # only for its concurrency limit
         self._changed = changed
         self._num_running = 0
+        self._has_failed = False  # whether an episode of the batch has raised, not only failed
 
     async def train(self, runner: EpisodeRunner, prompts: list[Prompt], *, version: int) -> list[Episode]:
         """Run episodes whose accepted results are trained on at this version."""
@@ -27,9 +29,16 @@ class UnthrottledBatches:
         runner.ledger.train([one.prompt for one in episodes], version)
         return episodes
 
-    async def evaluate(self, runner: EpisodeRunner, prompts: list[Prompt]) -> list[Episode]:
-        """Run evaluation episodes; those that other weights than the newest sampled run again."""
-        episodes = await self._run(runner, prompts, head_version=0)
+    async def evaluate(
+        self, runner: EpisodeRunner, prompts: list[Prompt], keep: Callable[[Episode], None] | None = None
+    ) -> list[Episode]:
+        """Run evaluation episodes; those that other weights than the newest sampled run again.
+
+        `keep` gets each as soon as it is accepted, with its trajectory, which is then dropped; it judges the weights.
+        """
+        episodes = await self._run(runner, prompts, head_version=0, keep=keep)
+        if keep is not None:
+            return episodes
         newest = max((version for one in episodes for version in _versions(one)), default=0)
         outdated = {one: one.prompt for one in episodes if _versions(one) - {newest}}
         if not outdated:
@@ -45,30 +54,43 @@ class UnthrottledBatches:
             )
         return [one for one in episodes if one not in outdated] + again
 
-    async def _run(self, runner: EpisodeRunner, prompts: list[Prompt], *, head_version: int) -> list[Episode]:
+    async def _run(
+        self,
+        runner: EpisodeRunner,
+        prompts: list[Prompt],
+        *,
+        head_version: int,
+        keep: Callable[[Episode], None] | None = None,
+    ) -> list[Episode]:
         """Return the episodes that were accepted; the first error ends all others."""
         runner.ledger.issue(prompts, cursor=None, is_counted=False)
         tasks: list[asyncio.Task[Episode | None]] = []
+        self._has_failed = False
         try:
             for prompt in prompts:
                 while self._num_running >= self._account.max_concurrent:
                     await self._changed.wait()
+                if self._has_failed:
+                    break
                 runner.check()
                 self._num_running += 1
-                tasks.append(asyncio.create_task(_run_to_the_end(runner, prompt, head_version)))
+                tasks.append(asyncio.create_task(_run_to_the_end(runner, prompt, head_version, keep)))
                 tasks[-1].add_done_callback(self._forget)
             return [one for one in await asyncio.gather(*tasks) if one is not None]
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _forget(self, _: asyncio.Task[Episode | None]) -> None:
+    def _forget(self, task: asyncio.Task[Episode | None]) -> None:
         self._num_running -= 1
+        self._has_failed |= not task.cancelled() and task.exception() is not None
         self._changed.set()  # wakes those who wait now, not later ones
         self._changed.clear()
 
 
-async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: int) -> Episode | None:
+async def _run_to_the_end(
+    runner: EpisodeRunner, prompt: Prompt, head_version: int, keep: Callable[[Episode], None] | None
+) -> Episode | None:
     """Return the accepted episode; None if it was rejected or failed."""
     while True:
         episode = runner.start(prompt, head_version)
@@ -79,6 +101,9 @@ async def _run_to_the_end(runner: EpisodeRunner, prompt: Prompt, head_version: i
         runner.budgets.check()
         return None
     runner.budgets.accept()
+    if keep is not None:
+        keep(episode)
+        del episode.trajectory
     return episode
 
 

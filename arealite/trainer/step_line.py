@@ -47,6 +47,8 @@ COLUMNS = (
     Column("processed", ("perf/tokens_per_s",), 7, lambda value: f"{compact(value)}/s"),
     Column("eval", ("eval/accuracy", "eval/reward"), 6),
     Column("eval", ("eval/loss",), 6),
+    Column("greedy", ("greedy/accuracy", "greedy/reward"), 6),
+    Column("sampled", ("sampled/accuracy", "sampled/reward"), 6),
 )
 
 

@@ -1,11 +1,16 @@
 import math
+import random
 from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from arealite.rollout.evaluation import evaluation_metrics
+from arealite.rollout.evaluation import evaluation_metrics, pass_at, pass_metrics, share_with_interval
 
 
 def batch_of(groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = None) -> TensorDict:
@@ -54,3 +59,52 @@ def test_one_prompt_has_no_standard_error() -> None:
     assert evaluation_metrics(batch_of([[-0.75]]), num_prompts=1) == {
         "reward": -0.75, "completion_tokens": 2.0, "num_samples": 1.0, "num_failed": 0.0,
     }  # fmt: skip
+
+
+@given(st.integers(1, 10).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    subsets = list(combinations([1] * c + [0] * (n - c), k))
+    assert pass_at(k, c, n) == pytest.approx(float(Fraction(sum(map(max, subsets)), len(subsets))), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(10_000, 3, 1), (10_000, 1, 5_000), (100_000, 2, 100), (1000, 1000, 1000)])
+def test_pass_at_k_of_many_samples(n: int, c: int, k: int) -> None:
+    exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
+    assert pass_at(k, c, n) == pytest.approx(float(exact), rel=1e-9)
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+def test_pass_at_1_is_the_mean_and_pass_grows_with_k(right: list[int]) -> None:
+    ks = [*range(1, 9)]
+    metrics = pass_metrics(right, 8, ks)
+    rewards = evaluation_metrics(batch_of([[1.0] * c + [0.0] * (8 - c) for c in right]), num_prompts=len(right))
+    for end in ("", "_low", "_high"):
+        assert metrics[f"pass@1{end}"] == pytest.approx(rewards[f"accuracy{end}"], abs=1e-9)
+    values = [metrics[f"pass@{k}"] for k in ks]
+    assert values == sorted(values) and values[-1] == pytest.approx(sum(c > 0 for c in right) / len(right))
+    for k in ks:
+        low, value, high = (metrics[f"pass@{k}{end}"] for end in ("_low", "", "_high"))
+        assert 0 <= low <= value + 1e-12 and value <= high + 1e-12 and high <= 1
+
+
+def test_several_samples_say_more_than_one_and_at_most_as_much_as_so_many_prompts() -> None:
+    def width(values: list[float], size: int = 1) -> float:
+        metrics = share_with_interval("x", values, max_information=size)
+        return metrics["x_high"] - metrics["x_low"]
+
+    assert width([0.5] * 20, 4) == pytest.approx(width([0.0, 1.0] * 40), abs=1e-12)  # as 80 independent prompts
+    assert width([0.0, 1.0] * 10, 4) == pytest.approx(width([0.0, 1.0] * 10), abs=1e-12)  # all samples alike
+    assert width([0.0] * 20, 4) == pytest.approx(width([0.0] * 20), abs=1e-12)
+    assert width([0.25, 0.75] * 10, 8) == pytest.approx(width([0.0, 1.0] * 40), abs=1e-12)  # a quarter of the variance
+
+
+@pytest.mark.parametrize("shares", [(0.1, 0.9), (0.0, 1.0), (0.45, 0.55), (0.02, 0.3)])
+def test_the_interval_covers_the_truth_as_often_as_it_says(shares: tuple[float, float]) -> None:
+    """Prompts are drawn with one of two chances to be solved; 40 of them with 4 samples, 1000 times."""
+    chance, truth, covered = random.Random(0), sum(shares) / 2, 0
+    for _ in range(1000):
+        right = [sum(chance.random() < share for _ in range(4)) for share in chance.choices(shares, k=40)]
+        metrics = pass_metrics(right, 4, [1])
+        covered += metrics["pass@1_low"] <= truth <= metrics["pass@1_high"]
+    assert 0.93 < covered / 1000 < 0.985

@@ -322,3 +322,53 @@ class PPOConfig(GRPOConfig):
         super().validate()
         checks.check_training(self.critic, "critic", self.train_dataset, "rl")
         checks.check_equal("critic.group_size", self.critic.group_size, "gconfig.n_samples", self.gconfig.n_samples)
+
+
+@dataclass
+class EvalConfig(BaseExperimentConfig):
+    """A model is asked the prompts of `valid_dataset`; nothing is trained."""
+
+    DEFAULTS_FROM: ClassVar[dict[str, str]] = {
+        **{key: source for key, source in BaseExperimentConfig.DEFAULTS_FROM.items() if "_dataset." not in key},
+        **{key: source for key, source in GRPOConfig.DEFAULTS_FROM.items() if key.startswith("eval_gconfig.")},
+        **_named("model", seed="seed", node_timeout="launcher.node_timeout"),
+        "tokenizer_path": "model.path",
+        "model.path": "tokenizer_path",
+        "rollout.consumer_batch_size": "valid_dataset.batch_size",
+    }
+
+    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(path=""))
+    """Not read."""
+    valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """Prompts and what rewards need; `split` is by default `test`, or all rows of a source without one."""
+    model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """The model that servers load, in its dtype."""
+    rollout: InferenceEngineConfig = field(default_factory=lambda: InferenceEngineConfig(max_concurrent_rollouts=128))
+    """Episodes (one per prompt) and servers."""
+    reward: str | dict[str, Finite] = GRPOConfig.reward
+    """Reward function, `FILE.py:FUNCTION` or `module:FUNCTION`; several with their weights as a mapping."""
+    gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(n_samples=8))
+    """How each prompt is sampled `n_samples` times."""
+    eval_gconfig: GenerationHyperparameters | None = field(
+        default_factory=lambda: GenerationHyperparameters(greedy=True)
+    )
+    """How it is answered once more, greedily; what is not given follows `gconfig`. Null leaves this out."""
+    pass_at_k: list[PositiveInt] | None = None
+    """Numbers k of samples for which pass@k is estimated; None is 1, 2, 4, .. and `gconfig.n_samples`."""
+
+    @property
+    def trained(self) -> tuple[str, TrainEngineConfig]:
+        return "model", self.model
+
+    @property
+    def sampling(self) -> GenerationHyperparameters:
+        return self.gconfig.new(top_p=1.0, top_k=ALL_TOKENS)  # servers need not return what these kept
+
+    def validate(self) -> None:
+        """Fill in the numbers k, and refuse contradictions."""
+        super().validate()
+        size = self.gconfig.n_samples
+        powers = {2**i for i in range(size.bit_length())}
+        self.pass_at_k = sorted(powers | {size} if self.pass_at_k is None else {*self.pass_at_k})
+        checks.check_evaluation(self.allocation, self.pass_at_k, self.recover, self.gconfig)
+        checks.check_servers(self.rollout, self.lite, self.gconfig, self.eval_gconfig or self.gconfig)

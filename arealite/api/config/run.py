@@ -2,12 +2,21 @@
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from arealite.api.config import checks
-from arealite.api.config.experiment import BaseExperimentConfig, DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+from arealite.api.config.data import DatasetConfig
+from arealite.api.config.experiment import (
+    BaseExperimentConfig,
+    DPOConfig,
+    EvalConfig,
+    GRPOConfig,
+    PPOConfig,
+    RWConfig,
+    SFTConfig,
+)
 from arealite.api.config.loader import load_expr_config
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
@@ -31,6 +40,8 @@ class RunConfig(BaseExperimentConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = SFTConfig.DEFAULTS_FROM | GRPOConfig.DEFAULTS_FROM
 
+    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(path=""))
+    """Training data; a server or an evaluation has none."""
     actor: PPOActorConfig | None = None
     """The trained model of an experiment with a policy."""
     model: TrainEngineConfig | None = None
@@ -79,7 +90,7 @@ def load_run_config(argv: Sequence[str], entry: Path | None = None) -> BaseExper
     """
     calls = script_calls(entry) if entry is not None else []
     loads = [call for call in calls if last_name(call.func) == "load_expr_config" and len(call.args) == 2]
-    classes = (GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RWConfig)
+    classes = (GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RWConfig, EvalConfig)
     ours: dict[str, type[BaseExperimentConfig]] = {cls.__name__: cls for cls in classes}
     names = {last_name(call.args[1]) for call in loads}
     cls = ours.get(names.pop(), RunConfig) if len(names) == 1 else RunConfig

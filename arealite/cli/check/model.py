@@ -156,7 +156,7 @@ def check_data(
         block.max_rows = min(block.max_rows or sys.maxsize, max(_MAX_ROWS, block.batch_size))
     longest, row = 0, None
     for (key, data), rows in zip(blocks.items(), load_datasets(config, tokenizer), strict=True):
-        if data is None or rows is None:
+        if data is None or not rows:
             continue
         sequences = [one for row in rows for one in row.get("pair", [row])]
         tokens = (one.get("input_ids") or prompt_tokens(tokenizer, [one["messages"]])[0] for one in sequences)

@@ -21,7 +21,7 @@ class LiteBackend(SGLangBackend):
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
         info = await self._model_info(server)
         self._takes_seeds.add(server.address)
-        return ServerFacts(str(info["dtype"]))
+        return ServerFacts(str(info["dtype"]), model=info.get("model_path"), vocab_size=info.get("vocab_size"))
 
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await super().join(server, place | {"timeout_s": timeout_s}, timeout_s)

@@ -29,8 +29,8 @@ class SGLangBackend(Backend):
         self._begun: set[str] = set()  # addresses of servers in an update that `end` must finish
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
-        await self._model_info(server)
-        info = await server.request("GET", "/get_server_info")
+        model = (await self._model_info(server)).get("model_path")
+        info = await self._model_info(server, "/get_server_info")
         if "max_req_input_len" in info:
             self._max_tokens[server.address] = info["max_req_input_len"] + _RESERVED_TOKENS
         if info.get("enable_deterministic_inference"):
@@ -42,17 +42,17 @@ class SGLangBackend(Backend):
                 "Start it with --disable-radix-cache, or set rollout.pause_mode=retract."
             )
         dtype = None if info.get("dtype") in (None, "auto") else str(info["dtype"])
-        return ServerFacts(dtype, num_gpus=int(info.get("tp_size", 1)))
+        return ServerFacts(dtype, num_gpus=int(info.get("tp_size", 1)), model=model)
 
-    async def _model_info(self, server: ServerConnection) -> Json:
+    async def _model_info(self, server: ServerConnection, endpoint: str = "/get_model_info") -> Json:
         """Refuse a server of another kind."""
         try:
-            return await server.request("GET", "/get_model_info")
+            return await server.request("GET", endpoint)
         except StatusError as error:
             if error.status != 404:
                 raise
             raise ServerError(
-                f"http://{server.address} must be a server of SGLang, or of arealite.server: {error} "
+                f"http://{server.address} must be a server of {self.program}: {error} "
                 "Correct rollout.server_addrs, or the backend in allocation_mode or rollout.backend."
             ) from error
 

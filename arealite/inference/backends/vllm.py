@@ -76,6 +76,7 @@ class VLLMBackend(Backend):
             dtype=str(config["model_config"]["dtype"]).removeprefix("torch."),
             num_gpus=parallel["world_size"] * parallel["data_parallel_size"],
             takes_broadcasts=server.address in self._extended,
+            model=config["model_config"].get("model"),
         )
 
     async def take_over(self, server: ServerConnection) -> None:

@@ -19,7 +19,7 @@ from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s
+from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s, trains
 from arealite.launcher.supervise.console import Console, Output
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import read_jsonl
@@ -383,6 +383,9 @@ class Supervisor:
         steps = [row["step"] for row in read_jsonl(folder.metrics)]
         if folder.is_finished:
             self._say(f"the run has finished{report}")
+            return
+        if not trains(self._config):
+            self._say(f"the same command continues with what is not answered yet{report}")
             return
         self._say((f"stopped after step {steps[-1]}" if steps else "stopped before the first step was done") + report)
         if folder.newest_checkpoint < 0:

@@ -4,6 +4,8 @@ Colours are names of CSS variables (`--blue`), which the page resolves for its l
 """
 
 import itertools
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +54,38 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
         _chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
     ]
     return [chart for chart in candidates if chart["traces"]]
+
+
+def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
+    """Return pass@k with its interval, and how many prompts have 0, 1, .. right samples (`solved`)."""
+    ks = sorted(int(key.removeprefix("sampled/pass@")) for key in row if re.fullmatch(r"sampled/pass@\d+", key))
+    if not ks:
+        return []
+    curve, low, high = ([row[f"sampled/pass@{k}{end}"] for k in ks] for end in ("", "_low", "_high"))
+    points = {"type": "scatter", "x": ks}
+    edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+    style = {
+        "mode": "lines+markers",
+        "line": {"color": "--blue", "width": 2.5},
+        "marker": {"color": "--blue", "size": 7},
+    }
+    traces = [
+        points | edge | {"y": low, "showlegend": False},
+        points | edge | {"y": high, "fill": "tonexty", "fillcolor": "--band", "name": "95 % interval"},
+        points | style | {"y": curve, "name": "pass@k"},
+    ]
+    if (greedy := row.get("greedy/accuracy")) is not None:
+        line = {"color": "--green", "width": 2, "dash": "dash"}
+        traces.append(points | {"mode": "lines", "y": [greedy] * len(ks), "name": "greedy", "line": line})
+    ends = [math.log10(ks[0]) - 0.03, math.log10(ks[-1]) + 0.03]
+    axis = {"title": {"text": "k samples", "standoff": 4}, "type": "log", "range": ends, "tickvals": ks, "ticktext": ks}
+    size = len(solved) - 1
+    bars = {"type": "bar", "x": [*range(size + 1)], "y": [*solved], "marker": {"color": "--blue"}, "name": "prompts"}
+    of_all = {"title": {"text": f"right samples of {size}", "standoff": 4}, "range": [-0.6, size + 0.6]}
+    return [
+        _chart("pass@k", traces, tickformat=".0%", xaxis=axis),
+        _chart("Prompts by right samples", [bars], unit="prompts", xaxis=of_all, bargap=0.15),
+    ]
 
 
 def _chart(

@@ -17,8 +17,9 @@ from arealite.api.cli_args import masked
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder, numbered
 from arealite.trainer.records import score, summarize
-from arealite.trainer.report.charts import charts
-from arealite.trainer.report.samples import before_after, trajectories
+from arealite.trainer.report.charts import charts, evaluation_charts
+from arealite.trainer.report.evaluation import evaluation_cards, evaluation_table, is_evaluation
+from arealite.trainer.report.samples import before_after, examples, trajectories
 from arealite.utils.files import read_jsonl, reading, require_object, write_atomically
 
 _PAGE = Path(__file__).with_name("page")
@@ -52,13 +53,16 @@ def _render(run: RunFolder) -> str:
     with reading(run.metrics):
         rows = read_jsonl(run.metrics)
         summary = summarize(rows, max_head_offpolicyness=bound)
-        cards, shown = _cards(rows, summary), charts(rows, staleness_bound=bound)
+        cards, shown, table = _cards(rows, summary), charts(rows, staleness_bound=bound), ""
     with reading(run.summary):
         summary |= require_object(json.loads(_read(run.summary) or "{}"))
         cards = _cards(rows, summary)
+        if rows and is_evaluation(rows[-1]):
+            cards, table = evaluation_cards(rows[-1], summary), evaluation_table(rows[-1])
+            shown = evaluation_charts(rows[-1], summary.get("solved") or [])
     data = {
         "charts": shown,
-        "beforeAfter": before_after(run.rollouts),
+        "beforeAfter": examples(run.rollouts) or before_after(run.rollouts),
         "trajectories": trajectories(run.rollouts),
         "numStoredSteps": len(numbered(run.rollouts, "step_", ".jsonl")),
     }
@@ -66,6 +70,7 @@ def _render(run: RunFolder) -> str:
         "title": html.escape(title),
         "lead": html.escape(_lead(config, summary, is_finished=run.summary.exists())),
         "cards": "\n".join(_card(label, value, note) for label, value, note in cards),
+        "table": table,
         "config": html.escape(config_text),
         "hidden_config": "" if config_text else "hidden",
         # Inside a script element only "<" could end the data.
@@ -84,10 +89,11 @@ def _read(path: Path) -> str:
 def _lead(config: dict[str, Any], summary: dict[str, Any], *, is_finished: bool) -> str:
     """Return one sentence on what was run."""
     model = (config.get("actor") or config.get("model") or {}).get("path")
-    kind = "GRPO" if "actor" in config else "Supervised fine-tuning"
+    kind = "Evaluation" if "pass_at_k" in config else "GRPO" if "actor" in config else "Supervised fine-tuning"
+    data = next(filter(None, ((config.get(f"{name}_dataset") or {}).get("path") for name in ("train", "valid"))), None)
     words = [
         f"{kind} of {model}" if model else None,
-        f"on {config['train_dataset']['path']}" if config.get("train_dataset") else None,
+        f"on {data}" if data else None,
         f"with {config['allocation_mode']}" if config.get("allocation_mode") else None,
     ]
     sentence = " ".join(word for word in words if word)

@@ -15,6 +15,7 @@ MAX_STEPS = 12
 MAX_SAMPLES = 300
 MAX_PAIRS_OF_A_KIND = 15
 MAX_CHARACTERS = 6000
+Answer = tuple[str, float, dict[str, str]]  # its name, reward and texts
 
 
 def trajectories(folder: Path) -> list[dict[str, Any]]:
@@ -49,6 +50,40 @@ def before_after(folder: Path) -> dict[str, Any] | None:
             pairs.append({"prompt": before[index]["prompt"], **texts, "rewards": [old, new], "change": change})
     found = {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
     return found | {"is_binary": is_binary}
+
+
+def examples(folder: Path) -> dict[str, Any] | None:
+    """Return two completions of prompts of an evaluation: the greedy or the first one, and one with another reward if
+    there is any. `counts` says how many prompts are always, sometimes and never solved."""
+    found: dict[str, tuple[str, list[Answer]]] = {}
+    counts = dict.fromkeys(("always", "sometimes", "unsolved"), 0)
+    is_binary = True
+    sampled, greedy = ({name: folder / f"{name}.jsonl" for name in ("sampled", "greedy")}).values()
+    if not sampled.exists():
+        return None
+    with reading(sampled):
+        for prompt_id, group in itertools.groupby(iter_jsonl(sampled), key=lambda line: line["prompt_id"]):
+            answers = [(f"Sample {line['sample'] + 1}", float(line["reward"]), _texts(line)) for line in group]
+            rewards = {reward for _, reward, _ in answers}
+            is_binary &= rewards <= {0.0, 1.0}
+            kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
+            counts[kind] += 1
+            if counts[kind] <= MAX_PAIRS_OF_A_KIND:
+                found[prompt_id.rsplit("-", 1)[1]] = kind, answers
+    if greedy.exists():
+        with reading(greedy):
+            for line in iter_jsonl(greedy):
+                if (index := line["prompt_id"].rsplit("-", 1)[1]) in found:
+                    found[index][1].insert(0, ("Greedy", float(line["reward"]), _texts(line)))
+    pairs = []
+    for _, (kind, (first, *others)) in sorted(found.items(), key=lambda item: int(item[0])):
+        if others:
+            other = next((one for one in others if one[1] != first[1]), others[0])
+            texts = {"prompt": first[2]["prompt"], "before": first[2]["completion"], "after": other[2]["completion"]}
+            both = {"titles": [first[0], other[0]], "rewards": [first[1], other[1]]}
+            pairs.append({**texts, **both, "change": kind})
+    shown = {"heading": "Examples", "num_pairs": sum(counts.values()), "pairs": pairs, "is_binary": is_binary}
+    return shown | {"counts": counts if is_binary else {}}
 
 
 def _first_answers(path: Path) -> dict[int, dict[str, Any]]:

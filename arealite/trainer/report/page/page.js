@@ -54,6 +54,7 @@ const number = (value, digits = 3) => String(Number(value.toFixed(digits)));
 // Before and after: the same held-out prompts.
 const CHANGES = {
   learned: "Wrong, then correct", kept: "Correct both times", lost: "Correct, then wrong", never: "Wrong both times",
+  always: "Always solved", sometimes: "Sometimes solved", unsolved: "Never solved",
   better: "Higher reward", equal: "Equal reward", worse: "Lower reward",
 };
 
@@ -71,12 +72,13 @@ let change = "all";
 
 function showPairs() {
   const { pairs, first, last } = data.beforeAfter;
+  const titles = (pair) => pair.titles ?? [`Before (step ${first})`, `After (step ${last})`];
   const shown = pairs.filter((pair) => change === "all" || pair.change === change);
   const nodes = shown.slice(0, numPairsShown).map((pair) => element("div", "pair", undefined, [
     element("p", "question", pair.prompt),
     element("div", "answers", undefined, [
-      answer(`Before (step ${first})`, pair.before, ...pair.rewards),
-      answer(`After (step ${last})`, pair.after, ...pair.rewards.toReversed()),
+      answer(titles(pair)[0], pair.before, ...pair.rewards),
+      answer(titles(pair)[1], pair.after, ...pair.rewards.toReversed()),
     ]),
   ]));
   $(".pairs").replaceChildren(...(nodes.length ? nodes : [element("p", "note", "None.")]));
@@ -87,7 +89,8 @@ function showPairs() {
 }
 
 if (data.beforeAfter) {
-  const { counts, num_pairs: numPairs, pairs } = data.beforeAfter;
+  const { counts, num_pairs: numPairs, pairs, heading } = data.beforeAfter;
+  if (heading) $("#before-after h2").textContent = heading;
   const cut = pairs.length < numPairs ? ` The first of each kind can be read here; the counts are of all.` : "";
   $("#before-after .note").textContent = `${numPairs} held-out prompts, in the order of the data set.${cut}`;
   for (const [kind, count] of [["all", numPairs], ...Object.entries(counts)]) {

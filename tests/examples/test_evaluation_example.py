@@ -1,0 +1,48 @@
+"""`arealite train trainer.type=null`: a launcher, an embedded server and the script, interrupted and continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+
+pytestmark = pytest.mark.slow
+CLI = [sys.executable, "-m", "arealite.cli.main"]
+DEADLINE_S = 180.0
+
+
+def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
+    model = write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    words = [
+        *("trainer.type=null", f"trainer.null.model.path={model}", "experiment_name=e", "trial_name=t"),
+        *(f"cluster.fileroot={tmp_path}", "cluster.n_gpus_per_node=0", f"valid_dataset.path={WORD_PROBLEMS}"),
+        *("valid_dataset.max_rows=12", "gconfig.max_new_tokens=128", "rollout.max_concurrent_rollouts=4"),
+        *("lite.slots=4", "launcher.preflight=false"),
+    ]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = subprocess.Popen([*CLI, *words], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert command.stdout is not None
+    for line in command.stdout:
+        if "greedy: " in line:
+            break
+    sampled = tmp_path / "e" / "t" / "rollouts" / "sampled.jsonl"
+    while not (sampled.exists() and sampled.stat().st_size):
+        assert command.poll() is None
+    command.send_signal(signal.SIGINT)
+    output, _ = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 128 + signal.SIGINT and "the same command continues" in output, output
+    kept = sampled.read_text().splitlines()
+    assert 0 < len(kept) < 12 * 8
+
+    done = subprocess.run([*CLI, *words], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"greedy: 12 of 12 prompts have kept samples in {tmp_path}" in done.stdout
+    lines = sampled.read_text().splitlines()
+    assert lines[: len(kept)] == kept and len({json.loads(line)["prompt_id"] for line in lines}) == 12
+    (row,) = map(json.loads, (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines())
+    assert row["sampled/num_samples"] == len(lines) == 12 * 8 and row["sampled/num_failed"] == 0
+    assert json.loads((tmp_path / "e" / "t" / "summary.json").read_text())["is_finished"] is True
