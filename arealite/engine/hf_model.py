@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
-from arealite.engine.lora import ADAPTER, HEAD, base_parameters
+from arealite.engine.lora import ADAPTER, HEAD, base_parameters, is_adapter
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
 from arealite.utils.files import writing
 from arealite.utils.hf import as_in_checkpoint, load_model, sdpa_required
@@ -94,6 +94,11 @@ def load_whole_model(
 
 def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedConfig]:
     """Return the auto class of a folder or hub id and the config for it."""
+    if is_adapter(path):
+        raise ValueError(
+            f"path of a model must hold a whole model: got {path}, an adapter. Save with lora.merge_on_save: true, or "
+            "merge it with PEFT."
+        )
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if not has_value_head:
         return AutoModelForCausalLM, config

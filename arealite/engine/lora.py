@@ -58,7 +58,6 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
             f"lora.target_modules must match linear layers of {type(model).__name__}, not its output layer or "
             f"embeddings: got {', '.join(refused)}. Set it to all-linear or to ends of names such as q_proj."
         )
-    settings.modules_to_save = None if is_lm else [HEAD.removesuffix(".weight")]
     for name, parameter in model.named_parameters():
         if name == HEAD:
             parameter.requires_grad_(True)

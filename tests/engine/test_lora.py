@@ -316,6 +316,11 @@ def test_an_adapter_of_another_shape_or_scale_is_refused(make: Make, tmp_path: P
             make(lora=lora).load(SaveLoadMeta(str(tmp_path)))
 
 
+def test_an_adapter_is_no_model_to_start_from(make: Make, tmp_path: Path) -> None:
+    make().save(SaveLoadMeta(str(tmp_path)))
+    assert "must hold a whole model: got " in refusal(train_config(str(tmp_path)))
+
+
 def test_without_peft_its_extra_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"peft must be installed for lora: .*'arealite\[lora\]'"):

@@ -44,8 +44,9 @@ def run(name: str, fileroot: Path, *overrides: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_dpo_prefers_what_was_chosen_on_held_out_pairs_too(model: Path, tmp_path: Path) -> None:
-    rows = run("dpo", tmp_path, f"model.path={model}", f"train_dataset.path={PAIRS}", "total_train_steps=6")
+@pytest.mark.parametrize("lora", ["model.lora=null", "model.lora={rank: 8, alpha: 64}"])
+def test_dpo_prefers_what_was_chosen_on_held_out_pairs_too(model: Path, tmp_path: Path, lora: str) -> None:
+    rows = run("dpo", tmp_path, f"model.path={model}", f"train_dataset.path={PAIRS}", "total_train_steps=6", lora)
     assert rows[0]["dpo/loss"] == rows[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert rows[6]["eval/accuracy"] == 1.0 and rows[6]["eval/loss"] < 0.6
     assert rows[5]["dpo/chosen_reward"] > rows[5]["dpo/rejected_reward"]
