@@ -56,7 +56,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     if refused:
         raise ValueError(
             f"lora.target_modules must match linear layers of {type(model).__name__}, not its output layer or "
-            f"embeddings: got {', '.join(refused)}. Set it to all-linear or to ends of names such as q_proj."
+            f"embeddings: got {', '.join(refused[:3])}. Set it to all-linear or to ends of names such as q_proj."
         )
     for name, parameter in model.named_parameters():
         if name == HEAD:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import build, config
+from tiny_models import VOCAB_SIZE, build, config
 from training_cases import actor_config, trajectory_batch
 
+from arealite.api.cli_args import LoRAConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
@@ -100,3 +101,24 @@ def test_a_family_that_is_refused_is_named_in_one_sentence(tmp_path: Path, famil
 def test_the_page_names_these_families() -> None:
     rows = re.findall(r"^\| ([\w-]+) \| .* \| (works|refused)", PAGE.read_text(), re.MULTILINE)
     assert dict(rows) == dict.fromkeys(WORKS, "works") | dict.fromkeys(REFUSED, "refused")
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Phi3", "GPTNeoX", "OPT"])
+def test_adapters_of_other_families_are_merged_rightly(tmp_path: Path, family: str) -> None:
+    lora = LoRAConfig(rank=4, merge_on_save=True)
+    path = write(tmp_path / "base", family, **WORKS[family])
+    actor = FSDPPPOActor(actor_config(path, lora=lora, group_size=2))
+    actor.initialize(None, FinetuneSpec(1, 10, 1))
+    batch = trajectory_batch(LENGTHS, group_size=2)
+    batch["input_ids"] %= VOCAB_SIZE
+    before = actor.compute_logprobs(batch)
+    for _ in range(3):
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+    after = actor.compute_logprobs(batch)
+    actor.save(SaveLoadMeta(str(tmp_path / "merged")))
+    actor.destroy()
+    rows = [row[:length].tolist() for row, length in zip(batch["input_ids"], LENGTHS)]
+    for row, found in enumerate(served(str(tmp_path / "merged"), rows)):
+        torch.testing.assert_close(found, after[row, 2 : LENGTHS[row]], atol=1e-5, rtol=0)
+    assert (after - before).abs().max() > 1
