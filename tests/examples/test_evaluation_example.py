@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from testing_lite import LiteServer
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_server import serve
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 CLI = [sys.executable, "-m", "arealite.cli.main"]
@@ -46,3 +49,22 @@ def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
     (row,) = map(json.loads, (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines())
     assert row["sampled/num_samples"] == len(lines) == 12 * 8 and row["sampled/num_failed"] == 0
     assert json.loads((tmp_path / "e" / "t" / "summary.json").read_text())["is_finished"] is True
+
+
+def test_servers_that_run_already_are_asked(tmp_path: Path) -> None:
+    model = write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    server = LiteServer(AutoModelForCausalLM.from_pretrained(model), slots=32)
+    words = [
+        *(f"model.path={model}", f"cluster.fileroot={tmp_path}", f"valid_dataset.path={WORD_PROBLEMS}"),
+        *("valid_dataset.max_rows=4", "gconfig.max_new_tokens=8", "gconfig.n_samples=3", "rollout.reward_workers=1"),
+    ]
+    with serve(server):
+        command = [*CLI, "eval", "--server", server.address, *words]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert refused.returncode != 0 and "must be a server of SGLang" in refused.stderr, refused.stderr
+        done = subprocess.run(
+            [*command, "rollout.backend=lite"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = map(json.loads, (tmp_path / "evaluate" / "trial0" / "metrics.jsonl").read_text().splitlines())
+    assert row["sampled/num_samples"] == 12 and {f"sampled/pass@{k}" for k in (1, 2, 3)} <= row.keys()

@@ -162,9 +162,11 @@ def test_rewards_that_are_no_verdict_have_no_pass_at_k(evaluate: Command) -> Non
 
 
 def test_a_prompt_that_fails_is_wrong(evaluate: Command) -> None:
-    row = evaluate("rollout.max_failed_share=1", reward="fails")
+    row = evaluate("rollout.max_failed_share=1", "gconfig.top_k=40", reward="fails")
     sampled = evaluate.samples("sampled")
     assert row["sampled/num_failed"] == row["greedy/num_failed"] == 1
+    assert row["sampled/pass@1"] == pytest.approx(row["sampled/accuracy"]) and row["sampled/pass@6"] <= 5 / 6
+    assert all(line["more"].keys() == {"no_eos"} for line in sampled), "kept sets are for training"
     assert len(sampled) == 30 and row["sampled/accuracy"] == pytest.approx(sum(one["reward"] for one in sampled) / 36)
 
 
