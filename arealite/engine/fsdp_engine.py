@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
-from arealite.api.errors import ConfigError
+from arealite.api.errors import CheckpointError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora, output_layer
@@ -73,6 +73,7 @@ class FSDPEngine(TrainEngine):
         self.num_changes = 0  # of the weights
         self._transfer: BroadcastGroup | None = None
         self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._frozen: dict[str, str] = {}  # what adapters add to, as checkpoints name it
         self._attention: str
         self._outputs: Callable[[torch.Tensor], Any]  # of hidden states: what losses get
         self.model: PreTrainedModel
@@ -153,6 +154,9 @@ class FSDPEngine(TrainEngine):
             return whole
 
         hf_model.copy_from_rank0(self.model, distributed.on_rank_0(load, self._group), self.device)
+        if self.config.lora is not None:  # names of parameters tell which layers are adapted
+            frozen = fsdp_weights.fingerprint_shards(self.model, only_frozen=True)
+            self._frozen = {"frozen": f"{frozen} with adapters of alpha {self.config.lora.alpha}"}
 
     def destroy(self) -> None:
         if self._transfer is not None:
@@ -342,11 +346,17 @@ class FSDPEngine(TrainEngine):
             "optimizer": optimizer_state(self.model, self.optimizer),
             "num_steps": self.lr_schedule.num_steps,
             "version": self._version,
+            **self._frozen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict` into which a checkpoint of any number of ranks was read."""
         self.num_changes += 1
+        if any(state[key] != ours for key, ours in self._frozen.items()):
+            raise CheckpointError(
+                "a checkpoint with LoRA must be of the same weights in path, dtype, lora.alpha and target_modules: got "
+                "others. Use the configuration of the run, and the model that it began with."
+            )
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.lr_schedule.set_step(int(state["num_steps"]))
         self.set_version(int(state["version"]))

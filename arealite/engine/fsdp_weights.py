@@ -122,13 +122,15 @@ def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGr
     )
 
 
-def fingerprint_shards(model: PreTrainedModel) -> str:
-    """Return one fingerprint of all parameters without gathering them (collective).
+def fingerprint_shards(model: PreTrainedModel, *, only_frozen: bool = False) -> str:
+    """Return one fingerprint of all parameters, or of those that are frozen, without gathering them (collective).
 
     A shard is a run of rows, hence of elements, and fingerprints of runs add up to that of the whole.
     """
     values: dict[str, int] = {}
     for name, parameter in model.named_parameters():
+        if only_frozen and parameter.requires_grad:
+            continue
         assert isinstance(parameter, DTensor), f"{name} must be sharded"
         mesh, num_rows = parameter.device_mesh, parameter.shape[0]
         first_row = min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)  # FSDP splits like torch.chunk

@@ -7,6 +7,7 @@ Checkpoints hold the adapters alone, in PEFT's format; servers, and checkpoints 
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,13 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         try:
             inject_adapter_in_model(settings, model)
             refused = _refused(model, targets)
-        except ValueError as error:  # nothing matches, or something that is no layer
+        except (ValueError, re.error) as error:  # nothing matches, or something that is no layer
             refused = [f"{targets} ({error})"]
     if refused:
         raise ValueError(
             f"lora.target_modules must match linear layers of {type(model).__name__}, not its output layer or "
-            f"embeddings: got {', '.join(refused[:3])}. Set it to all-linear or to ends of names such as q_proj."
+            f"embeddings: got {', '.join(refused[:3])}. Set it to all-linear or to a list of ends of names, "
+            "[q_proj, v_proj]."
         )
     for name, parameter in model.named_parameters():
         if name == HEAD:
