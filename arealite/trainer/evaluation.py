@@ -72,8 +72,13 @@ class Evaluation:
         """Let servers answer the prompts that lack samples called `name` (greedy or sampled); return metrics of all."""
         path, size = self._run.rollouts / f"{name}.jsonl", self._group_sizes[name]
         done = {group[0]["prompt_id"] for group in _whole_groups(path, size)}
-        prompts = ({**row, "prompt_id": PromptId(_EPOCHS[name], i)} for i, row in enumerate(self._dataset))
+        prompts = [{**row, "prompt_id": PromptId(_EPOCHS[name], i)} for i, row in enumerate(self._dataset)]
         left = [row for row in prompts if str(row["prompt_id"]) not in done]
+        if len(left) + len(done) > len(prompts):
+            raise EpisodeError(
+                f"{path} must have samples of the {len(prompts)} prompts of the data set only: got {len(done)} prompts, "
+                f"of which {len(prompts) - len(left)} are in it. The data has changed: take another trial_name."
+            )
         if done:
             print(f"{name}: {len(done)} of {len(self._dataset)} prompts have kept samples in {path}", flush=True)
 

@@ -152,6 +152,16 @@ def test_the_same_command_asks_only_what_is_not_answered(evaluate: Command, serv
     assert [*evaluate.run.parent.glob("t.replaced-*")] != [], "and what was there is moved aside"
 
 
+def test_samples_of_prompts_that_are_gone_are_not_counted(evaluate: Command, tmp_path: Path) -> None:
+    """A file with fewer rows than before is another data set."""
+    rows = [f'{{"question": "{word}", "answer": "e"}}\n' for word in ("an", "banana", "in")]
+    (data := tmp_path / "rows.jsonl").write_text("".join(rows))
+    evaluate(f"valid_dataset.path={data}")
+    data.write_text(rows[0])
+    with pytest.raises(EpisodeError, match=r"greedy.jsonl must have samples of the 1 prompts .* only: got 3 prompts"):
+        evaluate(f"valid_dataset.path={data}")
+
+
 def test_rewards_that_are_no_verdict_have_no_pass_at_k(evaluate: Command) -> None:
     row = evaluate("eval_gconfig=null", reward="length")
     rewards = [line["reward"] for line in evaluate.samples("sampled")]
@@ -195,6 +205,7 @@ def test_a_server_with_another_vocabulary_is_refused(evaluate: Command, tmp_path
         ("pass_at_k=[1,7]", "pass_at_k must be at most gconfig.n_samples: got 7 and 6"),
         ("allocation_mode=lite.d1+d1", "allocation_mode must be servers and eval"),
         ("gconfig.greedy=true", "gconfig.greedy must be false"),
+        ("train_dataset.path=gsm8k", "train_dataset.path must not be given in an evaluation: got gsm8k"),
         ("recover={mode: auto, freq_steps: 1}", "recover.mode must be disabled"),
     ],
 )

@@ -168,9 +168,17 @@ def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) ->
 
 
 def check_evaluation(
-    mode: AllocationMode | None, pass_at_k: list[int], recover: RecoverConfig, gconfig: GenerationHyperparameters
+    mode: AllocationMode | None,
+    pass_at_k: list[int],
+    recover: RecoverConfig,
+    gconfig: GenerationHyperparameters,
+    train_path: str,
 ) -> None:
     """An evaluation has servers and one client, which resumes by itself."""
+    require(
+        not train_path,
+        f"train_dataset.path must not be given in an evaluation: got {train_path}. Set valid_dataset.path.",
+    )
     require(
         mode is None or mode.type_ is AllocationType.DECOUPLED_EVAL,
         f"allocation_mode must be servers and eval in an evaluation: got {mode}. Write e.g. lite.d1+eval.",

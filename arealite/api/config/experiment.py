@@ -338,7 +338,7 @@ class EvalConfig(BaseExperimentConfig):
     }
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(path=""))
-    """Not read."""
+    """Must not be given: nothing is trained."""
     valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """Prompts and what rewards need; `split` is by default `test`, or all rows of a source without one."""
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
@@ -370,5 +370,5 @@ class EvalConfig(BaseExperimentConfig):
         size = self.gconfig.n_samples
         powers = {2**i for i in range(size.bit_length())}
         self.pass_at_k = sorted(powers | {size} if self.pass_at_k is None else {*self.pass_at_k})
-        checks.check_evaluation(self.allocation, self.pass_at_k, self.recover, self.gconfig)
+        checks.check_evaluation(self.allocation, self.pass_at_k, self.recover, self.gconfig, self.train_dataset.path)
         checks.check_servers(self.rollout, self.lite, self.gconfig, self.eval_gconfig or self.gconfig)
