@@ -65,7 +65,7 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> list[Any]:
         with reading(local):
             return _read_file(local)
     if path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
-        raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct train_dataset.path.")
+        raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct the path of the data set.")
     if _HUB_NAME.fullmatch(path):
         return _read_hub(path, config.config_name, split)
     raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
@@ -78,7 +78,7 @@ def _read_hub(path: str, config_name: str | None, split: str) -> list[Any]:
         told = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
             f"data set {path} must be on the hub, or a file or folder here: got {told}. "
-            "Correct train_dataset.path or config_name."
+            "Correct its path or config_name."
         ) from error
     if split not in splits:
         raise MissingSplitError(
@@ -92,10 +92,10 @@ def _call(file: str, name: str, query: str, split: str, seed: int) -> Any:
     """Call `name(split, seed=seed, **options)` of a Python file; options of the query are text."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ValueError(f"dataset file must exist: got {file!r}, which does not. Correct train_dataset.path.")
+        raise ValueError(f"dataset file must exist: got {file!r}, which does not. Correct the path of the data set.")
     function, options = runpy.run_path(str(path)).get(name), dict(parse_qsl(query, keep_blank_values=True))
     if not callable(function):
-        raise ValueError(f"{file} must have a function {name}: got none. Correct train_dataset.path.")
+        raise ValueError(f"{file} must have a function {name}: got none. Correct the path of the data set.")
     try:
         inspect.signature(function).bind(split, seed=seed, **options)
     except TypeError as error:

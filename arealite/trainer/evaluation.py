@@ -76,7 +76,7 @@ class Evaluation:
         left = [row for row in prompts if str(row["prompt_id"]) not in done]
         if len(left) + len(done) > len(prompts):
             raise EpisodeError(
-                f"{path} must have samples of the {len(prompts)} prompts of the data set only: got {len(done)} prompts, "
+                f"{path} must have samples of the {len(prompts)} prompts of the data only: got {len(done)} prompts, "
                 f"of which {len(prompts) - len(left)} are in it. The data has changed: take another trial_name."
             )
         if done:

@@ -1,6 +1,7 @@
 """The console script, as a user starts it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arealite.api.cli_args import EvalConfig, load_expr_config
 from arealite.cli.main import main
 from arealite.launcher import local
 
@@ -22,6 +24,18 @@ def test_help_names_the_commands() -> None:
     assert shown.returncode == 0
     assert all(command in shown.stdout for command in ("quickstart", "tiny-model", "report"))
     assert arealite().returncode == 2
+
+
+@pytest.mark.parametrize(("more", "timeout_s"), [([], 30), (["rollout.setup_timeout=5"], 5)])
+def test_servers_that_run_already_are_not_waited_for_as_if_they_started(
+    more: list[str], timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
+    main(["eval", "--server", "127.0.0.1:9", "model.path=/m", "valid_dataset.path=rows.jsonl", *more])
+    (command,) = commands
+    config, _ = load_expr_config(command[2:], EvalConfig)
+    assert config.rollout.setup_timeout == timeout_s and config.rollout.server_addrs == ["127.0.0.1:9"]
 
 
 @pytest.mark.parametrize(

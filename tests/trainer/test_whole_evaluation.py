@@ -158,7 +158,9 @@ def test_samples_of_prompts_that_are_gone_are_not_counted(evaluate: Command, tmp
     (data := tmp_path / "rows.jsonl").write_text("".join(rows))
     evaluate(f"valid_dataset.path={data}")
     data.write_text(rows[0])
-    with pytest.raises(EpisodeError, match=r"greedy.jsonl must have samples of the 1 prompts .* only: got 3 prompts"):
+    with pytest.raises(
+        EpisodeError, match=r"greedy.jsonl must have samples of the 1 prompts of the data only: got 3 prompts"
+    ):
         evaluate(f"valid_dataset.path={data}")
 
 
