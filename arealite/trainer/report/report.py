@@ -89,7 +89,13 @@ def _read(path: Path) -> str:
 def _lead(config: dict[str, Any], summary: dict[str, Any], *, is_finished: bool) -> str:
     """Return one sentence on what was run."""
     model = (config.get("actor") or config.get("model") or {}).get("path")
-    kind = "Evaluation" if "pass_at_k" in config else "GRPO" if "actor" in config else "Supervised fine-tuning"
+    data_type = str((config.get("train_dataset") or {}).get("type"))
+    if "pass_at_k" in config:
+        kind = "Evaluation"
+    elif actor := config.get("actor"):
+        kind = "Distillation" if config.get("teacher") else actor.get("algorithm") or "GRPO"
+    else:
+        kind = {"dpo": "Preference optimization", "rw": "Reward modelling"}.get(data_type, "Supervised fine-tuning")
     data = next(filter(None, ((config.get(f"{name}_dataset") or {}).get("path") for name in ("train", "valid"))), None)
     words = [
         f"{kind} of {model}" if model else None,

@@ -219,6 +219,21 @@ def test_an_sft_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "lead"),
+    [
+        ("model: {path: tiny}\ntrain_dataset: {path: rows, type: dpo}", "Preference optimization of tiny on rows"),
+        ("model: {path: tiny}\ntrain_dataset: {path: rows, type: rw}", "Reward modelling of tiny on rows"),
+        ("actor: {path: tiny, algorithm: rloo}", "rloo of tiny"),
+        ("actor: {path: tiny}\nteacher: {path: big}", "Distillation of tiny"),
+    ],
+)
+def test_the_page_says_what_was_run(tmp_path: Path, config: str, lead: str) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "time/step_s": 1.0}])
+    assert lead in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize(
     ("name", "content"),
     [
         ("metrics.jsonl", "[1]\n"),
