@@ -92,14 +92,20 @@ def load_whole_model(
     return model
 
 
-def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedConfig]:
-    """Return the auto class of a folder or hub id and the config for it."""
+def model_config(path: str) -> PreTrainedConfig:
+    """Return the config of a model in a folder or of a hub id; ValueError for an adapter."""
     if is_adapter(path):
         raise ValueError(
             f"path of a model must hold a whole model: got {path}, an adapter. Save with lora.merge_on_save: true, or "
             "merge it with PEFT."
         )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return config
+
+
+def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedConfig]:
+    """Return the auto class of a folder or hub id and the config for it."""
+    config = model_config(path)
     if not has_value_head:
         return AutoModelForCausalLM, config
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:

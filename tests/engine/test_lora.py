@@ -21,6 +21,7 @@ from arealite.api.errors import CheckpointError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.rw.reward_model import RewardModel
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.hf import load_causal_lm
@@ -320,6 +321,8 @@ def test_an_adapter_of_another_shape_or_scale_is_refused(make: Make, tmp_path: P
 def test_an_adapter_is_no_model_to_start_from(make: Make, tmp_path: Path) -> None:
     make().save(SaveLoadMeta(str(tmp_path)))
     assert "must hold a whole model: got " in refusal(train_config(str(tmp_path)))
+    with pytest.raises(ValueError, match="must hold a whole model: got "):
+        RewardModel(str(tmp_path), None)
 
 
 def test_without_peft_its_extra_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ THEIR_WORDS = {
     "gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
     "fsdp.offload_params": "offload param_offload cpu_offload offload_policy",
     "lora": "use_peft peft_config",
-    "lora.rank": "lora_rank lora_r",
+    "lora.rank": "lora_rank lora_r r",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.target_modules": "lora_target_modules",

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from arealite.engine.hf_model import is_classifier, load_whole_model
+from arealite.engine.hf_model import is_classifier, load_whole_model, model_config
 from arealite.utils.hf import require_same_vocabulary
 from arealite.utils.threads import in_thread
 
@@ -24,7 +23,7 @@ class RewardModel:
     """
 
     def __init__(self, path: str, tokenizer: Any, *, dtype: str = "bfloat16", max_tokens: int = 16384) -> None:
-        if not is_classifier(AutoConfig.from_pretrained(path, trust_remote_code=False)):
+        if not is_classifier(model_config(path)):
             raise ValueError(
                 f"a reward model must be a sequence classifier: got {path}, which has no head of scores. Train one "
                 "with examples/arealite/reward_model.py."
