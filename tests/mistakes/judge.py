@@ -40,6 +40,7 @@ def normalised(text: str, folder: Path) -> str:
         (r"\b\d\d:\d\d:\d\d\b", "TIME"),
         (r"\b(episode|prompt) \d+-\d+", r"\1 E-I"),
         (r"(?m)^launcher \| waiting for .*\n", ""),
+        (r"(?m)^.* \(\d+ alike so far\): .*\n", ""),  # how many more fail before the run ends is chance
         (r"<unknown>, line \d+", "<unknown>, line N"),
         # Ranks and servers start together: whose line comes first is chance.
         (r"(?ms)^(launcher \| [^\n]*; logs in [^\n]*\n)(.*?)^(launcher \| server-0 is ready [^\n]*\n)", r"\1\3\2"),
