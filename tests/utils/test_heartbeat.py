@@ -195,7 +195,7 @@ for thread in ended: thread.join()
 heartbeat.start()
 time.sleep(0.5)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (size // 2, resource.RLIM_INFINITY))  # nothing more, whatever is freed
 for _ in range(3): threading.Thread(target=time.sleep, args=(60,)).start()
 """
     environment = os.environ | {heartbeat.FOLDER_VARIABLE: str(tmp_path / "progress")}
