@@ -31,6 +31,10 @@ MAY_IMPORT = {
     "trainer": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
     },
+    "core": {
+        *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
+        *("trainer", "launcher.place"),
+    },
 }
 """Besides itself and the package's version: rooms, folders or files. `cli` may import anything."""
 
@@ -151,4 +155,9 @@ def test_light_rooms_import_no_torch(tmp_path: Path, room: str) -> None:
     modules = [name.removesuffix(".__init__") for name in modules if name.startswith(f"arealite.{room}.")]
     not_ours = ("__main__", "vllm_weights")  # programs, and what runs in vLLM's environment
     loaded, threads = probe(tmp_path, ", ".join(name for name in modules if not name.endswith(not_ours)))
+    assert (loaded & HEAVY, threads) == (set(), 1)
+
+
+def test_declaring_a_graph_imports_no_torch(tmp_path: Path) -> None:
+    loaded, threads = probe(tmp_path, "arealite.core.graph")
     assert (loaded & HEAVY, threads) == (set(), 1)

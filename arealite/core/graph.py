@@ -1,0 +1,194 @@
+"""The declared dataflow of one step: model function calls, and edges that follow from the keys they read and make.
+
+A graph is checked when it is made and never changes. Where and when a call runs is left to the master.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from arealite.api.errors import ConfigError
+from arealite.core import declaration, drawing
+from arealite.core.drawing import CallState as CallState
+
+if TYPE_CHECKING:
+    import torch
+
+    from arealite.api.config.experiment import BaseExperimentConfig
+
+    Outcome = torch.Tensor | dict[str, float] | None
+    """A tensor is the one output, None says that outputs were added to the batch, and a dict holds metrics."""
+
+Interface = Literal["generate", "inference", "train_step"]
+Edge = tuple[str, str, tuple[str, ...]]
+"""A call, one that needs it, and the keys that pass; none if only `after` says so."""
+
+
+@dataclass(frozen=True)
+class ModelFunctionCall:
+    """One call of a step: a function of an engine, the keys that it reads, and the keys that it makes.
+
+    A key that ends in `?` may be absent. Raises ConfigError for a call that fits no graph.
+    """
+
+    name: str
+    role: str
+    """Whose engine runs it; `rollout` or `data` for the one source."""
+    interface: Interface
+    run: Callable[..., Outcome] | None = None
+    """A method of the engine's class, or a function `f(engine, batch, **kwargs)`; None for the source."""
+    inputs: tuple[str, ...] = ()
+    """All that `run` sees of the batch."""
+    outputs: tuple[str, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    after: tuple[str, ...] = ()
+    """Names of calls that must end before, where no key says so."""
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "outputs", "after"):
+            words = declaration.words(getattr(self, name), f"{name} of call {self.name}")
+            object.__setattr__(self, name, words)
+        object.__setattr__(self, "kwargs", dict(self.kwargs))
+        declaration.check_call(self)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether the master itself collects what this call makes."""
+        return self.interface == "generate"
+
+    def inputs_among(self, keys: Collection[str]) -> tuple[str, ...]:
+        """Return the inputs that exist, without `?`; ValueError names a required one that `keys` lacks."""
+        return self._among(self.inputs, keys, "read")
+
+    def outputs_among(self, keys: Collection[str]) -> tuple[str, ...]:
+        """Return the outputs that exist, without `?`; ValueError names a required one that `keys` lacks."""
+        return self._among(self.outputs, keys, "make")
+
+    def _among(self, declared: tuple[str, ...], keys: Collection[str], verb: str) -> tuple[str, ...]:
+        missing = [key for key in declared if not key.endswith("?") and key not in keys]
+        if missing:
+            raise ValueError(
+                f"call {self.name} must {verb} {', '.join(missing)}: got only {', '.join(sorted(keys)) or 'nothing'}. "
+                f"Correct what makes it, or declare that it may be absent: {missing[0]}?"
+            )
+        return tuple(key.removesuffix("?") for key in declared if key.removesuffix("?") in keys)
+
+
+MFC = ModelFunctionCall
+
+
+@dataclass(frozen=True, eq=False)
+class DataFlowGraph:
+    """The calls of a step, the engine class of each role, and the role whose weights the servers get.
+
+    Raises ConfigError for every mistake that can be seen without a config.
+    """
+
+    calls: Sequence[ModelFunctionCall]
+    engines: Mapping[str, type]
+    publishes: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", tuple(self.calls))
+        object.__setattr__(self, "engines", MappingProxyType(dict(self.engines)))
+        declaration.check_names(self)
+        declaration.check_engines(self)
+        declaration.check_keys(self)
+        declaration.check_training(self)
+
+    def check(self, config: BaseExperimentConfig) -> None:
+        """Raise ConfigError if the config of an experiment can't run this graph."""
+        declaration.check_blocks(self, config)
+        declaration.check_workers(self, config)
+
+    @cached_property
+    def named(self) -> Mapping[str, ModelFunctionCall]:
+        """The calls by name."""
+        return {call.name: call for call in self.calls}
+
+    @cached_property
+    def source(self) -> ModelFunctionCall:
+        """The call whose batch the master collects."""
+        return next(call for call in self.calls if call.is_source)
+
+    @cached_property
+    def train_steps(self) -> tuple[ModelFunctionCall, ...]:
+        """The calls that train."""
+        return tuple(call for call in self.calls if call.interface == "train_step")
+
+    @cached_property
+    def makers(self) -> Mapping[str, str]:
+        """The name of the call that makes each key."""
+        return {key.removesuffix("?"): call.name for call in self.calls for key in call.outputs}
+
+    @cached_property
+    def needs(self) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        """By call, the calls that must end before it begins, with the keys that it reads of each."""
+        found = {}
+        for call in self.calls:
+            read: dict[str, tuple[str, ...]] = {}
+            for key in call.inputs:
+                maker = self.makers[key.removesuffix("?")]
+                read[maker] = (*read.get(maker, ()), key)
+            found[call.name] = dict.fromkeys(call.after, ()) | read
+        return found
+
+    @cached_property
+    def ancestors(self) -> Mapping[str, frozenset[str]]:
+        """By call, all calls that end before it begins."""
+        found: dict[str, frozenset[str]] = {}
+        for call in self.order():
+            found[call.name] = frozenset(self.needs[call.name]).union(*(found[one] for one in self.needs[call.name]))
+        return found
+
+    def order(self) -> list[ModelFunctionCall]:
+        """Return the calls such that each follows all that it needs, as declared among equals."""
+        place = {call.name: number for number, call in enumerate(self.calls)}
+        open_needs = {name: set(needed) for name, needed in self.needs.items()}
+        ready = [place[name] for name, needed in open_needs.items() if not needed]
+        ordered = []
+        while ready:
+            ordered.append(self.calls[heapq.heappop(ready)])
+            for name, needed in open_needs.items():
+                if ordered[-1].name in needed:
+                    needed.remove(ordered[-1].name)
+                    if not needed:
+                        heapq.heappush(ready, place[name])
+        if len(ordered) < len(self.calls):
+            raise ConfigError(f"calls must not wait for each other: got {self._cycle(open_needs)}. Remove one of them.")
+        return ordered
+
+    def _cycle(self, open_needs: Mapping[str, Collection[str]]) -> str:
+        """Return the path of a cycle, in the direction of the data: what is never ready needs another such call."""
+        path = [next(name for name, needed in open_needs.items() if needed)]
+        while path[-1] not in path[:-1]:
+            path.append(next(name for name in self.needs[path[-1]] if name in open_needs[path[-1]]))
+        path = path[path.index(path[-1]) :][::-1]
+        steps = [
+            f" -({', '.join(self.needs[name][before]) or 'after'})-> {name}"
+            for before, name in itertools.pairwise(path)
+        ]
+        return path[0] + "".join(steps)
+
+    def edges(self) -> list[Edge]:
+        """Return the edges that no longer path implies, for drawings."""
+        return [
+            (before, name, keys)
+            for name, needed in self.needs.items()
+            for before, keys in needed.items()
+            if not any(before in self.ancestors[other] for other in needed)
+        ]
+
+    def to_mermaid(self) -> str:
+        """Return the text of a Mermaid flowchart."""
+        return drawing.mermaid(self)
+
+    def to_svg(self, states: Mapping[str, CallState] | None = None) -> str:
+        """Return an `<svg>` from left to right; None shows no states, and a call without one waits."""
+        return drawing.svg(self, states)

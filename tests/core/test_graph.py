@@ -1,0 +1,483 @@
+import pickle
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testing_graphs import ENGINES, PPO, ROLLOUT, TOKENS, Actor, Critic, ppo
+
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.errors import ConfigError
+from arealite.core.graph import MFC, CallState, DataFlowGraph
+
+
+def free(engine: object, batch: Any) -> None:
+    """Stand for a function of a user."""
+
+
+def graph(
+    *changed: MFC, without: str = "", engines: dict[str, type] = ENGINES, publishes: str = "actor"
+) -> DataFlowGraph:
+    """Return PPO's graph with calls put in the place of those of their names, or added."""
+    calls = PPO | {call.name: call for call in changed}
+    return DataFlowGraph([call for call in calls.values() if call.name != without], engines, publishes)
+
+
+def change(name: str, /, **fields: Any) -> MFC:
+    return replace(PPO[name], **fields)
+
+
+def test_edges_follow_from_keys() -> None:
+    graph = ppo()
+    assert graph.needs["actor_inf"] == {"actor_gen": TOKENS}
+    assert graph.needs["critic_train"] == {
+        "actor_gen": ROLLOUT,
+        "actor_inf": ("proximal_logprobs",),
+        "ref_inf": ("ref_logprobs",),
+        "critic_inf": ("values",),
+        "advantages": ("advantages", "returns"),
+    }
+    assert graph.source is PPO["actor_gen"] and graph.makers["truncated"] == "actor_gen"
+    assert [call.name for call in graph.train_steps] == ["actor_train", "critic_train"]
+    assert graph.edges() == [
+        *(("actor_gen", f"{role}_inf", TOKENS) for role in ("actor", "ref", "critic")),
+        *(("actor_inf", "advantages", ("proximal_logprobs",)), ("ref_inf", "advantages", ("ref_logprobs",))),
+        ("critic_inf", "advantages", ("values",)),
+        *(("advantages", f"{role}_train", ("advantages", "returns")) for role in ("actor", "critic")),
+    ]
+
+
+def test_a_graph_never_changes() -> None:
+    calls = [*PPO.values()]
+    graph = DataFlowGraph(calls, engines := dict(ENGINES), publishes="actor")
+    calls.clear()
+    engines.clear()
+    assert graph.calls == (*PPO.values(),) and graph.engines == ENGINES
+    with pytest.raises(AttributeError):
+        graph.publishes = "critic"  # type: ignore[misc]
+
+
+def test_a_call_crosses_processes() -> None:
+    call = change("actor_inf", kwargs={"whole": True})
+    assert pickle.loads(pickle.dumps(call)) == call != PPO["actor_inf"]
+
+
+def test_optional_keys() -> None:
+    call = MFC("advantages", "actor", "inference", free, ("rewards", "truncated?"), ("advantages", "returns?"))
+    assert call.inputs_among({"rewards", "truncated", "versions"}) == ("rewards", "truncated")
+    assert call.inputs_among({"rewards"}) == ("rewards",)
+    assert call.outputs_among({"advantages"}) == ("advantages",)
+    with pytest.raises(ValueError) as error:
+        call.inputs_among({"truncated", "logprobs"})
+    assert str(error.value) == (
+        "call advantages must read rewards: got only logprobs, truncated. Correct what makes it, or declare that it "
+        "may be absent: rewards?"
+    )
+
+
+def mistake(make: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as error:
+        make()
+    return str(error.value)
+
+
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "no word": (
+        lambda: change("ref_inf", name="ref inf"),
+        "the name of a call must be a word: got 'ref inf'. Metrics and config keys contain it: use letters, digits "
+        "and _ only.",
+    ),
+    "no role": (
+        lambda: change("ref_inf", role="ref-1"),
+        "the role of a call must be a word: got 'ref-1'. Metrics and config keys contain it: use letters, digits and _ "
+        "only.",
+    ),
+    "no interface": (
+        lambda: change("ref_inf", interface="trainstep"),
+        "the interface of call ref_inf must be generate, inference or train_step: got trainstep. Did you mean "
+        "train_step?",
+    ),
+    "an engine that generates": (
+        lambda: change("actor_gen", role="actor"),
+        "the role of a call must be rollout or data if it generates, and only then: got actor of call actor_gen, "
+        "which is generate. Correct one of them.",
+    ),
+    "a source that trains": (
+        lambda: change("actor_train", role="data"),
+        "the role of a call must be rollout or data if it generates, and only then: got data of call actor_train, "
+        "which is train_step. Correct one of them.",
+    ),
+    "a source that reads": (
+        lambda: change("actor_gen", inputs=("prompts",), kwargs={"greedy": True}),
+        "call actor_gen must have only outputs: got inputs and kwargs. Remove it, as the master itself collects the "
+        "batch.",
+    ),
+    "no function": (
+        lambda: change("ref_inf", run=None),
+        "run of call ref_inf must be a function: got None. Pass a method of the engine's class, or "
+        "f(engine, batch, **kwargs).",
+    ),
+    "no inputs": (
+        lambda: change("ref_inf", inputs=()),
+        "call ref_inf must read from the batch: got no inputs. Name all that its function reads.",
+    ),
+    "a text": (
+        lambda: change("ref_inf", outputs="ref_logprobs"),
+        "outputs of call ref_inf must be a tuple: got the text 'ref_logprobs'. Write (\"ref_logprobs\",).",
+    ),
+    "no key": (
+        lambda: change("ref_inf", inputs=("input ids",)),
+        "inputs of call ref_inf must be words of letters, digits and _: got 'input ids'. Correct it.",
+    ),
+    "a key twice": (
+        lambda: change("ref_inf", inputs=("input_ids", "values", "values?")),
+        "inputs of call ref_inf must name each once: got values twice. Remove one.",
+    ),
+}
+GRAPHS: dict[str, tuple[Callable[[], object], str]] = {
+    "one name twice": (
+        lambda: DataFlowGraph([*PPO.values(), change("ref_inf", outputs=("more",))], ENGINES, "actor"),
+        "each call must have a name of its own: got 2 calls ref_inf. Rename all but one.",
+    ),
+    "no source": (
+        lambda: graph(without="actor_gen"),
+        "a graph must have one source, of role rollout or data: got none. Add a call that generates what others read.",
+    ),
+    "two sources": (
+        lambda: graph(MFC("rows", "data", "generate", outputs=("more",))),
+        "a graph must have one source, of role rollout or data: got actor_gen and rows. Remove all but one.",
+    ),
+    "after nobody": (
+        lambda: graph(change("critic_train", after=("actor_trian",))),
+        "after of call critic_train must name a call: got actor_trian. Did you mean actor_train?",
+    ),
+    "a role without a call": (
+        lambda: graph(engines=ENGINES | {"teacher": Actor}),
+        "a role with an engine must have a call: got teacher. Add one, or remove it from engines.",
+    ),
+    "a role without an engine": (
+        lambda: graph(change("ref_inf", role="refs")),
+        "a role with an engine must have a call: got ref. Add one, or remove it from engines.",
+    ),
+    "another role without an engine": (
+        lambda: graph(change("ref_inf", role="teacher"), engines={"actor": Actor, "critic": Critic}),
+        "role teacher of call ref_inf must have an engine: got engines of actor and critic. Add its class to engines.",
+    ),
+    "a misspelt role": (
+        lambda: graph(MFC("more", "critics", "inference", free, TOKENS)),
+        "role critics of call more must have an engine: got engines of actor, critic and ref. Did you mean critic?",
+    ),
+    "a method of another engine": (
+        lambda: graph(change("critic_train", run=Actor.ppo_update)),
+        "run of call critic_train must be a method that the engine of critic has: got Actor.ppo_update, and engine "
+        "Critic. Use a method of this class, or correct the role.",
+    ),
+    "kwargs of the config": (
+        lambda: graph(change("actor_train", kwargs={"kl_ctl": 0.1})),
+        "run of call actor_train must take (engine, batch, **kwargs): got Actor.ppo_update, got an unexpected keyword "
+        "argument 'kl_ctl'. Hyperparameters stand in the config, block actor.",
+    ),
+    "wrong kwargs": (
+        lambda: graph(change("ref_inf", run=free, kwargs={"whole": True})),
+        "run of call ref_inf must take (engine, batch, **kwargs): got free, got an unexpected keyword argument "
+        "'whole'. Correct kwargs.",
+    ),
+    "two makers": (
+        lambda: graph(change("ref_inf", outputs=("ref_logprobs", "rewards"))),
+        "a key must have one maker: got rewards of actor_gen and ref_inf. Rename it in one of them.",
+    ),
+    "two makers, one optional": (
+        lambda: graph(change("ref_inf", outputs=("ref_logprobs", "values?"))),
+        "a key must have one maker: got values of ref_inf and critic_inf. Rename it in one of them.",
+    ),
+    "an output nobody reads": (
+        lambda: graph(change("ref_inf", outputs=("ref_logprobs", "entropy"))),
+        "an output must be read by a call: got entropy of ref_inf. Remove it, or add it to the inputs of a call.",
+    ),
+    "an input nobody makes": (
+        lambda: graph(change("ref_inf", inputs=("input_ids", "attention_masks"))),
+        "an input must be made by a call: got attention_masks of ref_inf. Did you mean attention_mask?",
+    ),
+    "an optional input nobody makes": (
+        lambda: graph(change("ref_inf", inputs=("input_ids", "pixels?"))),
+        "an input must be made by a call: got pixels? of ref_inf. Add it to the outputs of a call.",
+    ),
+    "an input that may be absent": (
+        lambda: graph(change("ref_inf", inputs=("input_ids", "truncated"))),
+        "an input that may be absent must end in a question mark: got truncated of ref_inf, and truncated? of "
+        "actor_gen. Add the mark, or remove it there.",
+    ),
+    "a cycle": (
+        lambda: graph(
+            change("actor_inf", inputs=(*TOKENS, "advantages", "returns")),
+            change("critic_inf", after=("critic_train",)),
+        ),
+        "calls must not wait for each other: got actor_inf -(proximal_logprobs)-> advantages -(advantages, returns)-> "
+        "actor_inf. Remove one of them.",
+    ),
+    "a cycle through after": (
+        lambda: graph(change("ref_inf", after=("critic_train",))),
+        "calls must not wait for each other: got ref_inf -(ref_logprobs)-> critic_train -(after)-> ref_inf. "
+        "Remove one of them.",
+    ),
+    "a call that waits for itself": (
+        lambda: graph(change("ref_inf", after=("ref_inf",))),
+        "calls must not wait for each other: got ref_inf -(after)-> ref_inf. Remove one of them.",
+    ),
+    "two train steps": (
+        lambda: graph(change("actor_train", name="more_train")),
+        "train steps of a role must have an order: got actor_train and more_train of actor. "
+        'Add after=("actor_train",) to more_train.',
+    ),
+    "old or new weights": (
+        lambda: graph(MFC("diversity", "actor", "inference", free, TOKENS)),
+        "call diversity must begin after actor_train, which trains its role actor, or end before: got no order. Add "
+        'after=("actor_train",) to diversity for the new weights, or after=("diversity",) to actor_train for the old '
+        "ones.",
+    ),
+    "publishes a frozen role": (
+        lambda: graph(publishes="ref"),
+        "publishes must be a role with a train_step: got ref. Use actor or critic.",
+    ),
+    "trains nothing": (
+        lambda: DataFlowGraph(
+            [MFC("rows", "data", "generate", outputs=("ids",)), MFC("score", "ref", "inference", free, ("ids",))],
+            {"ref": Actor},
+            "ref",
+        ),
+        "publishes must be a role with a train_step: got ref. Declare a call that trains.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*CALLS, *GRAPHS])
+def test_mistakes_in_a_declaration(case: str) -> None:
+    make, sentence = (CALLS | GRAPHS)[case]
+    assert mistake(make) == sentence
+
+
+def test_what_is_no_mistake() -> None:
+    class Own(Actor):
+        def compute_advantages(self, batch: Any) -> None: ...
+
+    later = MFC("diversity", "actor", "inference", lambda engine, batch, k=1: {}, TOKENS, after=("actor_train",))
+    more = change("actor_train", name="more_train", after=("diversity",))
+    graph(later, more, engines=ENGINES | {"actor": Own})
+    graph(change("advantages", run=Own.compute_advantages), engines=ENGINES | {"actor": Own})
+
+
+def config(**changed: Any) -> Any:
+    """Return what `check` reads of an experiment's config: 4 servers and 4 ranks on a node of 8 GPUs."""
+    trained, frozen = SimpleNamespace(optimizer=object()), SimpleNamespace(optimizer=None)
+    blocks = {
+        "actor": trained,
+        "critic": trained,
+        "ref": frozen,
+        "workers": workers(critic=(2, None), ref=(None, "critic")),
+    }
+    others = {
+        "rollout": SimpleNamespace(server_addrs=[]),
+        "allocation": AllocationMode.from_str("sglang.d2+d4"),
+        "cluster": SimpleNamespace(n_nodes=1, n_gpus_per_node=8),
+    }
+    return SimpleNamespace(**(blocks | others | changed))
+
+
+def workers(**roles: tuple[int | None, str | None]) -> SimpleNamespace:
+    default: dict[str, tuple[int | None, str | None]] = dict.fromkeys(ENGINES, (None, None))
+    return SimpleNamespace(
+        **{role: SimpleNamespace(ranks=n, share=host) for role, (n, host) in (default | roles).items()}
+    )
+
+
+FROZEN = SimpleNamespace(optimizer=None)
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no block": (
+        {"ref": None},
+        "the config must have a block ref, as call ref_inf is of role ref: got none. "
+        'Write "ref: {}", or declare a graph without this call.',
+    ),
+    "no servers": (
+        {"rollout": None},
+        "the config must have a block rollout, as call actor_gen is of role rollout: got none. "
+        'Write "rollout: {}", or declare a graph without this call.',
+    ),
+    "no optimizer": (
+        {"critic": FROZEN},
+        "critic.optimizer must be a block, as call critic_train trains: got null. Set its lr, or declare the call as "
+        "inference.",
+    ),
+    "shares with nobody": (
+        {"workers": workers(ref=(None, "critics"))},
+        "workers.ref.share must be a role of the graph: got critics. Did you mean critic?",
+    ),
+    "shares with one that shares": (
+        {"workers": workers(ref=(None, "critic"), critic=(None, "actor"))},
+        "workers.ref.share must be a role with workers of its own: got critic, which shares those of actor. Remove one "
+        "of the two.",
+    ),
+    "shares with itself": (
+        {"workers": workers(ref=(None, "ref"))},
+        "workers.ref.share must be a role with workers of its own: got ref, which shares those of ref. Remove one of "
+        "the two.",
+    ),
+    "more ranks than devices": (
+        {"workers": workers(critic=(3, None), ref=(None, "critic"))},
+        "workers must fit the cluster: got 4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
+        "workers.<role>.ranks, or let a role share the workers of another.",
+    ),
+    "as many as the allocation says": (
+        {"workers": None},
+        "workers must fit the cluster: got 4 of actor, 4 of critic and 4 of ref beside 2 GPUs of servers, and 1 x 8 "
+        "GPUs. Lower workers.<role>.ranks, or let a role share the workers of another.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configs_that_cannot_run_a_graph(case: str) -> None:
+    changed, sentence = CONFIGS[case]
+    assert mistake(lambda: ppo().check(config(**changed))) == sentence
+
+
+def test_configs_that_can() -> None:
+    ppo().check(config())
+    of_others = SimpleNamespace(server_addrs=["10.0.0.1:30000"])
+    ppo().check(config(workers=workers(ref=(None, "critic")), rollout=of_others))
+    ppo().check(config(workers=None, cluster=SimpleNamespace(n_nodes=1, n_gpus_per_node=0)))
+
+
+def test_the_graph_of_real_engines() -> None:
+    from arealite.engine.ppo.actor import FSDPPPOActor
+    from arealite.engine.ppo.critic import FSDPPPOCritic
+
+    real: dict[type, type] = {Actor: FSDPPPOActor, Critic: FSDPPPOCritic}
+    runs = {
+        name: getattr(real[ENGINES[call.role]], call.run.__name__) for name, call in PPO.items() if call.run is not None
+    }
+    calls = [replace(call, run=runs.get(name)) for name, call in PPO.items()]
+    declared = DataFlowGraph(calls, {role: real[engine] for role, engine in ENGINES.items()}, "actor")
+    assert [call.name for call in declared.order()] == [*PPO]
+    assert pickle.loads(pickle.dumps(calls[1])).run is FSDPPPOActor.compute_logprobs
+
+
+@st.composite
+def declared(draw: st.DrawFn) -> list[MFC]:
+    """Return calls in a random order, each of which reads keys of earlier ones of another random order."""
+    size = draw(st.integers(2, 8))
+    calls = [MFC("c0", "data", "generate", outputs=("k0",))]
+    for number in range(1, size):
+        before = draw(st.sets(st.integers(0, number - 1), min_size=1))
+        after = draw(st.sets(st.integers(0, number - 1)))
+        inputs, ends = tuple(f"k{one}" for one in sorted(before)), tuple(f"c{one}" for one in sorted(after))
+        calls.append(MFC(f"c{number}", f"r{number}", "inference", free, inputs, (f"k{number}",), after=ends))
+    read = {key for call in calls for key in call.inputs}
+    last = MFC("last", "last", "train_step", free, tuple(f"k{one}" for one in range(size) if f"k{one}" not in read))
+    return draw(st.permutations([*calls, last]))
+
+
+def build(calls: list[MFC]) -> DataFlowGraph:
+    return DataFlowGraph(calls, {call.role: object for call in calls if not call.is_source}, "last")
+
+
+@given(declared())
+def test_order_is_topological_and_stable(calls: list[MFC]) -> None:
+    graph = build(calls)
+    order = [call.name for call in graph.order()]
+    assert sorted(order) == sorted(call.name for call in calls)
+    place = {call.name: number for number, call in enumerate(calls)}
+    done: list[str] = []
+    for name in order:
+        ready = [one for one in place if one not in done and {*graph.needs[one]} <= {*done}]
+        assert name == min(ready, key=place.__getitem__), "the first declared of those that could begin"
+        done.append(name)
+    assert build(graph.order()).order() == graph.order()
+
+
+@given(declared())
+def test_drawn_edges_imply_all(calls: list[MFC]) -> None:
+    graph = build(calls)
+    reached: dict[str, set[str]] = {}
+    for call in graph.order():
+        direct = {before for before, name, _ in graph.edges() if name == call.name}
+        reached[call.name] = direct.union(*(reached[before] for before in direct))
+        for before in direct:
+            assert not any(before in reached[other] for other in direct), "no longer path implies it"
+        assert {*graph.needs[call.name]} <= reached[call.name] == graph.ancestors[call.name]
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def boxes(drawing: str) -> dict[str, tuple[str, list[str]]]:
+    """Return state and texts by call."""
+    groups = ElementTree.fromstring(drawing).iter(f"{SVG}g")
+    return {
+        group.attrib["data-call"]: (group.attrib["class"], [text.text or "" for text in group.iter(f"{SVG}text")])
+        for group in groups
+    }
+
+
+def test_svg_shows_each_call_once_with_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {
+        "actor_gen": CallState("done", begin=1000.0, end=1012.3),
+        "ref_inf": CallState("replayed", begin=1013.0, end=1014.0),
+        "actor_inf": CallState("running", begin=1700000000.0),
+    }
+    drawing = ppo().to_svg(states)
+    texts = [text.text for text in ElementTree.fromstring(drawing).iter(f"{SVG}text")]
+    assert all(Counter(texts)[name] == 1 for name in PPO)
+    shown = boxes(drawing)
+    assert shown["actor_gen"] == ("done", ["actor_gen", "rollout · generate", "✓ done in 12.3 s"])
+    assert shown["ref_inf"] == ("replayed", ["ref_inf", "ref · inference", "↻ replayed in 1.0 s"])
+    status, (*_, words) = shown["actor_inf"]
+    assert status == "running" and words.startswith("▶ running since ") and words.endswith(":20")
+    assert shown["critic_train"] == ("waiting", ["critic_train", "critic · train_step", "○ waiting"])
+    assert boxes(ppo().to_svg())["actor_gen"] == ("call", ["actor_gen", "rollout · generate"])
+    titles = [title.text for title in ElementTree.fromstring(drawing).iter(f"{SVG}title")]
+    assert len(titles) == 8 and "critic_inf to advantages: values" in titles
+
+
+@given(declared())
+def test_no_line_of_a_drawing_passes_a_box(calls: list[MFC]) -> None:
+    """Boxes do not overlap, and a line is level where it passes a column of boxes, between them."""
+    root = ElementTree.fromstring(build(calls).to_svg())
+    rects = [
+        {key: float(rect.attrib[key]) for key in ("x", "y", "width", "height")} for rect in root.iter(f"{SVG}rect")
+    ]
+    assert len({(rect["x"], rect["y"]) for rect in rects}) == len(rects) == len(calls)
+    for rect in rects:
+        for other in rects:
+            assert rect is other or rect["x"] != other["x"] or abs(rect["y"] - other["y"]) >= rect["height"]
+    for path in root.iter(f"{SVG}path"):
+        for left, y, right in re.findall(r"([0-9.]+) ([0-9.]+)H([0-9.]+)", path.attrib["d"]):
+            column = [rect for rect in rects if rect["x"] == pytest.approx(float(left), abs=0.01)]
+            assert column and float(right) == pytest.approx(column[0]["x"] + column[0]["width"], abs=0.01)
+            assert all(not rect["y"] <= float(y) <= rect["y"] + rect["height"] for rect in column)
+
+
+def test_mermaid() -> None:
+    assert graph(change("critic_train", after=("actor_train",))).to_mermaid() == (
+        "flowchart LR\n"
+        '    actor_gen["actor_gen<br>rollout, generate"]\n'
+        '    actor_inf["actor_inf<br>actor, inference"]\n'
+        '    ref_inf["ref_inf<br>ref, inference"]\n'
+        '    critic_inf["critic_inf<br>critic, inference"]\n'
+        '    advantages["advantages<br>actor, inference"]\n'
+        '    actor_train["actor_train<br>actor, train_step"]\n'
+        '    critic_train["critic_train<br>critic, train_step"]\n'
+        '    actor_gen -- "input_ids, attention_mask" --> actor_inf\n'
+        '    actor_gen -- "input_ids, attention_mask" --> ref_inf\n'
+        '    actor_gen -- "input_ids, attention_mask" --> critic_inf\n'
+        '    actor_inf -- "proximal_logprobs" --> advantages\n'
+        '    ref_inf -- "ref_logprobs" --> advantages\n'
+        '    critic_inf -- "values" --> advantages\n'
+        '    advantages -- "advantages, returns" --> actor_train\n'
+        "    actor_train -.-> critic_train\n"
+    )
