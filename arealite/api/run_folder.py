@@ -31,6 +31,8 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
+        self.calls = self.path / "calls.jsonl"  # of a run with a graph: one line per call
+        self.graph = self.path / "graph.html"
         self.weights_log = self.path / "weights.jsonl"
         self.ledger = self.path / "ledger.sqlite"
         self.rollouts = self.path / "rollouts"

@@ -1,0 +1,205 @@
+"""`graph.html`: where a run with a graph stands, on one page that needs nothing but itself and has no scripts.
+
+The master writes it again every few seconds; a browser that shows it reloads it until the run has ended.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+from arealite.api.run_folder import RunFolder
+from arealite.core.drawing import CallState, clock
+from arealite.core.graph import DataFlowGraph
+from arealite.core.records import CallRecord, idle_share, overlap
+from arealite.trainer import report
+from arealite.utils.files import write_atomically
+
+RELOAD_S = 2
+ROW_HEIGHT, LETTER_WIDTH, BAR_WIDTH, END_WIDTH = 26, 7.8, 720, 150
+_PAGE_CSS = Path(report.__file__).with_name("page") / "page.css"
+_CSS = """
+.drawing {
+  margin-top: 14px; padding: 16px; overflow-x: auto;
+  background: var(--panel); border: 1px solid var(--rule); border-radius: 10px;
+}
+.drawing svg { display: block; font-family: inherit; }
+.table { margin-top: 14px; }
+.timeline text { font-size: 13px; fill: var(--ink); }
+.timeline .soft { fill: var(--soft); }
+.timeline line { stroke: var(--rule); }
+.timeline rect { fill: var(--blue); }
+.timeline .again rect { fill: var(--panel); stroke: var(--orange); stroke-width: 2; stroke-dasharray: 8 3; }
+.groups :is(th, td):nth-child(2n) { text-align: left; }
+.incidents :is(th, td) { text-align: left; }
+.incidents td + td { width: 100%; white-space: normal; overflow-wrap: anywhere; }
+"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of workers, as the page shows it."""
+
+    name: str
+    roles: tuple[str, ...]
+    num_ranks: int
+    machines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What went wrong, and what was done about it; `time` in unix seconds."""
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """All that the page shows."""
+
+    graph: DataFlowGraph
+    step: int
+    """The step that runs, or ran last."""
+    states: Mapping[str, CallState]
+    groups: Sequence[Group]
+    calls: Sequence[CallRecord]
+    """Those of the last finished step."""
+    incidents: Sequence[Incident]
+    is_finished: bool = False
+
+
+def write_page(run: RunFolder, progress: Progress, *, now: float) -> None:
+    """Write `graph.html` into the run folder; `now` in unix seconds."""
+    write_atomically(run.graph, render(run, progress, now=now))
+
+
+def render(run: RunFolder, progress: Progress, *, now: float) -> str:
+    """Return the page as HTML."""
+    folder = run.path.resolve()
+    title = escape(f"{folder.parent.name} / {folder.name}")
+    lead = f"Step {progress.step} {'was the last' if progress.is_finished else 'is running'}. "
+    lead += f"This page was written on {_date(now)} at {clock(now)}."
+    reload = "" if progress.is_finished else f'<meta http-equiv="refresh" content="{RELOAD_S}">'
+    body = [
+        f'<header><p class="brand">AReaLite dataflow</p><h1>{title}</h1><p class="lead">{lead}</p></header>',
+        _cards(progress),
+        _section(f"Step {progress.step}", f'<div class="drawing">{progress.graph.to_svg(progress.states)}</div>'),
+        _section("Groups of workers", _groups(progress)),
+    ]
+    if progress.calls:
+        last = f"Timeline of step {progress.calls[0].step}"
+        body.append(_section(last, f'<div class="drawing">{_timeline(progress.calls)}</div>'))
+    body.append(_section("Incidents", _incidents(progress.incidents)))
+    content = "\n".join(body)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+{reload}
+<title>{title}</title>
+<style>
+{_PAGE_CSS.read_text(encoding="utf-8")}{_CSS}</style>
+</head>
+<body>
+<main>
+{content}
+</main>
+</body>
+</html>
+"""
+
+
+def _section(heading: str, content: str) -> str:
+    return f"<section><h2>{heading}</h2>{content}</section>"
+
+
+def _cards(progress: Progress) -> str:
+    """Return the numbers of the last finished step; nothing before there is one."""
+    calls = progress.calls
+    if not calls:
+        return ""
+    begin, end = _span(calls)
+    num_again = sum(call.attempt > 1 for call in calls)
+    cards = [
+        ("Last step", f"{end - begin:.1f} s", f"{len(calls)} calls of step {calls[0].step}"),
+        ("Overlap", f"{overlap(calls):.2f}", "seconds of calls per second"),
+        ("Moved", f"{sum(call.moved_mib for call in calls):,.1f} MiB", "between workers"),
+        ("Run again", str(num_again), "calls after a failure"),
+    ]
+    texts = (f'<div class="card"><dt>{name}</dt><dd>{value}</dd><p>{note}</p></div>' for name, value, note in cards)
+    return f'<dl class="cards">{"".join(texts)}</dl>'
+
+
+def _groups(progress: Progress) -> str:
+    rows = [("group", "roles", "ranks", "machines", "idle in the last step")]
+    for group in progress.groups:
+        idle = f"{idle_share(progress.calls, group.name, *_span(progress.calls)):.0%}" if progress.calls else ""
+        names = ", ".join(group.roles), str(group.num_ranks), ", ".join(group.machines)
+        rows.append((group.name, *names, idle))
+    return _table(rows, kind="groups")
+
+
+def _incidents(incidents: Sequence[Incident]) -> str:
+    if not incidents:
+        return '<p class="note">None so far.</p>'
+    newest = sorted(incidents, key=lambda one: one.time, reverse=True)
+    rows = [(f"{_date(one.time)} {clock(one.time)}", one.text) for one in newest]
+    return _table([("time", "what happened"), *rows], kind="incidents")
+
+
+def _table(rows: Iterable[Sequence[str]], *, kind: str) -> str:
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "td" if number else "th"
+        lines.append(f"<tr>{''.join(f'<{tag}>{escape(text)}</{tag}>' for text in row)}</tr>")
+    return f'<div class="table {kind}"><table>{"".join(lines)}</table></div>'
+
+
+def _timeline(calls: Sequence[CallRecord]) -> str:
+    """Draw a bar per attempt, in the order in which they began, over the seconds of the step."""
+    start, end = _span(calls)
+    scale = BAR_WIDTH / (end - start)
+    zero = 16 + LETTER_WIDTH * max(len(f"{call.call} {call.group}") for call in calls)
+    width, height = zero + BAR_WIDTH + END_WIDTH, ROW_HEIGHT * (len(calls) + 1)
+    lines = [
+        f'<svg class="timeline" role="img" aria-label="timeline of calls" width="{width:g}" height="{height}" '
+        f'viewBox="0 0 {width:g} {height}">'
+    ]
+    for second in _ticks(end - start):
+        x = zero + second * scale
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - ROW_HEIGHT}"/>')
+        lines.append(f'<text class="soft" text-anchor="middle" x="{x:.1f}" y="{height - 8}">{second:g} s</text>')
+    for row, call in enumerate(sorted(calls, key=lambda one: one.begin)):
+        left, length = zero + (call.begin - start) * scale, max(2.0, call.seconds * scale)
+        y = row * ROW_HEIGHT
+        told = f"{call.seconds:.2f} s" + (f", attempt {call.attempt}" if call.attempt > 1 else "")
+        lines += [
+            f'<g class="{"again" if call.attempt > 1 else "first"}" data-call="{escape(call.call)}">',
+            f'<text x="0" y="{y + 17}">{escape(call.call)} <tspan class="soft">{escape(call.group)}</tspan></text>',
+            f'<rect x="{left:.1f}" y="{y + 5}" width="{length:.1f}" height="{ROW_HEIGHT - 10}" rx="3"/>',
+            f'<text class="soft" x="{left + length + 6:.1f}" y="{y + 17}">{told}</text></g>',
+        ]
+    return "\n".join([*lines, "</svg>"])
+
+
+def _ticks(seconds: float) -> list[float]:
+    """Return at most eight round numbers from 0 to `seconds`."""
+    size = 10.0 ** math.floor(math.log10(seconds / 7))
+    step = next(size * factor for factor in (1, 2, 5, 10) if seconds <= 7 * size * factor)
+    return [number * step for number in range(int(seconds / step) + 1)]
+
+
+def _span(calls: Sequence[CallRecord]) -> tuple[float, float]:
+    """Return begin and end of a step, at least a millisecond apart."""
+    begin = min(call.begin for call in calls)
+    return begin, max(begin + 1e-3, *(call.end for call in calls))
+
+
+def _date(time: float) -> str:
+    return f"{datetime.fromtimestamp(time):%Y-%m-%d}"

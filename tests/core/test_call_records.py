@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.core.records import CallLog, CallRecord, idle_share, overlap, read_calls
+from arealite.utils.files import FileError
+
+
+def record(begin: float, end: float, group: str = "actor", step: int = 0) -> CallRecord:
+    return CallRecord(step, "actor_inf", "actor", group, begin, end, moved_mib=1.5, attempt=1, machines=("a", "b"))
+
+
+def test_calls_that_wait_one_second_each() -> None:
+    side_by_side = [record(10, 11, group) for group in ("actor", "ref", "critic")]
+    assert overlap(side_by_side) == 3.0
+    assert overlap([record(number, number + 1) for number in range(3)]) == 1.0
+    assert overlap([record(0, 2), record(1, 3), record(7, 8)]) == 5 / 4, "the pause does not count"
+    assert overlap([]) == overlap([record(5, 5)]) == 0.0
+
+
+def test_idle_share_of_a_group() -> None:
+    records = [record(0, 2), record(1, 3), record(6, 9), record(0, 10, group="ref")]
+    assert idle_share(records, "actor", 0, 10) == 1 - 6 / 10
+    assert idle_share(records, "actor", 2, 8) == 1 - 3 / 6, "calls are cut at both ends"
+    assert idle_share(records, "ref", 0, 10) == 0.0
+    assert idle_share(records, "critic", 0, 10) == 1.0
+
+
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=8)
+
+
+@given(intervals, st.integers(0, 20), st.integers(1, 20))
+def test_overlap_and_idle_share_of_whole_seconds(spans: list[tuple[int, int]], begin: int, length: int) -> None:
+    records = [record(start, start + duration) for start, duration in spans]
+    busy = {second for start, duration in spans for second in range(start, start + duration)}
+    assert overlap(records) == sum(duration for _, duration in spans) / len(busy)
+    inside = busy & {*range(begin, begin + length)}
+    assert idle_share(records, "actor", begin, begin + length) == pytest.approx(1 - len(inside) / length)
+
+
+def test_a_log_reads_back_and_a_resumed_run_drops_what_it_redoes(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    assert read_calls(path) == []
+    log = CallLog(path)
+    written = [record(step + 0.25, step + 0.5, step=step) for step in range(4)]
+    for one in written:
+        log.append(one)
+    assert read_calls(path) == written
+    with path.open("a") as file:
+        file.write('{"step": 4, "call"')  # cut off by a crash
+    resumed = CallLog(path, start_step=2)
+    resumed.append(record(9, 10, step=2))
+    assert read_calls(path) == [*written[:2], record(9, 10, step=2)]
+    CallLog(path)
+    assert read_calls(path) == []
+
+
+def test_a_damaged_log_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(FileError) as error:
+        CallLog(path, start_step=2)
+    assert str(error.value) == (
+        f"{path} must be as its writer left it: got KeyError: 'call'. Restore it, or correct it."
+    )
