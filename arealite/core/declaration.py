@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from arealite.api.config.checks import require
@@ -81,13 +81,15 @@ def check_engines(graph: DataFlowGraph) -> None:
         require(has_call, f"a role with an engine must have a call: got {role}. Add one, or remove it from engines.")
     for call in graph.calls:
         if not call.is_source:
-            change = nearest(call.role, graph.engines, otherwise="Add its class to engines.")
-            given = f"got engines of {listed(graph.engines)}"
-            require(
-                call.role in graph.engines,
-                f"role {call.role} of call {call.name} must have an engine: {given}. {change}",
-            )
+            check_role(call.name, call.role, graph.engines)
             _check_run(call, graph.engines[call.role])
+
+
+def check_role(name: str, role: str, engines: Mapping[str, type]) -> None:
+    """The role of the call `name` has an engine."""
+    change = nearest(role, engines, otherwise="Add its class to engines.")
+    given = f"got engines of {listed(engines)}"
+    require(role in engines, f"role {role} of call {name} must have an engine: {given}. {change}")
 
 
 def _check_run(call: ModelFunctionCall, engine: type) -> None:

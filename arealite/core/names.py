@@ -1,0 +1,163 @@
+"""The words of the original's Core for what `graph` declares: `MFCDef`, `add_mfc_dataflow`, and names for YAML.
+
+Sugar only: a builder yields a DataFlowGraph; code may pass classes and functions, and `module:NAME` needs no decorator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from arealite.api.config.checks import require
+from arealite.core import declaration
+from arealite.core.graph import DataFlowGraph, ModelFunctionCall
+from arealite.reward.functions import load_named
+
+if TYPE_CHECKING:
+    from arealite.api.config.experiment import BaseExperimentConfig
+
+Kind = Literal["mfc", "agent", "env"]
+T = TypeVar("T", bound=Callable[..., Any])
+_REGISTERED: dict[Kind, dict[str, Callable[..., Any]]] = {"mfc": {}, "agent": {}, "env": {}}
+
+
+class ModelInterfaceType(StrEnum):
+    """What a call does with its model."""
+
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+
+
+_ENDINGS = {"generate": "gen", "inference": "inf", "train_step": "train"}
+
+
+@dataclass(frozen=True)
+class MFCDef:
+    """A call in the original's words; a GraphBuilder finds its function and its keys."""
+
+    model_name: str
+    """A role, also with the interface behind it, e.g. `actor-train`; generation is the servers', whatever it says."""
+    interface_type: ModelInterfaceType
+    model_function_name: str
+    """A name of `register_mfc`, `module:FUNCTION`, or a method of the role's engine, looked for in this order."""
+    n_seqs: int | None = None
+    """Must be `train_dataset.batch_size`, as each call gets the whole batch."""
+    func_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def _model(self) -> str:
+        return re.sub(r"[-_](train|inf|gen)$", "", self.model_name).replace("-", "_")
+
+    @property
+    def role(self) -> str:
+        return "rollout" if self.interface_type == ModelInterfaceType.GENERATE else self._model
+
+    @property
+    def name(self) -> str:
+        """The name of the call, e.g. `actor_train`."""
+        return f"{self._model}_{_ENDINGS.get(self.interface_type, self.interface_type)}"
+
+
+class GraphBuilder:
+    """Collects flows between definitions, then yields the graph."""
+
+    def __init__(self, engines: Mapping[str, type], publishes: str) -> None:
+        self._engines, self._publishes = dict(engines), publishes
+        self._definitions: dict[str, MFCDef] = {}
+        self._inputs: dict[str, dict[str, None]] = {}
+        self._outputs: dict[str, dict[str, None]] = {}
+
+    def add_mfc_dataflow(self, src: MFCDef, dst: MFCDef, keys: Iterable[str]) -> None:
+        """Let `dst` read what `src` makes. Raises ConfigError for two definitions of one name, or keys to a source."""
+        for one in (src, dst):
+            known = self._definitions.setdefault(one.name, one)
+            require(known == one, f"each call must have one definition: got {known} and {one}. Correct one of them.")
+        flow = declaration.words(sorted(keys) if isinstance(keys, Set) else keys, f"keys from {src.name} to {dst.name}")
+        require(
+            dst.role != "rollout",
+            f"call {dst.name} must be given no keys, as episodes begin with a row of train_dataset: got "
+            f"{declaration.listed(flow)} of {src.name}. Remove this flow.",
+        )
+        self._outputs.setdefault(src.name, {}).update(dict.fromkeys(flow))
+        self._inputs.setdefault(dst.name, {}).update(dict.fromkeys(flow))
+
+    def build(self, config: BaseExperimentConfig) -> DataFlowGraph:
+        """Return the graph, checked but for what `DataFlowGraph.check` does. ConfigError names what is unknown."""
+        for one in self._definitions.values():
+            size = config.train_dataset.batch_size
+            require(
+                one.n_seqs in (None, size),
+                f"n_seqs of call {one.name} must be train_dataset.batch_size, as a call gets the whole batch: got "
+                f"{one.n_seqs} and {size}. Remove n_seqs.",
+            )
+            require(
+                one.role != "rollout" or not one.func_kwargs,
+                f"call {one.name} must have no func_kwargs, as gconfig and tokenizer_path say how servers generate: "
+                f"got {declaration.listed(one.func_kwargs)}. Remove them.",
+            )
+        return DataFlowGraph([*map(self._call, self._definitions.values())], self._engines, self._publishes)
+
+    def _call(self, one: MFCDef) -> ModelFunctionCall:
+        made, read = self._outputs.get(one.name, {}), self._inputs.get(one.name, {})
+        keys = tuple(read), tuple(key for key in made if f"{key}?" not in made)
+        run = None if one.role == "rollout" else self._function(one)
+        return ModelFunctionCall(one.name, one.role, str(one.interface_type), run, *keys, one.func_kwargs)  # type: ignore[arg-type]
+
+    def _function(self, one: MFCDef) -> Callable[..., Any]:
+        declaration.check_role(one.name, one.role, self._engines)
+        engine = self._engines[one.role]
+        if one.model_function_name not in _REGISTERED["mfc"] and hasattr(engine, one.model_function_name):
+            return getattr(engine, one.model_function_name)
+        methods = [name for name in dir(engine) if not name.startswith("_")]
+        return named("mfc", one.model_function_name, key=f"model_function_name of {one.name}", others=methods)
+
+
+def register_mfc(name: str) -> Callable[[T], T]:
+    """Give a function `f(engine, batch, **kwargs)` a name for MFCDef."""
+    return _register("mfc", name)
+
+
+def register_agent(name: str) -> Callable[[T], T]:
+    """Give a class a name for YAML."""
+    return _register("agent", name)
+
+
+def register_env(name: str) -> Callable[[T], T]:
+    """Give a class a name for YAML."""
+    return _register("env", name)
+
+
+def _register(kind: Kind, name: str) -> Callable[[T], T]:
+    change = f'Write e.g. @register_{kind}("my-{kind}").'
+    require(
+        isinstance(name, str) and ":" not in name, f"a registered name must be a text without ':': got {name}. {change}"
+    )
+
+    def register(what: T) -> T:
+        known = _REGISTERED[kind].setdefault(name, what)
+        change = "Rename one of them."
+        require(known is what, f"{name} must be the name of one {kind}: got {known!r} and {what!r}. {change}")
+        return what
+
+    return register
+
+
+def named(kind: Kind, name: str, *, key: str, others: Iterable[str] = ()) -> Callable[..., Any]:
+    """Return what a config's `key` names: something registered, `module:NAME` or `FILE.py:NAME`.
+
+    Raises ConfigError for an unknown name, and shows the nearest one, also of `others`.
+    """
+    if ":" in name:
+        return load_named(name, key=key, kind="function" if kind == "mfc" else "class")
+    known = _REGISTERED[kind]
+    change = declaration.nearest(
+        name,
+        [*known, *others],
+        otherwise=f'Import the module that has @register_{kind}("{name}"), or write module:NAME.',
+    )
+    require(name in known, f"{key} must be a registered {kind} or module:NAME: got {name}. {change}")
+    return known[name]

@@ -1,0 +1,167 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from testing_graphs import ENGINES, Actor, ppo
+
+from arealite.api.errors import ConfigError
+from arealite.core import names
+from arealite.core.names import (
+    GraphBuilder,
+    MFCDef,
+    ModelInterfaceType,
+    named,
+    register_agent,
+    register_env,
+    register_mfc,
+)
+
+GENERATE, INFERENCE, TRAIN_STEP = ModelInterfaceType
+CONFIG: Any = SimpleNamespace(train_dataset=SimpleNamespace(batch_size=32))
+GEN = MFCDef("actor-gen", GENERATE, "generate", n_seqs=32)
+TRAIN = MFCDef("actor-train", TRAIN_STEP, "ppo_update", n_seqs=32)
+KEYS = {"rewards", "logprobs", "input_ids"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(names, "_REGISTERED", {"mfc": {}, "agent": {}, "env": {}})
+    yield
+
+
+def builder(*flows: tuple[MFCDef, MFCDef, Any]) -> GraphBuilder:
+    made = GraphBuilder({"actor": Actor}, publishes="actor")
+    for flow in flows:
+        made.add_mfc_dataflow(*flow)
+    return made
+
+
+def test_the_original_words_make_the_same_graph() -> None:
+    """Every flow of PPO with a critic, in the words of the original."""
+    declared = ppo()
+    definitions = {}
+    for call in declared.calls:
+        interface = ModelInterfaceType(call.interface)
+        model = {"actor_gen": "actor-gen", "advantages": "actor-inf"}.get(call.name, call.name.replace("_", "-"))
+        method = call.run.__name__ if call.run is not None else "generate"
+        definitions[call.name] = MFCDef("reward" if call.name == "advantages" else model, interface, method)
+    made = GraphBuilder(ENGINES | {"reward": Actor}, publishes="actor")
+    for call in declared.calls:
+        for maker, keys in declared.needs[call.name].items():
+            made.add_mfc_dataflow(definitions[maker], definitions[call.name], keys)
+    graph = made.build(CONFIG)
+    renamed = {"advantages": "reward_inf"}
+    assert [call.name for call in graph.order()] == [renamed.get(call.name, call.name) for call in declared.order()]
+    for call in declared.calls:
+        ours = graph.named[renamed.get(call.name, call.name)]
+        assert (ours.run, ours.interface, {*ours.outputs}) == (call.run, call.interface, {*call.outputs})
+        assert {*ours.inputs} == {*call.inputs}
+
+
+def test_registered_functions_are_found_by_name() -> None:
+    @register_mfc("ppo-update")
+    def own(engine: Any, batch: Any, kl_ctl: float) -> dict[str, float]:
+        return {}
+
+    update = MFCDef("actor-train", TRAIN_STEP, "ppo-update", func_kwargs={"kl_ctl": 0.1})
+    call = builder((GEN, update, KEYS)).build(CONFIG).named["actor_train"]
+    assert (call.run, call.kwargs, call.inputs) == (own, {"kl_ctl": 0.1}, ("input_ids", "logprobs", "rewards"))
+    of_a_module = MFCDef("actor-train", TRAIN_STEP, "operator:or_")
+    assert builder((GEN, of_a_module, KEYS)).build(CONFIG).named["actor_train"].run is __import__("operator").or_
+
+
+def test_agents_and_environments(tmp_path: Path) -> None:
+    @register_agent("math-single-step")
+    class Agent: ...
+
+    @register_env("math-single-step")
+    class Env: ...
+
+    register_agent("math-single-step")(Agent)
+    assert named("agent", "math-single-step", key="agent") is Agent
+    assert named("env", "math-single-step", key="env") is Env
+    (tmp_path / "own_agent_of_names.py").write_text("class Own: ...\n")
+    assert named("agent", f"{tmp_path}/own_agent_of_names.py:Own", key="agent").__name__ == "Own"
+
+
+def twice() -> None:
+    register_env("math")(Actor)
+    register_env("math")(dict)
+
+
+def unknown_env() -> None:
+    register_env("math-code")(Actor)
+    named("env", "math_code", key="env.type")
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "another size": (
+        lambda: builder((GEN, MFCDef("actor-train", TRAIN_STEP, "ppo_update", n_seqs=64), KEYS)).build(CONFIG),
+        "n_seqs of call actor_train must be train_dataset.batch_size, as a call gets the whole batch: got 64 and 32. "
+        "Remove n_seqs.",
+    ),
+    "sampling in the call": (
+        lambda: builder(
+            (MFCDef("actor-gen", GENERATE, "generate", func_kwargs={"gconfig": 1, "tokenizer": 2}), TRAIN, KEYS)
+        ).build(CONFIG),
+        "call actor_gen must have no func_kwargs, as gconfig and tokenizer_path say how servers generate: got gconfig "
+        "and tokenizer. Remove them.",
+    ),
+    "prompts that flow": (
+        lambda: builder((MFCDef("prompt", INFERENCE, "load"), GEN, {"prompt_mask", "prompt"})),
+        "call actor_gen must be given no keys, as episodes begin with a row of train_dataset: got prompt and "
+        "prompt_mask of prompt_inf. Remove this flow.",
+    ),
+    "a text of keys": (
+        lambda: builder((GEN, TRAIN, "rewards")),
+        "keys from actor_gen to actor_train must be a tuple: got the text 'rewards'. Write (\"rewards\",).",
+    ),
+    "two definitions": (
+        lambda: builder((GEN, TRAIN, KEYS), (GEN, MFCDef("actor", TRAIN_STEP, "update"), KEYS)),
+        f"each call must have one definition: got {TRAIN} and {MFCDef('actor', TRAIN_STEP, 'update')}. Correct one of "
+        "them.",
+    ),
+    "a misspelt method": (
+        lambda: builder((GEN, MFCDef("actor-train", TRAIN_STEP, "ppo_updates"), KEYS)).build(CONFIG),
+        "model_function_name of actor_train must be a registered mfc or module:NAME: got ppo_updates. Did you mean "
+        "ppo_update?",
+    ),
+    "a role without an engine": (
+        lambda: builder((GEN, MFCDef("actors-train", TRAIN_STEP, "ppo_update"), KEYS)).build(CONFIG),
+        "role actors of call actors_train must have an engine: got engines of actor. Did you mean actor?",
+    ),
+    "hyperparameters in the call": (
+        lambda: builder((GEN, MFCDef("actor-train", TRAIN_STEP, "ppo_update", None, {"kl_ctl": 1}), KEYS)).build(
+            CONFIG
+        ),
+        "run of call actor_train must take (engine, batch, **kwargs): got Actor.ppo_update, got an unexpected keyword "
+        "argument 'kl_ctl'. Hyperparameters stand in the config, block actor.",
+    ),
+    "one name twice": (
+        twice,
+        "math must be the name of one env: got <class 'testing_graphs.Actor'> and <class 'dict'>. Rename one of them.",
+    ),
+    "a misspelt name": (
+        unknown_env,
+        "env.type must be a registered env or module:NAME: got math_code. Did you mean math-code?",
+    ),
+    "nothing registered": (
+        lambda: named("agent", "math", key="agent.type"),
+        "agent.type must be a registered agent or module:NAME: got math. Import the module that has "
+        '@register_agent("math"), or write module:NAME.',
+    ),
+    "a name like a module's": (
+        lambda: register_agent("a:b"),
+        "a registered name must be a text without ':': got a:b. Write e.g. @register_agent(\"my-agent\").",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_in_the_original_words(case: str) -> None:
+    make, sentence = MISTAKES[case]
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value) == sentence
