@@ -28,12 +28,12 @@ MAY_IMPORT = {
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
-    "trainer": {
-        *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
-    },
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
         *("trainer", "launcher.place"),
+    },
+    "trainer": {
+        *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
     },
 }
 """Besides itself and the package's version: rooms, folders or files. `cli` may import anything."""

@@ -36,3 +36,5 @@ from arealite.api.config.rollout import InferenceEngineConfig as InferenceEngine
 from arealite.api.config.rollout import LiteConfig as LiteConfig
 from arealite.api.config.rollout import WeightCheckConfig as WeightCheckConfig
 from arealite.api.config.schema import config_help as config_help
+from arealite.api.config.workers import RoleConfig as RoleConfig
+from arealite.api.config.workers import WorkersConfig as WorkersConfig

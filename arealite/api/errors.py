@@ -81,6 +81,10 @@ class CheckpointError(AReaLiteError, RuntimeError):
     """A checkpoint is missing or incomplete."""
 
 
+class GroupLostError(AReaLiteError, RuntimeError):
+    """A group of workers can't go on: a worker ended, failed alone, or did not answer in time."""
+
+
 class LedgerError(AReaLiteError, RuntimeError):
     """The ledger of a run can't be written or read, or does not reach as far as asked."""
 

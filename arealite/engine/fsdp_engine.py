@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
@@ -178,6 +178,15 @@ class FSDPEngine(TrainEngine):
     def parallelism_group(self) -> dist.ProcessGroup:
         assert self._group is not None, "initialize comes first"
         return self._group
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        """The model's own configuration, of its text part."""
+        return self.model.config.get_text_config()
+
+    @property
+    def num_threads(self) -> int:
+        return torch.get_num_threads()
 
     def train(self, mode: bool = True) -> None:
         self.model.train(mode)

@@ -48,7 +48,10 @@ class RemoteInferenceEngine(InferenceEngine):
 
     protocol: type[Any] = Backend  # what the servers must speak
 
-    def __init__(self, config: InferenceEngineConfig) -> None:
+    def __init__(
+        self, config: InferenceEngineConfig, *, hand_out: Callable[[TensorDict], Any] = lambda batch: batch
+    ) -> None:
+        """`hand_out` makes of a training batch what the loop gets: a master of Core puts it into Ray's store."""
         refuse_import()
         kind = KINDS[config.backend]
         if not issubclass(kind.backend, self.protocol):
@@ -61,6 +64,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.servers = ServerPool()
         accepts_mismatch = config.weight_check.on_mismatch == "warn"
         self._backend = kind.backend(pause_mode=config.pause_mode, accepts_mismatch=accepts_mismatch)
+        self._hand_out = hand_out
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._completions: Completions
@@ -209,14 +213,16 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._rollouts().wait(count, timeout, should_accept)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
-        return self._exchange.share(lambda: self._rollouts().run_all(data, workflow), split_batch, self.catch_up)
+        return self._share(lambda: self._rollouts().run_all(data, workflow))
 
     def prepare_batch(
         self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
-        return self._exchange.share(
-            lambda: self._rollouts().prepare_batch(dataloader, workflow, should_accept), split_batch, self.catch_up
-        )
+        return self._share(lambda: self._rollouts().prepare_batch(dataloader, workflow, should_accept))
+
+    def _share(self, collect: Callable[[], TensorDict]) -> Any:
+        """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""
+        return self._exchange.share(lambda: self._hand_out(collect()), split_batch, self.catch_up)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return what `evaluation_metrics` makes of them."""

@@ -81,7 +81,7 @@ def withdraw(name: str) -> None:
     _reports.pop(name, None)
 
 
-def start() -> None:
+def start(name: str | None = None) -> None:
     """Start publishing if a launcher asked for it; the first tick or wait also does this."""
     global _is_started
     with _lock:
@@ -92,7 +92,7 @@ def start() -> None:
     if not folder:
         return
     rank = os.environ.get("RANK")
-    name = os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}"
+    name = name or (os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}")
     path = Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json"
     try:
         answer_stack_requests(name)

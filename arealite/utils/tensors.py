@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 RAGGED = {"kept_ids": "kept_counts"}  # keys of several entries per token: the key `[B, S]` of how many
-_ABSENT = {"attention_mask": 0, "versions": -1}
+ABSENT = {"attention_mask": 0, "versions": -1}
 
 
 def concat_padded_tensors(tensor_dicts: Sequence[TensorDict], pad_value: float = 0.0) -> TensorDict:
@@ -33,7 +33,7 @@ def concat_padded_tensors(tensor_dicts: Sequence[TensorDict], pad_value: float =
                 f"all batches must have the same keys: got {sorted(keys)} in entry 0 and "
                 f"{sorted(tensor_dict.keys())} in entry {index}. Add the missing keys or drop the others."
             )
-    rows = {key: _concat([d[key] for d in tensor_dicts], _ABSENT.get(key, pad_value)) for key in keys}
+    rows = {key: _concat([d[key] for d in tensor_dicts], ABSENT.get(key, pad_value)) for key in keys}
     return TensorDict(rows, batch_size=[sum(d.batch_size[0] for d in tensor_dicts)])
 
 

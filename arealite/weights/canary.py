@@ -34,7 +34,7 @@ def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
     check = rollout.config.weight_check
     if check.canary_tokens == 0:
         return
-    vocab_size = actor.model.config.get_text_config().vocab_size
+    vocab_size = actor.model_config.vocab_size
     request = ModelRequest(
         [(7 * index + 3) % vocab_size for index in range(_PROMPT_TOKENS)],  # ids that any model has
         GenerationHyperparameters(max_new_tokens=check.canary_tokens, temperature=actor.config.temperature),
@@ -63,7 +63,7 @@ def _judge(
     logprobs_BT: torch.Tensor,
 ) -> None:
     """Record the largest gap; refuse servers that are beyond the bound or report another version."""
-    check, model_config = rollout.config.weight_check, actor.model.config.get_text_config()
+    check, model_config = rollout.config.weight_check, actor.model_config
     dtypes = {actor.config.dtype, *(server.facts.dtype for server in canaries)}
     default_bound = _FLOAT32_BOUND if dtypes == {"float32"} else _SHORTER_BOUND
     bound = default_bound if check.canary_bound is None else check.canary_bound

@@ -8,7 +8,6 @@ the new weights and sampled from them, in the order servers, rollout, actor; any
 import functools
 from concurrent.futures import Future
 
-import torch
 import torch.distributed as dist
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -42,7 +41,7 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
             is_done = _update(actor, rollout, version)
         if rollout.config.weight_check.fingerprint:
             fingerprint = actor.fingerprint()
-            threads = torch.get_num_threads()
+            threads = actor.num_threads
             on_rank_0(lambda: record_weights(rollout.config, version, fingerprint, threads=threads))
         rollout.catch_up = functools.partial(_catch_up, actor, rollout, version, actor.num_changes)
     rollout.set_version(version)

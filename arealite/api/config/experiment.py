@@ -27,6 +27,7 @@ from arealite.api.config.rollout import (
 )
 from arealite.api.config.schema import MISSING
 from arealite.api.config.types import Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt
+from arealite.api.config.workers import WorkersConfig
 
 
 def _named(block: str, **sources: str) -> dict[str, str]:
@@ -94,6 +95,8 @@ class BaseExperimentConfig(ConfigBase):
     """Evaluation."""
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     """Metrics."""
+    workers: WorkersConfig | None = None
+    """Groups of workers for a script of Core; None is a script of ranks."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """Recovery."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)

@@ -50,7 +50,7 @@ from arealite.utils.tensors import RAGGED
 
 # What scripts of the original call these; a key that nobody reads would change the objective silently.
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
-_TOKENS = ("input_ids", "attention_mask", *RAGGED, *RAGGED.values())  # and what they were sampled from, if narrowed
+TOKENS = ("input_ids", "attention_mask", *RAGGED, *RAGGED.values())  # and what they were sampled from, if narrowed
 UNKNOWN_LOGPROB = -9999.0  # vLLM's, over HTTP, of a logprob that is not finite; such a token is not trained on
 
 TokenLossFn = Callable[[torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -89,7 +89,7 @@ class PPOActor:
         The softmax at `config.temperature` is over what each token was sampled from, where the batch has `kept_ids`
         (top-p, top-k); with `whole`, and always for a reference (no optimizer), over the whole vocabulary.
         """
-        keys = _TOKENS[:2] if whole or self.config.optimizer is None else _TOKENS
+        keys = TOKENS[:2] if whole or self.config.optimizer is None else TOKENS
         self.engine.eval()
         return self.engine.forward(
             batch.select(*keys, strict=False),
@@ -220,7 +220,7 @@ class PPOActor:
     def _columns(self, batch: TensorDict) -> TensorDict:
         """Return what the loss reads; all of it is constant during the update."""
         config, proximal_BT = self.choices, self._proximal_logprobs(batch)
-        columns = batch.select(*_TOKENS, "advantages", strict=False)
+        columns = batch.select(*TOKENS, "advantages", strict=False)
         mask_BT = columns["loss_mask"] = self._trained_tokens(batch)
         columns["rollout_logprobs"] = batch["logprobs"]
         if config.kl_ctl > 0 and config.kl_in == "loss":

@@ -160,7 +160,7 @@ class RayPlace(RelayPlace):
             actor = self._actor_class.options(**options, scheduling_strategy=bundle).remote()
             try:
                 where = os.getcwd(), ray.util.get_node_ip_address()
-                node = await actor.start.remote(_environment(), *where, self._config.node_timeout)
+                node = await actor.start.remote(forwarded_environment(), *where, self._config.node_timeout)
                 slot = RaySlot(node, actor, timeout_s=self._config.node_timeout)
                 await slot.meet()
                 return slot
@@ -191,7 +191,7 @@ class RayPlace(RelayPlace):
         return f"Ray to place {names} with {needs}; the cluster has {len(alive)} nodes with {', '.join(has)}"
 
 
-def _environment() -> dict[str, str]:
+def forwarded_environment() -> dict[str, str]:
     """Return what jobs get of the launcher's environment, and the cluster it is connected to."""
     ours = {name: value for name, value in os.environ.items() if _FORWARDED.fullmatch(name)}
     return ours | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}

@@ -47,10 +47,13 @@ def trainer_job(
 ) -> Job:
     """Describe a rank of the trainer, with the variables that torchrun sets; `master` is where rank 0 listens."""
     beside, nodes = run.plan.ranks_on(placement.node), run.plan.trainer_nodes
+    num_ranks = len(beside)
+    if run.config.workers is not None and run.config.allocation is not None:  # whose workers are the ranks
+        num_ranks = run.config.allocation.train_world_size
     env = environment(
         run.config.launcher.trainer_env_vars,
         CUDA_VISIBLE_DEVICES=",".join(gpus),
-        OMP_NUM_THREADS=str(trainer_threads(run.config, run.plan, num_ranks=len(beside))),
+        OMP_NUM_THREADS=str(trainer_threads(run.config, run.plan, num_ranks=num_ranks)),
         RANK=str(placement.index),
         WORLD_SIZE=str(len(run.plan.trainers)),
         LOCAL_RANK=str(beside.index(placement)),

@@ -127,7 +127,7 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
             )
     num_servers = _num_servers(config, mode)
     is_evaluation = mode.type_ is AllocationType.DECOUPLED_EVAL
-    num_ranks = 1 if is_evaluation else mode.train_world_size
+    num_ranks = 1 if is_evaluation or config.workers is not None else mode.train_world_size  # a master is one
     if cluster.n_gpus_per_node == 0:
         per_node = -(-(num_servers + num_ranks) // cluster.n_nodes)  # processes stand for GPUs
         placements = [replace(one, devices=()) for one in _place(num_servers, 1, num_ranks, per_node)]

@@ -1,0 +1,40 @@
+"""Worker groups of Core: which roles have processes of their own, and how many."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from arealite.api.config.types import ConfigBase, NonNegativeInt, Positive, PositiveInt
+
+
+@dataclass
+class RoleConfig(ConfigBase):
+    """The workers of one role. A role that says nothing lies with the first one, as in a script of ranks."""
+
+    ranks: PositiveInt | None = None
+    """Workers of a group of its own; None takes the trainer's part of `allocation_mode`, or shares the first group."""
+    share: str | None = None
+    """Role with whose workers this one takes turns; None is a group of its own if `ranks` is given."""
+    strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """How Ray places the workers on nodes."""
+    threads: PositiveInt | None = None
+    """CPU threads of each worker; None shares the cores out, as the launcher does for ranks."""
+
+
+@dataclass
+class WorkersConfig(ConfigBase):
+    """Groups of workers on Ray, which a master tells what to do."""
+
+    actor: RoleConfig = field(default_factory=RoleConfig)
+    """The policy."""
+    critic: RoleConfig = field(default_factory=RoleConfig)
+    """The critic."""
+    ref: RoleConfig = field(default_factory=RoleConfig)
+    """The reference."""
+    teacher: RoleConfig = field(default_factory=RoleConfig)
+    """The teacher of a distillation."""
+    model: RoleConfig = field(default_factory=RoleConfig)
+    """The model of an experiment without reinforcement learning."""
+    call_timeout: Positive = 7200.0
+    """Seconds that a call may take before its group counts as lost."""
+    restarts: NonNegativeInt = 3
+    """How often a group that is lost may be started again between two checkpoints."""

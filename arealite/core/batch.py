@@ -1,0 +1,127 @@
+"""Batches whose tensors lie in Ray's object store, cut once into parts and moved by pieces.
+
+A piece is one object: some keys of one part, as numpy arrays of the real tokens (numpy crosses the store without a
+copy; a TensorDict would be pickled). Invariants: a part is never cut again, so that a group of as many ranks as there
+are parts gets the shares of a script of ranks; what is restored equals what was sent, padding included, so sums keep
+their order. Pieces are copied when they are restored: arrays of the store belong to every reader.
+"""
+
+# B rows of a part, S padded tokens, N real tokens
+
+from __future__ import annotations
+
+from collections.abc import Iterable, KeysView, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from arealite.utils.tensors import ABSENT, RAGGED, concat_padded_tensors, real_entries
+
+_MASK = "attention_mask"
+_BITS = {torch.bfloat16: torch.int16}  # types that numpy lacks travel as others of their size
+
+
+@dataclass(frozen=True)
+class _Array:
+    """A tensor on its way: `[N, ...]` of the real entries of `width` padded ones, or all of it if that is None."""
+
+    values: np.ndarray[Any, Any]
+    dtype: torch.dtype
+    width: int | None
+
+
+Piece = dict[str, _Array]
+
+
+def pack(part: TensorDict, keys: Iterable[str]) -> Piece:
+    """Return some keys of a part, which has its `attention_mask`, without padding."""
+    piece = {}
+    for key in keys:
+        tensor = part[key].detach().cpu()
+        real = None if key == _MASK else real_entries(part, key)
+        values = tensor if real is None else tensor[real.cpu()]
+        array = values.view(_BITS.get(tensor.dtype, tensor.dtype)).contiguous().numpy()
+        piece[key] = _Array(array, tensor.dtype, None if real is None else tensor.shape[1])
+    return piece
+
+
+def unpack(arrays: Mapping[str, _Array]) -> TensorDict:
+    """Return the part that pieces of it hold; the caller may change it."""
+    part: dict[str, torch.Tensor] = {}
+    for key in sorted(arrays, key=lambda key: (key != _MASK, key in RAGGED)):  # a key after what tells where it is real
+        array = arrays[key]
+        values = torch.from_numpy(np.array(array.values)).view(array.dtype)
+        if array.width is not None:
+            num_rows = part[_MASK].shape[0]
+            padded = torch.full((num_rows, array.width, *values.shape[1:]), ABSENT.get(key, 0), dtype=array.dtype)
+            sized = TensorDict(part | {key: padded}, batch_size=[num_rows])
+            real = real_entries(sized, key)
+            padded[real] = values
+            values = padded
+        part[key] = values
+    return TensorDict(part, batch_size=[part[_MASK].shape[0]])
+
+
+def join(parts: Sequence[TensorDict]) -> TensorDict:
+    """Return the rows of several parts as one batch."""
+    return parts[0] if len(parts) == 1 else concat_padded_tensors(parts)
+
+
+def cut(batch: TensorDict, parts: Sequence[TensorDict], keys: Iterable[str]) -> list[TensorDict]:
+    """Return for each part its rows of some keys of the joined batch, with the part's own padding and mask."""
+    cuts, first = [], 0
+    for part in parts:
+        rows = batch[first : first + part.batch_size[0]]
+        first += part.batch_size[0]
+        width, joined_width = part[_MASK].shape[1], batch[_MASK].shape[1]
+        of_part = {key: rows[key] for key in keys}
+        of_part = {
+            key: one[:, :width] if one.ndim > 1 and one.shape[1] == joined_width else one
+            for key, one in of_part.items()
+        }
+        cuts.append(TensorDict(of_part | {_MASK: part[_MASK]}, batch_size=[part.batch_size[0]]))
+    return cuts
+
+
+@dataclass(frozen=True)
+class Column:
+    """One key of a batch: a reference to the piece of each part, once they are there, and the key's name in them."""
+
+    pieces: Future[list[Any]]
+    key: str
+
+
+class RemoteBatch:
+    """A batch of a master. A call that makes a column returns at once; what needs it waits for it."""
+
+    def __init__(self, order: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
+        """`order` has the rows of each part by their places in the whole batch, `tokens` the tokens of each part."""
+        self.order, self.tokens = order, tokens
+        self._columns: dict[str, Column] = {}
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.order)
+
+    def __setitem__(self, key: str, column: Column) -> None:
+        if not isinstance(column, Column):
+            raise TypeError(
+                f"a column of a remote batch must come from a call of an engine: got {type(column).__name__} for "
+                f"{key!r}. Compute it in a function f(engine, batch) and pass that to engine.call."
+            )
+        self._columns[key] = column
+
+    def __getitem__(self, key: str) -> Column:
+        if key not in self._columns:
+            raise KeyError(f"a batch must have {key!r}: got {sorted(self._columns)}")
+        return self._columns[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._columns
+
+    def keys(self) -> KeysView[str]:
+        return self._columns.keys()

@@ -1,0 +1,177 @@
+"""The engine of a role as its master sees it: the methods of the real one, which a group of workers runs.
+
+A method that returns a tensor returns a pending `Column` at once, so that calls of several groups overlap; one that
+changes the batch or returns numbers waits for its end. A batch that lies in the master is scattered, and what is
+computed from it comes back as a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.core.batch import Column, RemoteBatch
+from arealite.core.group import Call, Reply, WorkerGroup, columns_of
+from arealite.core.worker import RoleName, Run
+from arealite.engine.ppo.actor import TOKENS
+from arealite.utils import heartbeat
+
+if TYPE_CHECKING:
+    from arealite.core.workers import Workers
+
+
+class RemoteEngine:
+    """Stands for the engine of a role. `call` reaches every method that has no forwarder here."""
+
+    def __init__(self, workers: Workers, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
+        self.config = config
+        self.role, self.group = role, group
+        self._workers = workers
+        self._version = 0
+        group.add(role, make)
+
+    # Life
+
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None, *, policy: RemoteEngine | None = None) -> None:
+        """Load the model on every worker; a reference without weights of its own needs its policy in its group."""
+        is_beside = policy is not None and policy.group is self.group
+        kwargs = {"policy": RoleName(policy.role)} if is_beside and policy is not None else {}
+        self._value("initialize", addr, ft_spec, **kwargs)
+        self.model_config = self._value(_model_config)
+
+    def destroy(self) -> None:
+        """Free the model on every worker."""
+        self._value("destroy")
+
+    @property
+    def parallelism_group(self) -> dist.ProcessGroup | None:
+        """The master's own group, of one rank: statistics of the workers are reduced when they come here."""
+        return dist.group.WORLD
+
+    @property
+    def num_changes(self) -> int:
+        """How often the weights have changed."""
+        return int(self._value(_num_changes))
+
+    @property
+    def num_threads(self) -> int:
+        return self.group.spec.num_threads
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights."""
+        self._version = version
+        self._value("set_version", version)
+        self._workers.note_step(version)
+
+    def get_version(self) -> int:
+        """Return the version of the weights."""
+        return self._version
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a Hugging Face checkpoint."""
+        self._value("save", meta)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Read a Hugging Face checkpoint."""
+        self._value("load", meta)
+
+    # Calls on batches
+
+    def call(
+        self,
+        run: Run,
+        batch: RemoteBatch | TensorDict,
+        *args: Any,
+        output: str = "",
+        keys: Sequence[str] = (),
+        **kw: Any,
+    ) -> Any:
+        """Run a method of the engine, by name, or a function `f(engine, batch, **kw)` on a batch and wait for its end.
+
+        Returns the value of rank 0; a tensor comes as a column if `output` gives it a name, and then the call is
+        pending. What the call adds to the batch is added here as well. `keys` are what it sees, by default all.
+        """
+        home = self._workers.scatter(batch) if isinstance(batch, TensorDict) else batch
+        name = f"{self.role}.{run if isinstance(run, str) else run.__name__}"
+        columns = columns_of(home, keys or None)
+        call = Call(name, self.role, run, args, kw, columns, home.num_parts, output=output or None)
+        reply = self.group.submit(call)
+        if output:
+            column = Column(reply.pieces, output)
+            return column if home is batch else self._workers.fetch(column, home)
+        outcome = self._wait(reply, name)[0]
+        for key in outcome.made:
+            home[key] = Column(reply.pieces, key)
+            if isinstance(batch, TensorDict):
+                batch[key] = self._workers.fetch(home[key], home)
+        return outcome.value
+
+    def compute_logprobs(self, batch: RemoteBatch, *, whole: bool = False) -> Column:
+        """Return the pending logprobs of every token under the current weights."""
+        return self.call("compute_logprobs", batch, output="logprobs", keys=TOKENS, whole=whole)
+
+    compute_logp = compute_logprobs
+
+    def compute_values(self, batch: RemoteBatch) -> Column:
+        """Return the pending values of every token, of a critic."""
+        return self.call("compute_values", batch, output="values", keys=TOKENS[:2])
+
+    def compute_advantages(self, batch: RemoteBatch) -> None:
+        """Add advantages, and for a critic returns and their mask, to the batch."""
+        self.call("compute_advantages", batch)
+
+    def ppo_update(self, batch: RemoteBatch) -> dict[str, float]:
+        """Take the optimizer steps of one batch, and return metrics."""
+        return self.call("ppo_update", batch)
+
+    def describe(self, batch: RemoteBatch) -> dict[str, float]:
+        """Return the metrics of the batch itself."""
+        return self.call("describe", batch)
+
+    # Weights
+
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
+        """Return name, full shape and dtype of every tensor in send order, in buckets."""
+        return self._value("get_param_specs", weight_chunked_mem_mb)
+
+    def fingerprint(self) -> str:
+        """Return a checksum of the parameters."""
+        return str(self._value("fingerprint"))
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the weights from the workers, and wait until the last tensor was sent."""
+        try:
+            meta.fingerprints |= self._value(_upload, meta)
+        except BaseException as error:
+            meta.uploaded.set_exception(error)
+            raise
+        meta.uploaded.set_result(None)
+
+    def _value(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """Run a method without a batch on every rank and return rank 0's value."""
+        name = f"{self.role}.{run if isinstance(run, str) else run.__name__.strip('_')}"
+        return self._wait(self.group.submit(Call(name, self.role, run, args, kwargs)), name)[0].value
+
+    def _wait(self, reply: Reply, name: str) -> Any:
+        with heartbeat.waiting(f"{name} on the workers of group {self.group.spec.name}", on="ranks"):
+            outcomes = reply.values.result()  # the group has deadlines
+        heartbeat.tick()
+        return outcomes
+
+
+def _model_config(engine: Any) -> Any:
+    return engine.model_config
+
+
+def _num_changes(engine: Any) -> int:
+    return int(engine.num_changes)
+
+
+def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:
+    """Send the weights and return what rank 0 has found out about them."""
+    engine.upload_weights(meta)
+    return meta.fingerprints

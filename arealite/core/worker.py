@@ -1,0 +1,160 @@
+"""One rank of a group: a Ray actor that holds an engine for each role of its group and runs what it is told."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from arealite.core.batch import Piece, cut, join, pack, unpack
+from arealite.utils import heartbeat
+from arealite.utils.distributed import is_agreed
+from arealite.utils.network import hold_port, host_ip, port_of
+
+Run = str | Callable[..., Any]
+"""A method of the role's engine by name, or `f(engine, batch, **kwargs)`."""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """What one rank does: a call on some parts of a batch, whose pieces follow as arguments, part after part."""
+
+    role: str
+    run: Run
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pieces: tuple[tuple[Mapping[str, str], ...], ...] = ()
+    """For each part, for each piece of it: the keys of the piece by their names in the batch."""
+    has_batch: bool = False
+    output: str | None = None
+    """What the tensor that the call returns is called."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call on one rank: its plain value, or its error; names of the columns that it made."""
+
+    value: Any = None
+    made: tuple[str, ...] = ()
+    num_bytes: int = 0  # received and made
+    error: BaseException | None = None
+    is_agreed: bool = False
+    trace: str = ""
+
+
+class Worker:
+    """The actor."""
+
+    def __init__(self, name: str, log: str | None, num_threads: int) -> None:
+        self._engines: dict[str, Any] = {}
+        if log is not None:
+            _write_output_to(Path(log))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(num_threads)
+        heartbeat.start(name)
+
+    def address(self, toward: str) -> tuple[str, str, int]:
+        """Return this node's name, the address by which `toward` reaches it and a port that is free there."""
+        self._holder = hold_port("0.0.0.0")  # until rank 0 of the group listens on it
+        return os.uname().nodename, host_ip(toward), port_of(self._holder)
+
+    def meet(self, environment: Mapping[str, str]) -> None:
+        """Take the place of a rank in the group's world, with the variables that torchrun sets."""
+        for name in [one for one in os.environ if one.startswith("TORCHELASTIC")]:
+            del os.environ[name]  # with its store nobody would host the group's
+        os.environ.update(environment)
+        self._holder.close()
+
+    def add(self, role: str, make: Callable[[], Any]) -> Outcome:
+        """Make the engine of a role."""
+        return self._tried(lambda: self._engines.update({role: make()}))
+
+    def call(self, call: RankCall, *pieces: Piece) -> Any:
+        """Return the outcome, followed by the piece of what the call made for each part of the batch, if any."""
+        results: list[Piece] = [{}] * len(call.pieces)
+
+        def act() -> Outcome:
+            engine = self._engines[call.role]
+            run = getattr(engine, call.run) if isinstance(call.run, str) else _bound(call.run, engine)
+            args = tuple(self._engines[one.role] if isinstance(one, RoleName) else one for one in call.args)
+            kwargs = {
+                key: self._engines[one.role] if isinstance(one, RoleName) else one for key, one in call.kwargs.items()
+            }
+            if not call.has_batch:
+                return Outcome(run(*args, **kwargs))
+            parts = _restored(call.pieces, pieces)
+            batch = join(parts)
+            before = dict(batch.items())
+            value = run(batch, *args, **kwargs)
+            if isinstance(value, torch.Tensor):
+                assert call.output is not None, f"a call of {call.run} returns no tensor"
+                batch[call.output], value = value, None
+            made = tuple(key for key, tensor in batch.items() if before.get(key) is not tensor)
+            results[:] = [pack(one, made) for one in cut(batch, parts, made)] if made else results
+            sizes = [array.values.nbytes for piece in (*pieces, *results) for array in piece.values()]
+            return Outcome(value, made, sum(sizes))
+
+        outcome = self._tried(act)
+        heartbeat.tick()
+        return [outcome, *results] if results else outcome
+
+    @staticmethod
+    def _tried(action: Callable[[], Any]) -> Outcome:
+        """Return the outcome of an action, also of one that raises: other ranks must not wait for it in vain."""
+        try:
+            outcome = action()
+        except Exception as error:
+            traceback.print_exc()
+            return Outcome(error=_portable(error), is_agreed=is_agreed(error), trace=traceback.format_exc())
+        return outcome if isinstance(outcome, Outcome) else Outcome(outcome)
+
+
+@dataclass(frozen=True)
+class RoleName:
+    """Stands, among the arguments of a call, for the engine of another role of the group."""
+
+    role: str
+
+
+def _bound(function: Callable[..., Any], engine: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(engine, *args, **kwargs)
+
+
+def _restored(layout: Sequence[Sequence[Mapping[str, str]]], pieces: Sequence[Piece]) -> list[TensorDict]:
+    """Return the parts of a batch from their pieces."""
+    left = iter(pieces)
+    parts = []
+    for of_part in layout:
+        arrays: dict[str, Any] = {}
+        for names in of_part:
+            piece = next(left)
+            arrays |= {name: piece[key] for name, key in names.items()}
+        parts.append(unpack(arrays))
+    return parts
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that the master can read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _write_output_to(path: Path) -> None:
+    """Append what this process writes to a log beside those of other processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
