@@ -175,8 +175,16 @@ def check_blocks(graph: DataFlowGraph, config: BaseExperimentConfig) -> None:
 
 
 def check_workers(graph: DataFlowGraph, config: BaseExperimentConfig) -> None:
-    """A role shares the workers of one that has its own, and all workers fit the cluster."""
-    blocks = {role: getattr(getattr(config, "workers", None), role, None) for role in graph.engines}
+    """A role shares the workers of one that has its own, and all workers fit the cluster.
+
+    The first role that shares with none has workers of its own, as has each with `ranks`. Others lie with the first.
+    """
+    workers = getattr(config, "workers", None)
+    known = {name: block for name, block in vars(workers).items() if hasattr(block, "share")} if workers else {}
+    for role in graph.engines if known else ():
+        change = "Rename it, or add it to the class of workers."
+        require(role in known, f"a role must be one that workers has, {listed(known)}: got {role}. {change}")
+    blocks = {role: known.get(role) for role in graph.engines}
     shares = {role: block.share for role, block in blocks.items() if block is not None and block.share is not None}
     for role, host in shares.items():
         change = nearest(host, graph.engines)
@@ -187,13 +195,15 @@ def check_workers(graph: DataFlowGraph, config: BaseExperimentConfig) -> None:
             f"{shares.get(host)}. Remove one of the two.",
         )
     mode, cluster = config.allocation, config.cluster
-    default = mode.train_world_size if mode is not None else 1
-    ranks = {role: getattr(blocks[role], "ranks", None) or default for role in graph.engines if role not in shares}
+    ranks = {role: getattr(blocks[role], "ranks", None) for role in graph.engines if role not in shares}
+    first = next(iter(ranks))  # shares form no ring, as checked above
+    ranks[first] = ranks[first] or (mode.train_world_size if mode is not None else 1)
+    own = {role: num for role, num in ranks.items() if num is not None}
     has_servers = mode is not None and config.rollout is not None and not config.rollout.server_addrs
     num_serving = mode.gen_world_size if mode is not None and has_servers else 0
     require(
-        cluster.n_gpus_per_node == 0 or sum(ranks.values()) + num_serving <= cluster.n_nodes * cluster.n_gpus_per_node,
-        f"workers must fit the cluster: got {listed(f'{num} of {role}' for role, num in ranks.items())} beside "
+        cluster.n_gpus_per_node == 0 or sum(own.values()) + num_serving <= cluster.n_nodes * cluster.n_gpus_per_node,
+        f"workers must fit the cluster: got {listed(f'{num} of {role}' for role, num in own.items())} beside "
         f"{num_serving} GPUs of servers, and {cluster.n_nodes} x {cluster.n_gpus_per_node} GPUs. Lower "
         "workers.<role>.ranks, or let a role share the workers of another.",
     )

@@ -333,9 +333,18 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "workers.<role>.ranks, or let a role share the workers of another.",
     ),
     "as many as the allocation says": (
-        {"workers": None},
-        "workers must fit the cluster: got 4 of actor, 4 of critic and 4 of ref beside 2 GPUs of servers, and 1 x 8 "
-        "GPUs. Lower workers.<role>.ranks, or let a role share the workers of another.",
+        {"workers": None, "allocation": AllocationMode.from_str("sglang.d2+d7")},
+        "workers must fit the cluster: got 7 of actor beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
+        "workers.<role>.ranks, or let a role share the workers of another.",
+    ),
+    "a first role that shares": (
+        {"workers": workers(actor=(None, "critic"), critic=(None, None), ref=(3, None))},
+        "workers must fit the cluster: got 4 of critic and 3 of ref beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
+        "workers.<role>.ranks, or let a role share the workers of another.",
+    ),
+    "a role without workers": (
+        {"workers": SimpleNamespace(actor=SimpleNamespace(ranks=1, share=None), call_timeout=60.0)},
+        "a role must be one that workers has, actor: got critic. Rename it, or add it to the class of workers.",
     ),
 }
 
@@ -349,8 +358,10 @@ def test_configs_that_cannot_run_a_graph(case: str) -> None:
 def test_configs_that_can() -> None:
     ppo().check(config())
     of_others = SimpleNamespace(server_addrs=["10.0.0.1:30000"])
-    ppo().check(config(workers=workers(ref=(None, "critic")), rollout=of_others))
-    ppo().check(config(workers=None, cluster=SimpleNamespace(n_nodes=1, n_gpus_per_node=0)))
+    ppo().check(config(workers=workers(critic=(4, None)), rollout=of_others))
+    ppo().check(config(workers=workers(critic=(400, None)), cluster=SimpleNamespace(n_nodes=1, n_gpus_per_node=0)))
+    ppo().check(config(workers=None))
+    ppo().check(config(workers=None, allocation=None, cluster=SimpleNamespace(n_nodes=1, n_gpus_per_node=1)))
 
 
 def test_the_graph_of_real_engines() -> None:
