@@ -1,10 +1,11 @@
+import functools
 import pickle
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing_graphs import ENGINES, PPO, ROLLOUT, TOKENS, Actor, Critic, ppo
 
-from arealite.api.alloc_mode import AllocationMode
+from arealite.api.cli_args import PPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.core.graph import MFC, CallState, DataFlowGraph
 
@@ -272,96 +273,97 @@ def test_what_is_no_mistake() -> None:
     graph(change("advantages", run=Own.compute_advantages), engines=ENGINES | {"actor": Own})
 
 
-def config(**changed: Any) -> Any:
-    """Return what `check` reads of an experiment's config: 4 servers and 4 ranks on a node of 8 GPUs."""
-    trained, frozen = SimpleNamespace(optimizer=object()), SimpleNamespace(optimizer=None)
-    blocks = {
-        "actor": trained,
-        "critic": trained,
-        "ref": frozen,
-        "workers": workers(critic=(2, None), ref=(None, "critic")),
-    }
-    others = {
-        "rollout": SimpleNamespace(server_addrs=[]),
-        "allocation": AllocationMode.from_str("sglang.d2+d4"),
-        "cluster": SimpleNamespace(n_nodes=1, n_gpus_per_node=8),
-    }
-    return SimpleNamespace(**(blocks | others | changed))
+EXAMPLE = Path(__file__).parents[2] / "examples/arealite/configs/gsm8k_ppo.yaml"
+GIVEN = [
+    "allocation_mode=sglang.d2+d4",
+    "actor.kl_ctl=0.1",
+    "ref={}",
+    "workers.critic.ranks=2",
+    "workers.ref.share=critic",
+]
 
 
-def workers(**roles: tuple[int | None, str | None]) -> SimpleNamespace:
-    default: dict[str, tuple[int | None, str | None]] = dict.fromkeys(ENGINES, (None, None))
-    return SimpleNamespace(
-        **{role: SimpleNamespace(ranks=n, share=host) for role, (n, host) in (default | roles).items()}
-    )
+def config(*overrides: str) -> PPOConfig:
+    """Return that of the example for PPO, with 2 servers and 4 ranks of the actor on a node of 8 GPUs."""
+    return load_expr_config(["--config", str(EXAMPLE), *GIVEN, *overrides], PPOConfig)[0]
 
 
-FROZEN = SimpleNamespace(optimizer=None)
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+def without(*path: str) -> PPOConfig:
+    """Return the config without a block, as another class of experiment may have it."""
+    changed = config()
+    setattr(functools.reduce(getattr, path[:-1], changed), path[-1], None)
+    return changed
+
+
+CONFIGS: dict[str, tuple[Callable[[], PPOConfig], str]] = {
     "no block": (
-        {"ref": None},
+        lambda: without("ref"),
         "the config must have a block ref, as call ref_inf is of role ref: got none. "
         'Write "ref: {}", or declare a graph without this call.',
     ),
     "no servers": (
-        {"rollout": None},
+        lambda: without("rollout"),
         "the config must have a block rollout, as call actor_gen is of role rollout: got none. "
         'Write "rollout: {}", or declare a graph without this call.',
     ),
     "no optimizer": (
-        {"critic": FROZEN},
+        lambda: without("critic", "optimizer"),
         "critic.optimizer must be a block, as call critic_train trains: got null. Set its lr, or declare the call as "
         "inference.",
     ),
     "shares with nobody": (
-        {"workers": workers(ref=(None, "critics"))},
+        lambda: config("workers.ref.share=critics"),
         "workers.ref.share must be a role of the graph: got critics. Did you mean critic?",
     ),
     "shares with one that shares": (
-        {"workers": workers(ref=(None, "critic"), critic=(None, "actor"))},
+        lambda: config("workers.critic.ranks=null", "workers.critic.share=actor"),
         "workers.ref.share must be a role with workers of its own: got critic, which shares those of actor. Remove one "
         "of the two.",
     ),
     "shares with itself": (
-        {"workers": workers(ref=(None, "ref"))},
+        lambda: config("workers.ref.share=ref"),
         "workers.ref.share must be a role with workers of its own: got ref, which shares those of ref. Remove one of "
         "the two.",
     ),
     "more ranks than devices": (
-        {"workers": workers(critic=(3, None), ref=(None, "critic"))},
+        lambda: config("workers.critic.ranks=3"),
         "workers must fit the cluster: got 4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
         "workers.<role>.ranks, or let a role share the workers of another.",
     ),
-    "as many as the allocation says": (
-        {"workers": None, "allocation": AllocationMode.from_str("sglang.d2+d7")},
-        "workers must fit the cluster: got 7 of actor beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
-        "workers.<role>.ranks, or let a role share the workers of another.",
-    ),
     "a first role that shares": (
-        {"workers": workers(actor=(None, "critic"), critic=(None, None), ref=(3, None))},
+        lambda: config(
+            "workers.actor.share=critic", "workers.critic.ranks=null", "workers.ref={ranks: 3, share: null}"
+        ),
         "workers must fit the cluster: got 4 of critic and 3 of ref beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
         "workers.<role>.ranks, or let a role share the workers of another.",
-    ),
-    "a role without workers": (
-        {"workers": SimpleNamespace(actor=SimpleNamespace(ranks=1, share=None), call_timeout=60.0)},
-        "a role must be one that workers has, actor: got critic. Rename it, or add it to the class of workers.",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_configs_that_cannot_run_a_graph(case: str) -> None:
-    changed, sentence = CONFIGS[case]
-    assert mistake(lambda: ppo().check(config(**changed))) == sentence
+    make, sentence = CONFIGS[case]
+    made = make()
+    assert mistake(lambda: ppo().check(made)) == sentence
+
+
+def test_a_role_that_workers_do_not_have() -> None:
+    made = config()
+    made.judge = made.actor  # type: ignore[attr-defined]
+    judged = replace(PPO["ref_inf"], role="judge")
+    changed = graph(judged, engines={"actor": Actor, "critic": Critic, "judge": Actor})
+    assert mistake(lambda: changed.check(made)) == (
+        "a role must be one that workers has, actor, critic, ref, teacher and model: got judge. Rename it, or add it "
+        "to the class of workers."
+    )
 
 
 def test_configs_that_can() -> None:
     ppo().check(config())
-    of_others = SimpleNamespace(server_addrs=["10.0.0.1:30000"])
-    ppo().check(config(workers=workers(critic=(4, None)), rollout=of_others))
-    ppo().check(config(workers=workers(critic=(400, None)), cluster=SimpleNamespace(n_nodes=1, n_gpus_per_node=0)))
-    ppo().check(config(workers=None))
-    ppo().check(config(workers=None, allocation=None, cluster=SimpleNamespace(n_nodes=1, n_gpus_per_node=1)))
+    ppo().check(config("workers=null"))
+    ppo().check(config("workers.critic.ranks=4", "rollout.server_addrs=[10.0.0.1:30000]"))
+    ppo().check(config("workers.critic.ranks=400", "cluster.n_gpus_per_node=0"))
+    ppo().check(config('allocation_mode=""', "rollout.num_servers=1", "cluster.n_gpus_per_node=3"))
 
 
 def test_the_graph_of_real_engines() -> None:
