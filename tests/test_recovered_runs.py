@@ -118,7 +118,8 @@ def assert_same_run(found: Run, expected: Run) -> None:
     files = [f"checkpoints/step_{STEPS - 1}/model.safetensors"]
     for step in {1, STEPS - 1} if (found.folder / "recover" / "step_1").exists() else {STEPS - 1}:
         checkpoint = expected.folder / "recover" / f"step_{step}"
-        files += [f"recover/step_{step}/{path.name}" for path in (*checkpoint.glob("__*"), *checkpoint.glob("rng_*"))]
+        of_ranks = (*checkpoint.glob("actor/__*"), *checkpoint.glob("actor/rng_*"))
+        files += [f"recover/step_{step}/actor/{path.name}" for path in of_ranks]
     assert len(files) >= 3
     for name in files:
         assert (found.folder / name).read_bytes() == (expected.folder / name).read_bytes(), name

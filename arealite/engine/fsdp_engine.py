@@ -33,6 +33,7 @@ from arealite.api.errors import CheckpointError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora, output_layer
+from arealite.engine.checkpointing import CheckpointedEngine
 from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.utils import distributed, heartbeat
@@ -49,7 +50,7 @@ logger = logging.getLogger("arealite.engine")
 COLLECTIVE_TIMEOUT_S = 7200.0  # other ranks wait in one while rank 0 collects rollouts, or downloads the model
 
 
-class FSDPEngine(TrainEngine):
+class FSDPEngine(CheckpointedEngine, TrainEngine):
     """A sharded model with its optimizer; without `config.optimizer` it only evaluates (a reference).
 
     Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs. With
@@ -70,7 +71,7 @@ class FSDPEngine(TrainEngine):
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._version = 0
         self._has_trained = False
-        self.num_changes = 0  # of the weights
+        self.num_changes = 0
         self._transfer: BroadcastGroup | None = None
         self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._frozen: dict[str, str] = {}  # what adapters add to, as checkpoints name it
@@ -126,6 +127,7 @@ class FSDPEngine(TrainEngine):
             self.optimizer = make_adamw(self.model.parameters(), self.config.optimizer)
             total_steps = None if ft_spec is None else ft_spec.total_train_steps
             self.lr_schedule = LRSchedule(self.optimizer, self.config.optimizer, total_steps)
+            self._join_state_group()
 
     def _shard(self, layers: Sequence[torch.nn.Module]) -> None:
         """Shard every transformer layer by itself and what remains together."""
@@ -170,8 +172,9 @@ class FSDPEngine(TrainEngine):
         self._leave_groups()
 
     def _leave_groups(self) -> None:
-        dist.destroy_process_group(self._group)
-        self._group = None
+        for group in filter(None, (self._group, self._state_group)):
+            dist.destroy_process_group(group)
+        self._group = self._state_group = None
         distributed.leave_default_group()
 
     @property

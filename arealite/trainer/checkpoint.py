@@ -7,17 +7,16 @@ of every other file and of its own contents, so it detects files that are missin
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 from arealite.api.errors import CheckpointError
 from arealite.api.run_folder import numbered
-from arealite.utils.files import publish_folder
+from arealite.utils.files import FileEntry, file_entry, publish_folder, sync
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.recover")
@@ -26,26 +25,13 @@ MANIFEST = "manifest.json"
 RETRIES_S = (1.0, 5.0, 15.0)  # pauses after errors of reading
 
 
-class Entry(TypedDict):  # a file in the manifest
-    bytes: int
-    sha256: str
-
-
-def entries_of(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Sync files to the disk and return their entries of the manifest."""
-    paths = [folder / name for name in names]
-    for path in paths:
-        _sync(path)
-    return {path.name: _entry(path) for path in paths}
-
-
-def publish(unfinished: Path, path: Path, files: Mapping[str, Entry]) -> None:
+def publish(unfinished: Path, path: Path, files: Mapping[str, FileEntry]) -> None:
     """Seal a folder whose files are on the disk, and give it its final name, in place of an existing one."""
     (unfinished / MANIFEST).write_bytes(_render(files))
-    _sync(unfinished / MANIFEST)
-    _sync(unfinished)
+    sync(unfinished / MANIFEST)
+    sync(unfinished)
     publish_folder(unfinished, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def find_damage(folder: Path) -> str | None:
@@ -54,7 +40,7 @@ def find_damage(folder: Path) -> str | None:
         if (folder / MANIFEST).is_fifo():  # would be read for ever
             return f"{MANIFEST} is no file"
         raw = _read(folder / MANIFEST, Path.read_bytes)
-        files: dict[str, Entry] = json.loads(raw)["files"]
+        files: dict[str, FileEntry] = json.loads(raw)["files"]
         if raw != _render(files):
             raise ValueError("its checksum differs")
     except FileNotFoundError:
@@ -62,7 +48,7 @@ def find_damage(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"{MANIFEST} is cut off or was changed"
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda item: _file_damage(folder / item[0], item[1]), files.items())
+        found = threads.map(lambda item: _file_damage(folder, *item), files.items())
         return next(filter(None, found), None)
 
 
@@ -90,27 +76,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(unfinished)
 
 
-def _entry(path: Path) -> Entry:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _file_damage(path: Path, expected: Entry) -> str | None:
+def _file_damage(folder: Path, name: str, expected: FileEntry) -> str | None:
+    path = folder / name
     try:
         size = _read(path, Path.stat).st_size
         if size != expected["bytes"]:
-            return f"{path.name} has {size} bytes instead of {expected['bytes']}"
-        return None if _read(path, _entry) == expected else f"{path.name} was changed"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+        return None if _read(path, file_entry) == expected else f"{name} was changed"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{name} is missing"
 
 
 def _read(path: Path, read: Callable[[Path], T]) -> T:
@@ -118,7 +92,7 @@ def _read(path: Path, read: Callable[[Path], T]) -> T:
     for pause_s in RETRIES_S:
         try:
             return read(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as failed:
             error = failed
@@ -129,7 +103,7 @@ def _read(path: Path, read: Callable[[Path], T]) -> T:
     ) from error
 
 
-def _render(files: Mapping[str, Entry]) -> bytes:
+def _render(files: Mapping[str, FileEntry]) -> bytes:
     """Return the canonical bytes of a manifest, so that a change of any byte is detected."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, sort_keys=True, indent=1).encode()

@@ -1,7 +1,8 @@
 """Checkpoints from which an interrupted run resumes as if nothing had happened, `<run>/recover/step_<N>`.
 
-A checkpoint holds all that the steps after N depend on; `save` copies it to memory, and a thread writes it during the
-next steps. Invariants: a published checkpoint is whole (see `checkpoint`), and a failed write stops the run.
+A checkpoint holds all that the steps after N depend on: `actor/` what the ranks of that engine write, and so on, and
+`state.json` the rest. `save` has it copied to memory, and a thread writes it during the next steps. Invariants: a
+published checkpoint is whole (see `checkpoint`), and a failed write stops the run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import copy
 import json
 import logging
 import os
-import random
 import shutil
 import threading
 from collections.abc import Mapping
@@ -21,36 +21,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils._pytree import tree_map_only
 
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
+from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
 from arealite.trainer.records import scores_of_steps
 from arealite.utils import distributed, stop
 from arealite.utils.environment import RESTART_VARIABLE
-from arealite.utils.files import aside, empty_folder, explain, file_lock, fresh_folder, read_jsonl
+from arealite.utils.files import aside, empty_folder, explain, file_entries, file_lock, fresh_folder, read_jsonl
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
-from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
+from arealite.utils.seeding import rng_state, set_rng_state
 
 logger = logging.getLogger("arealite.recover")
 
 _FACTS = "state.json"
-_RNG = "rng_{}.json"  # state of the random generators, by rank
-_FORMAT = 2  # of checkpoints; it changes when their contents do
+_FORMAT = 3  # of checkpoints; it changes when their contents do
 
 LOCK_TIMEOUT_S = 120.0  # for a killed predecessor to end; a file server keeps the lock of a dead node for 90 s
-WRITE_TIMEOUT_S = 1800.0  # of one checkpoint
 _FAILED_RANK_WRITE_TIMEOUT_S = 60.0  # of the write under way when this rank has failed and should end
 
 
@@ -90,7 +85,10 @@ class Recover:
         Call it before the first episode starts. `save` writes the state of the same objects: tensors of the engines,
         plain data of the others.
         """
-        self._engine, self._critic, self._rollout = engine, critic, rollout
+        self._engine, self._rollout = engine, rollout
+        self._engines = {"model" if rollout is None else "actor": engine}  # as their blocks of the config are called
+        if critic is not None:
+            self._engines["critic"] = critic
         self._parts: dict[str, Stateful] = {"dataloader": dataloader, "recover": self._frequency, **(clocks or {})}
         if rollout is not None:
             self._parts["rollout"] = rollout
@@ -132,27 +130,25 @@ class Recover:
         if has_ended:
             self._settle()
         is_due = self._frequency.check()
-        facts: dict[str, Any] = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
+        facts: dict[str, Any] = {"format": _FORMAT, "step": step, "engines": list(self._engines), "rng": rng_state()}
         facts |= {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
-        self._after_step = _AfterStep(facts, rng_state(), self._num_changes)
+        for engine in self._engines.values():
+            engine.keep_rng()
+        self._after_step = _AfterStep(facts, self._num_changes)
         if is_due:
             self._settle()
             self._start_write(self._after_step)
 
     @property
     def _num_changes(self) -> int:
-        return self._engine.num_changes + (0 if self._critic is None else self._critic.num_changes)
-
-    def _shards(self) -> dict[str, Any]:
-        """Return the state of the engines."""
-        critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
-        return self._engine.state_dict() | critic
+        return sum(engine.num_changes for engine in self._engines.values())
 
     def _start_write(self, state: _AfterStep) -> None:
-        """Copy the tensors, which the next step changes, to memory, and have all written."""
-        shards, path = self._shards(), self._folder / f"step_{state.facts['step']}"
-        copied = tree_map_only(torch.Tensor, lambda shard: shard.detach().to("cpu", copy=True), shards)
-        self._write = _Write(path, state.facts, copied, state.rng, self._group, self._config.keep_last)
+        """Have the tensors, which the next step changes, copied to memory, and all written."""
+        for engine in self._engines.values():
+            engine.keep_state()
+        path = self._folder / f"step_{state.facts['step']}"
+        self._write = _Write(path, state.facts, self._engines, self._group, self._config.keep_last)
         self._after_step = None
 
     def __enter__(self) -> Recover:
@@ -210,33 +206,26 @@ class Recover:
             raise CheckpointError(
                 f"{path} must have format {_FORMAT}: got {facts.get('format')}. Use the AReaLite that wrote it."
             )
-        shards = self._shards()
-        try:
-            state_dict_loader.load(shards, checkpoint_id=path, process_group=self._group)
-        except CheckpointException as failed:
+        if facts["engines"] != list(self._engines):
             raise CheckpointError(
-                f"{path} must fit the model: got {_cause_of(failed)}. Use the configuration of the run."
-            ) from failed
-        self._engine.load_state_dict(shards)
-        if self._critic is not None:
-            self._critic.load_state_dict(shards["critic"])
+                f"{path} must hold the state of {' and '.join(self._engines)}: got that of "
+                f"{' and '.join(facts['engines'])}. Use the configuration of the run."
+            )
+        for name, engine in self._engines.items():
+            engine.read_state(str(path / name))
         for name, part in self._parts.items():
             part.load_state_dict(facts[name])
         self._note(facts)  # the process that published it may have died before it did this
-        rank, step = dist.get_rank(), int(facts["step"])
-        if rank < facts["world_size"]:
-            set_rng_state(json.loads((path / _RNG.format(rank)).read_bytes()))
-        else:  # a new rank
-            seed_everything(random.Random(f"{self._engine.config.seed}-{rank}-{step}").getrandbits(63))
-        return step
+        if distributed.global_rank() == 0:
+            set_rng_state(facts["rng"])
+        return int(facts["step"])
 
 
 @dataclass(frozen=True)
 class _AfterStep:
-    """What a checkpoint of the last step holds besides its tensors, which nothing changes before the next update."""
+    """What a checkpoint of the last step holds besides the engines, whose tensors change only in the next update."""
 
     facts: dict[str, Any]
-    rng: dict[str, Any]
     num_changes: int  # of the weights
 
 
@@ -244,14 +233,13 @@ class _AfterStep:
 class _Write:
     """A checkpoint that is being written, in a thread of every rank off the critical path.
 
-    The threads agree after each phase, over a group that nothing else uses, so it is published only if every rank has
+    The threads agree after each phase, over groups that nothing else uses, so it is published only if every rank has
     written its part. DCP's own `async_save` covers the shards alone: hashing and fsync would then block the loop.
     """
 
     path: Path
     facts: dict[str, Any]
-    shards: dict[str, Any]
-    rng: dict[str, Any]
+    engines: Mapping[str, FSDPEngine]
     group: dist.ProcessGroup
     keep_last: int
 
@@ -264,30 +252,19 @@ class _Write:
     def _run(self) -> None:
         try:
             distributed.on_rank_0(lambda: fresh_folder(self._unfinished), self.group)
-            files = distributed.agreed(self._write_files, self.group)
-            entries = [files] * dist.get_world_size(self.group)
-            dist.all_gather_object(entries, files, group=self.group)
-            whole = {name: entry for part in entries for name, entry in part.items()}
-            distributed.on_rank_0(lambda: self._publish(whole), self.group)
+            files = {
+                f"{name}/{file}": entry
+                for name, engine in self.engines.items()
+                for file, entry in engine.write_state(str(self._unfinished / name)).items()
+            }
+            distributed.on_rank_0(lambda: self._publish(files), self.group)
         except Exception as error:
             self.error = CheckpointError(explain(error, self.path))
             self.error.__cause__ = error
 
-    def _write_files(self) -> dict[str, checkpoint.Entry]:
-        """Write this rank's files and return their entries of the manifest."""
-        folder, rank = self._unfinished, dist.get_rank()
-        try:
-            state_dict_saver.save(self.shards, checkpoint_id=folder, process_group=self.group)
-        except CheckpointException as failed:
-            raise _cause_of(failed) from None
-        texts = {_RNG.format(rank): self.rng} | ({_FACTS: self.facts} if rank == 0 else {})
-        for name, content in texts.items():
-            (folder / name).write_text(json.dumps(content), encoding="utf-8")
-        shards = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
-        return checkpoint.entries_of(folder, [*texts, *shards, *([".metadata"] if rank == 0 else [])])
-
-    def _publish(self, files: Mapping[str, checkpoint.Entry]) -> None:
-        checkpoint.publish(self._unfinished, self.path, files)
+    def _publish(self, files: dict[str, Any]) -> None:
+        (self._unfinished / _FACTS).write_text(json.dumps(self.facts), encoding="utf-8")
+        checkpoint.publish(self._unfinished, self.path, files | file_entries(self._unfinished, [_FACTS]))
         folder = self.path.parent
         steps = [step for step, _ in checkpoint.checkpoints(folder)]
         scores = scores_of_steps(read_jsonl(RunFolder(folder.parent).metrics), steps)
@@ -320,7 +297,7 @@ def _choose(folder: Path, mode: str) -> Path | None:
 
 def _check_owner(path: Path) -> None:
     """Refuse a checkpoint with files of somebody else: PyTorch unpickles them, so they may run code."""
-    for file in path.iterdir():
+    for file in (*path.iterdir(), *path.glob("*/*")):  # a folder may be a link, which rglob would not follow
         if (owner := file.stat().st_uid) != os.geteuid():
             raise CheckpointError(
                 f"{file} must be yours, because loading a checkpoint may run code: got one of user {owner}. "
@@ -333,9 +310,3 @@ def _undone(folder: Path, step: int) -> list[Path]:
     for path in folder.glob(".step_*"):
         shutil.rmtree(path)
     return [path for later, path in checkpoint.checkpoints(folder) if later > step]
-
-
-def _cause_of(failed: CheckpointException) -> Exception:
-    """Return the error of the first rank that failed."""
-    cause = failed.failures[min(failed.failures)][0]
-    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))

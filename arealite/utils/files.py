@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -9,13 +10,20 @@ import shutil
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 _SHOWN_CHARS = 300
 
 
 class FileError(ValueError):
     """A file is not what it must be; the message names it."""
+
+
+class FileEntry(TypedDict):
+    """What a manifest says about a file."""
+
+    bytes: int
+    sha256: str
 
 
 def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
@@ -42,6 +50,29 @@ def publish_folder(unfinished: Path, path: Path) -> None:
         path.rename(old)
     unfinished.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Read a file and return its size and SHA-256."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Sync files of a folder to the disk and return their entries of a manifest."""
+    paths = [folder / name for name in names]
+    for path in (*paths, folder):
+        sync(path)
+    return {path.name: file_entry(path) for path in paths}
 
 
 def aside(path: Path, why: str) -> Path:

@@ -6,9 +6,11 @@ import os
 import random
 import signal
 import sys
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,10 @@ from training_cases import OPTIMIZER, critic_config, token_batch, train_config
 
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import LoRAConfig, OptimizerConfig, RecoverConfig, SaverConfig
+from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset.loader import PromptLoader
+from arealite.engine import checkpointing
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import sft_loss_fn
@@ -84,6 +88,7 @@ def train(
     trial_name: str = "t",
     publishes: bool = True,
     has_critic: bool = False,
+    has_rollout: bool = True,
     lora: LoRAConfig | None = None,
     **config: Any,
 ) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def train(
     for one in engines:
         one.initialize(None, SPEC)
     loader = PromptLoader([{"number": number} for number in range(40)], 4)
-    rollout, saver = Counter(), Saver(SaverConfig(**names, freq_steps=3), SPEC)
+    rollout, saver = Counter() if has_rollout else None, Saver(SaverConfig(**names, freq_steps=3), SPEC)
     found: dict[str, Any] = {"losses": {}, "draws": {}, "saved": [], "values": {}}
     batches, rank = iter(loader), dist.get_rank()
     try:
@@ -122,7 +127,8 @@ def train(
                 engine.set_version(step + publishes)
                 found["losses"][step] = metrics["loss"]
                 found["draws"][step] = (random.random(), torch.rand(1).item())
-                rollout.num_episodes += 6
+                if rollout is not None:
+                    rollout.num_episodes += 6
                 if saver.save(engine, step, critic=critic) is not None:
                     found["saved"].append(step)
                 recover.save(step)
@@ -136,7 +142,7 @@ def train(
         state = {
             f"{index}.{name}": one for index in range(len(engines)) for name, one in state_of(engines[index]).items()
         }
-        return found | {"state": state, "noted": rollout.noted, "version": engine.get_version()}
+        return found | {"state": state, "noted": rollout and rollout.noted, "version": engine.get_version()}
     finally:
         for one in reversed(engines):
             one.destroy()
@@ -145,5 +151,14 @@ def train(
 def train_on_ranks(_: Connection, model: str, out: Path, runs: list[dict[str, Any]]) -> None:
     """Do runs one after the other on all ranks, and keep what each rank found."""
     torch.set_num_threads(1)
+    rank = os.environ["RANK"]
     for index, options in enumerate(runs):
-        torch.save(train(model, out, **options), out / f"found_{index}_rank{os.environ['RANK']}.pt")
+        is_broken = options.pop("broken_rank", None) == int(rank)
+        with (
+            mock.patch.object(checkpointing, "rng_state", object) if is_broken else nullcontext()
+        ):  # no file can hold it
+            try:
+                found = train(model, out, **options)
+            except CheckpointError as error:
+                found = {"error": str(error)}
+        torch.save(found, out / f"found_{index}_rank{rank}.pt")

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.api.errors import CheckpointError
-from arealite.trainer.checkpoint import checkpoints, entries_of, find_damage, prune, publish, remove
+from arealite.trainer.checkpoint import checkpoints, find_damage, prune, publish, remove
+from arealite.utils.files import file_entries
 
 
 def publish_step(folder: Path, step: int, **files: bytes) -> Path:
@@ -16,7 +17,7 @@ def publish_step(folder: Path, step: int, **files: bytes) -> Path:
     unfinished.mkdir(parents=True)
     for name, content in (files or {"a": b"x" * step}).items():
         (unfinished / name).write_bytes(content)
-    publish(unfinished, folder / f"step_{step}", entries_of(unfinished, os.listdir(unfinished)))
+    publish(unfinished, folder / f"step_{step}", file_entries(unfinished, os.listdir(unfinished)))
     return folder / f"step_{step}"
 
 

@@ -25,10 +25,12 @@ from training_cases import write_model
 from arealite.api.cli_args import LoRAConfig, RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
-from arealite.trainer.checkpoint import entries_of, find_damage, publish
+from arealite.trainer.checkpoint import find_damage, publish
 from arealite.trainer.recover import Recover
+from arealite.utils.files import file_entries
 
 pytestmark = pytest.mark.xdist_group("recover")
+FILES = ["actor/.metadata", "actor/__0_0.distcp", "actor/rng_0.json", "manifest.json", "state.json"]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,10 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["state"].keys() == expected["state"].keys()
     assert {name for name, value in expected["state"].items() if not torch.equal(found["state"][name], value)} == set()
     assert found["version"] == expected["version"]
+
+
+def files_of(checkpoint: Path) -> list[str]:
+    return sorted(path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -110,8 +116,21 @@ def test_a_critic_resumes_with_the_policy(model: str, tmp_path: Path) -> None:
     saved = tmp_path / "killed/e/t/checkpoints/step_5"
     assert {path.name for path in (saved / "critic").iterdir()} >= {"config.json", "model.safetensors"}
     train(model, tmp_path / "policy", steps=2)
-    with pytest.raises(CheckpointError, match=r"step_1 must fit the model: got Missing key .*critic"):
+    assert {name.partition("/")[0] for name in files_of(tmp_path / "killed/e/t/recover/step_5")} == {
+        *("actor", "critic", "manifest.json", "state.json"),
+    }
+    with pytest.raises(
+        CheckpointError, match=r"step_1 must hold the state of actor and critic: got that of actor\. Use"
+    ):
         train(model, tmp_path / "policy", steps=3, has_critic=True)
+
+
+def test_a_run_without_rollouts_keeps_a_model(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, steps=3, has_rollout=False)
+    assert files_of(tmp_path / "e/t/recover/step_1") == [
+        name.replace("actor", "model") for name in [*FILES[3:4], *FILES[:3], FILES[4]]
+    ]
+    assert train(model, tmp_path, steps=3, has_rollout=False)["start"] == 2
 
 
 def test_adapters_resume_without_the_model_in_the_checkpoint(model: str, tmp_path: Path) -> None:
@@ -165,10 +184,8 @@ def damages(path: Path) -> dict[str, Callable[[], object]]:
 
 def test_every_damage_to_any_file_is_found(folder: Path) -> None:
     newest = folder / "e/t/recover/step_3"
-    names = sorted(os.listdir(newest))
-    assert names == [".metadata", "__0_0.distcp", "manifest.json", "rng_0.json", "state.json"]
-    assert find_damage(newest) is None
-    for name in names:
+    assert files_of(newest) == FILES and find_damage(newest) is None
+    for name in FILES:
         data = (newest / name).read_bytes()
         for what, damage in damages(newest / name).items():
             damage()
@@ -176,9 +193,12 @@ def test_every_damage_to_any_file_is_found(folder: Path) -> None:
             assert found is not None and found.startswith(name), f"{name}, {what}: {found}"
         (newest / name).write_bytes(data)
     assert find_damage(newest) is None
+    (newest / "actor").rename(newest / "elsewhere")
+    (newest / "actor").touch()
+    assert find_damage(newest) == "actor/.metadata is missing"
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "rng_0.json", "state.json"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     model: str, whole: dict[str, Any], folder: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,7 +235,7 @@ def test_an_error_of_reading_is_no_damage(
         with pytest.raises(CheckpointError, match=r"__0_0.distcp must be readable: got \[Errno 116\] Stale"):
             start(folder)
     assert checkpoints(folder) == ["step_1", "step_3"]
-    assert "step_3/__0_0.distcp could not be read" in caplog.text
+    assert "step_3/actor/__0_0.distcp could not be read" in caplog.text
 
 
 def start(folder: Path, **config: Any) -> Recover:
@@ -236,11 +256,21 @@ def test_resume_requires_a_checkpoint(tmp_path: Path) -> None:
         start(tmp_path, mode="resume")
 
 
-def test_a_checkpoint_of_somebody_else_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["actor", *FILES])
+def test_a_checkpoint_of_somebody_else_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """It is unpickled, so that it runs their code."""
-    owner = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(CheckpointError, match=rf"step_3/\S+ must be yours.*got one of user {owner}\. Copy step_3, if"):
+    stat, other = Path.stat, os.geteuid() + 1
+
+    def stat_of_theirs(path: Path, **options: Any) -> os.stat_result:
+        found = stat(path, **options)
+        return (
+            os.stat_result([*found[:4], other, *found[5:]]) if path == folder / "e/t/recover/step_3" / name else found
+        )
+
+    monkeypatch.setattr(Path, "stat", stat_of_theirs)
+    with pytest.raises(
+        CheckpointError, match=rf"step_3/{name} must be yours.*got one of user {other}\. Copy step_3, if"
+    ):
         start(folder)
     assert checkpoints(folder) == ["step_1", "step_3"]
 
@@ -250,10 +280,9 @@ def test_another_format_is_refused(model: str, folder: Path) -> None:
     facts = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(facts | {"format": 0}))
     changed = path.rename(path.with_name("changed"))
-    publish(
-        changed, path, entries_of(changed, [file.name for file in changed.iterdir() if file.name != "manifest.json"])
-    )
-    with pytest.raises(CheckpointError, match="must have format 2: got 0"):
+    entries = json.loads((changed / "manifest.json").read_text())["files"]
+    publish(changed, path, entries | file_entries(changed, ["state.json"]))
+    with pytest.raises(CheckpointError, match="must have format 3: got 0"):
         train(model, folder, steps=5)
 
 
@@ -350,7 +379,7 @@ def run_on_two_ranks(model: str, out: Path, runs: list[dict[str, Any]]) -> list[
 
 def test_two_ranks_and_a_change_of_ranks(model: str, whole: dict[str, Any], folder: Path) -> None:
     """On two ranks resumed equals uninterrupted, and a run goes on from two ranks to one and from one to two."""
-    uninterrupted, _, resumed, moved, stopped, continued = run_on_two_ranks(
+    uninterrupted, _, resumed, moved, stopped, continued, broken = run_on_two_ranks(
         model,
         folder,
         [
@@ -360,7 +389,13 @@ def test_two_ranks_and_a_change_of_ranks(model: str, whole: dict[str, Any], fold
             {"steps": 6, "trial_name": "t"},
             {"steps": 7, "ask_in": 2, "asked_rank": 1, "trial_name": "stopped"},
             {"steps": 7, "trial_name": "stopped"},
+            {"steps": 4, "trial_name": "broken", "has_critic": True, "broken_rank": 1},
         ],
+    )
+    texts = ["RuntimeError: rank 1 failed: TypeError: Object of type object", "TypeError: Object of type object is not"]
+    assert all(f"recover/step_1 must be writable: got {text}" in one["error"] for one, text in zip(broken, texts))
+    assert os.listdir(folder / "e/broken/recover") == [".step_1.unfinished"], (
+        "it appears only if every rank has written"
     )
     assert [found["status"] for found in stopped] == [143, 143], "every rank stops if any is asked to"
     for found, expected in zip(continued, uninterrupted):

@@ -1,0 +1,139 @@
+"""What outlives an engine: its part of a checkpoint, which any number of ranks reads, and snapshots of single ranks.
+
+Both hold all that later updates depend on: shards, schedule, version, and the random generators of each rank.
+"""
+
+import json
+import random
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from arealite.api.errors import CheckpointError
+from arealite.utils import distributed
+from arealite.utils.files import FileEntry, file_entries
+from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
+
+WRITE_TIMEOUT_S = 1800.0  # of one checkpoint
+_RNG = "rng_{}.json"  # state of the random generators, by rank
+
+
+class CheckpointedEngine(Stateful):
+    """An engine whose state can be kept. Every rank calls every method; arguments and results are plain values."""
+
+    num_changes: int  # of the weights
+    _has_trained: bool
+    _rng: dict[str, Any]
+    _kept: tuple[dict[str, Any], dict[str, Any]]  # a copy of the state, and the generators
+    _state_group: dist.ProcessGroup | None = None  # nothing else uses it, as a thread writes checkpoints
+
+    def _join_state_group(self) -> None:
+        self._state_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
+
+    def keep_rng(self) -> None:
+        """Note the random generators as they are now, for the next `keep_state`."""
+        self._rng = rng_state()
+
+    def keep_state(self) -> None:
+        """Copy the shards to memory, for the next `write_state`."""
+        self._kept = tree_map_only(torch.Tensor, _copy, self.state_dict()), self._rng
+
+    def write_state(self, folder: str) -> dict[str, FileEntry]:
+        """Write what was kept, in a thread of every rank beside later updates, and forget it (collective).
+
+        Return the files of all ranks by name once they are on the disk. A failure raises on every rank.
+        """
+        state, rng = self._kept
+        del self._kept
+        files = distributed.agreed(lambda: self._write_files(Path(folder), state, rng), self._state_group)
+        parts = [files] * dist.get_world_size()
+        dist.all_gather_object(parts, files, group=self._state_group)
+        return {name: entry for part in parts for name, entry in part.items()}
+
+    def _write_files(self, folder: Path, state: dict[str, Any], rng: dict[str, Any]) -> dict[str, FileEntry]:
+        """Write this rank's files and return their entries of the manifest."""
+        rank, state["num_ranks"] = dist.get_rank(), dist.get_world_size()
+        try:
+            state_dict_saver.save(state, checkpoint_id=folder, process_group=self._state_group)
+        except CheckpointException as failed:
+            raise _cause_of(failed) from None
+        name = _RNG.format(rank)
+        (folder / name).write_text(json.dumps(rng), encoding="utf-8")
+        shards = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
+        return file_entries(folder, [name, *shards, *([".metadata"] if rank == 0 else [])])
+
+    def read_state(self, folder: str) -> None:
+        """Continue from what any number of ranks wrote (collective); a new rank seeds its generators."""
+        state = self.state_dict() | {"num_ranks": 0}
+        try:
+            state_dict_loader.load(state, checkpoint_id=folder, process_group=self._state_group)
+        except CheckpointException as failed:
+            raise CheckpointError(
+                f"{folder} must fit the model: got {_cause_of(failed)}. Use the configuration of the run."
+            ) from failed
+        self.load_state_dict(state)
+        rank = dist.get_rank()
+        if rank < state["num_ranks"]:
+            set_rng_state(json.loads(Path(folder, _RNG.format(rank)).read_bytes()))
+        else:
+            text = Path(folder, _RNG.format(0)).read_text(encoding="utf-8")
+            seed_everything(random.Random(f"{rank} {text}").getrandbits(63))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's part of the state, for `restore`; it can be pickled, with bytes in place of tensors."""
+        state = tree_map_only(torch.Tensor, lambda shard: _bytes(_copy(shard)).numpy(), self.state_dict())
+        counts = {"num_changes": self.num_changes, "has_trained": self._has_trained}
+        return {"rank": _rank(), "state": state, "rng": rng_state(), **counts}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a snapshot with the same config, bit for bit; CheckpointError if another rank took it."""
+        if snapshot["rank"] != _rank():
+            raise CheckpointError(
+                f"a snapshot for rank {_rank()} must be its own: got one of rank {snapshot['rank']}. Let each rank "
+                "restore what it took, or read a checkpoint, which fits any number of ranks."
+            )
+        self.load_state_dict(tree_map(_overwritten, self.state_dict(), snapshot["state"]))
+        set_rng_state(snapshot["rng"])
+        self.num_changes, self._has_trained = snapshot["num_changes"], snapshot["has_trained"]
+
+
+def _rank() -> str:
+    return f"{dist.get_rank()} of {dist.get_world_size()}"
+
+
+def _copy(shard: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, which the next update changes, to memory."""
+    return shard.detach().to("cpu", copy=True)
+
+
+def _bytes(shard: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of this rank's part of a tensor, of any dtype, which NumPy may lack."""
+    return _local(shard).reshape(-1).view(torch.uint8)
+
+
+def _local(shard: torch.Tensor) -> torch.Tensor:
+    return shard.to_local() if isinstance(shard, DTensor) else shard
+
+
+@torch.no_grad()
+def _overwritten(ours: Any, kept: Any) -> Any:
+    """Return what was kept; bytes go to our tensor. The array may be read-only, which torch does not like."""
+    if not isinstance(ours, torch.Tensor):
+        return kept
+    shard = _local(ours)
+    shard.copy_(torch.from_numpy(kept.copy()).view(shard.dtype).view(shard.shape))
+    return ours
+
+
+def _cause_of(failed: CheckpointException) -> Exception:
+    """Return the error of the first rank that failed."""
+    cause = failed.failures[min(failed.failures)][0]
+    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
