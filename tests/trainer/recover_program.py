@@ -117,6 +117,7 @@ def train(
                     signal.raise_signal(signal.SIGTERM)
                 drawn = next(batches)  # as `prepare_batch` does before it waits
                 if step == interrupt_in:
+                    random.random()  # as workflows may, which the next run does again
                     raise stop.stopped()
                 batch = token_batch(LENGTHS, seed=drawn[0]["number"])
                 rows = list(range(rank, len(LENGTHS), dist.get_world_size()))
