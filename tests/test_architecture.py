@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
-        *("trainer", "launcher.place"),
+        *("trainer", "launcher.place", "launcher.plan"),
     },
     "trainer": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from arealite.api.config.checks import require
 from arealite.api.errors import ConfigError
+from arealite.utils.sentences import listed, nearest
 
 if TYPE_CHECKING:
     from arealite.api.config.experiment import BaseExperimentConfig
@@ -172,50 +172,3 @@ def check_blocks(graph: DataFlowGraph, config: BaseExperimentConfig) -> None:
             f"{call.role}.optimizer must be a block, as call {call.name} trains: got null. Set its lr, or declare the "
             "call as inference.",
         )
-
-
-def check_workers(graph: DataFlowGraph, config: BaseExperimentConfig) -> None:
-    """A role shares the workers of one that has its own, and all workers fit the cluster.
-
-    The first role that shares with none has workers of its own, as has each with `ranks`. Others lie with the first.
-    """
-    workers = getattr(config, "workers", None)
-    known = {name: block for name, block in vars(workers).items() if hasattr(block, "share")} if workers else {}
-    for role in graph.engines if known else ():
-        change = "Rename it, or add it to the class of workers."
-        require(role in known, f"a role must be one that workers has, {listed(known)}: got {role}. {change}")
-    blocks = {role: known.get(role) for role in graph.engines}
-    shares = {role: block.share for role, block in blocks.items() if block is not None and block.share is not None}
-    for role, host in shares.items():
-        change = nearest(host, graph.engines)
-        require(host in graph.engines, f"workers.{role}.share must be a role of the graph: got {host}. {change}")
-        require(
-            host not in shares,
-            f"workers.{role}.share must be a role with workers of its own: got {host}, which shares those of "
-            f"{shares.get(host)}. Remove one of the two.",
-        )
-    mode, cluster = config.allocation, config.cluster
-    ranks = {role: getattr(blocks[role], "ranks", None) for role in graph.engines if role not in shares}
-    first = next(iter(ranks))  # shares form no ring, as checked above
-    ranks[first] = ranks[first] or (mode.train_world_size if mode is not None else 1)
-    own = {role: num for role, num in ranks.items() if num is not None}
-    has_servers = mode is not None and config.rollout is not None and not config.rollout.server_addrs
-    num_serving = mode.gen_world_size if mode is not None and has_servers else 0
-    require(
-        cluster.n_gpus_per_node == 0 or sum(own.values()) + num_serving <= cluster.n_nodes * cluster.n_gpus_per_node,
-        f"workers must fit the cluster: got {listed(f'{num} of {role}' for role, num in own.items())} beside "
-        f"{num_serving} GPUs of servers, and {cluster.n_nodes} x {cluster.n_gpus_per_node} GPUs. Lower "
-        "workers.<role>.ranks, or let a role share the workers of another.",
-    )
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names as a sentence lists them."""
-    *first, last = ["", "none"] if not (found := list(names)) else ["", *found]
-    return f"{', '.join(first[1:])} and {last}" if first[1:] else last
-
-
-def nearest(name: str, names: Iterable[str], *, otherwise: str = "") -> str:
-    """Return the name that was probably meant as a question, or what to do instead; by default use one of the names."""
-    near = difflib.get_close_matches(name, known := list(names), n=1)
-    return f"Did you mean {near[0]}?" if near else otherwise or f"Use one of {', '.join(known)}."

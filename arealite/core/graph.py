@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from arealite.api.errors import ConfigError
 from arealite.core import declaration, drawing
 from arealite.core.drawing import CallState as CallState
+from arealite.launcher.plan.layout import make_layout
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ class DataFlowGraph:
     def check(self, config: BaseExperimentConfig) -> None:
         """Raise ConfigError if the config of an experiment can't run this graph."""
         declaration.check_blocks(self, config)
-        declaration.check_workers(self, config)
+        make_layout(config, self.engines)
 
     @cached_property
     def named(self) -> Mapping[str, ModelFunctionCall]:

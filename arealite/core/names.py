@@ -15,6 +15,7 @@ from arealite.api.config.checks import require
 from arealite.core import declaration
 from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.reward.functions import load_named
+from arealite.utils.sentences import listed, nearest
 
 if TYPE_CHECKING:
     from arealite.api.config.experiment import BaseExperimentConfig
@@ -80,7 +81,7 @@ class GraphBuilder:
         require(
             dst.role != "rollout",
             f"call {dst.name} must be given no keys, as episodes begin with a row of train_dataset: got "
-            f"{declaration.listed(flow)} of {src.name}. Remove this flow.",
+            f"{listed(flow)} of {src.name}. Remove this flow.",
         )
         self._outputs.setdefault(src.name, {}).update(dict.fromkeys(flow))
         self._inputs.setdefault(dst.name, {}).update(dict.fromkeys(flow))
@@ -97,7 +98,7 @@ class GraphBuilder:
             require(
                 one.role != "rollout" or not one.func_kwargs,
                 f"call {one.name} must have no func_kwargs, as gconfig and tokenizer_path say how servers generate: "
-                f"got {declaration.listed(one.func_kwargs)}. Remove them.",
+                f"got {listed(one.func_kwargs)}. Remove them.",
             )
         return DataFlowGraph([*map(self._call, self._definitions.values())], self._engines, self._publishes)
 
@@ -154,7 +155,7 @@ def named(kind: Kind, name: str, *, key: str, others: Iterable[str] = ()) -> Cal
     if ":" in name:
         return load_named(name, key=key, kind="function" if kind == "mfc" else "class")
     known = _REGISTERED[kind]
-    change = declaration.nearest(
+    change = nearest(
         name,
         [*known, *others],
         otherwise=f'Import the module that has @register_{kind}("{name}"), or write module:NAME.',

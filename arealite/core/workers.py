@@ -26,8 +26,11 @@ from arealite.core.remote_engine import RemoteEngine
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.launcher.place.ray import connect, forwarded_environment
+from arealite.launcher.plan.jobs import visible_gpus
+from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.trajectory import split_batch
 from arealite.utils.distributed import join_default_group, leave_default_group
+from arealite.utils.sentences import listed
 from arealite.utils.tensors import split_rows
 
 E = TypeVar("E")
@@ -42,10 +45,9 @@ class Workers:
     def __init__(self, config: BaseExperimentConfig) -> None:
         if config.workers is None:
             raise ConfigError("workers must be given to a script of a master: got nothing. Add `workers: {}`.")
-        self._config, self._roles = config, config.workers
-        mode = config.allocation
-        self._default_ranks = 1 if mode is None else max(1, mode.train_world_size)
-        self._groups: dict[str, WorkerGroup] = {}  # by role, several of which may have the same
+        self._config, self._call_timeout_s = config, config.workers.call_timeout
+        self._layout = make_layout(config)
+        self._groups: dict[str, WorkerGroup] = {}  # by name
         self.records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # of calls that have ended
 
     def __enter__(self) -> Self:
@@ -53,12 +55,7 @@ class Workers:
         if os.environ.get("RAY_ADDRESS"):
             connect()
         else:
-            ray.init(
-                num_cpus=max(64, os.cpu_count() or 1),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            _start_ray(sum(group.num_gpus for group in self._layout))
         signal.signal(signal.SIGTERM, handler)  # Ray's own aborts
         join_default_group(COLLECTIVE_TIMEOUT_S)
         return self
@@ -73,43 +70,34 @@ class Workers:
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        return list(dict.fromkeys(self._groups.values()))
+        return list(self._groups.values())
 
     def engine(self, role: str, engine_class: Callable[..., E], config: Any, **options: Any) -> E:
         """Return what stands for an engine of this class, whose methods the workers of the role run."""
-        if not hasattr(self._roles, role):
-            known = ", ".join(name for name, value in vars(self._roles).items() if hasattr(value, "share"))
-            raise ConfigError(f"the role of an engine must be one of {known}: got {role}. Correct its name.")
+        group = next((one for one in self._layout if role in one.roles), None)
+        if group is None:
+            known = listed(name for one in self._layout for name in one.roles)
+            change = f"Correct its name, or add a block {role} to the config."
+            raise ConfigError(f"the role of an engine must be one of the experiment, {known}: got {role}. {change}")
+        if group.name not in self._groups:
+            self._groups[group.name] = WorkerGroup(self._spec(group), self.records.append)
         make = functools.partial(engine_class, config, **options)
-        return cast("E", RemoteEngine(self, self._group_of(role), role, make, config))
+        return cast("E", RemoteEngine(self, self._groups[group.name], role, make, config))
 
-    def _group_of(self, role: str) -> WorkerGroup:
-        wish = getattr(self._roles, role)
-        other = wish.share or (next(iter(self._groups), None) if wish.ranks is None else None)
-        if other is not None and other not in self._groups:
-            raise ConfigError(
-                f"workers.{role}.share must name a role that has workers before it: got {other}, and "
-                f"{', '.join(self._groups) or 'none'} have. Make that engine first."
-            )
-        self._groups[role] = self._groups[other] if other is not None else self._start(role, wish)
-        return self._groups[role]
-
-    def _start(self, role: str, wish: Any) -> WorkerGroup:
-        launcher, has_gpus = self._config.launcher, self._config.cluster.n_gpus_per_node > 0
-        is_cluster = bool(os.environ.get("RAY_ADDRESS"))
-        spec = GroupSpec(
-            name=role,
-            num_ranks=wish.ranks or self._default_ranks,
-            strategy=wish.strategy,
+    def _spec(self, group: Group) -> GroupSpec:
+        launcher, is_cluster = self._config.launcher, bool(os.environ.get("RAY_ADDRESS"))
+        return GroupSpec(
+            name=group.name,
+            num_ranks=group.num_ranks,
+            strategy=group.strategy,
             cpus=launcher.trainer_cpus_per_gpu if is_cluster else 0,
-            gpus=float(has_gpus),
+            gpus=float(group.gpus_per_rank),
             memory=launcher.trainer_mem_per_gpu << 20,
-            num_threads=wish.threads or torch.get_num_threads(),
+            num_threads=group.threads or torch.get_num_threads(),
             env=forwarded_environment(),
             log_folder=str(RunFolder(self._config).logs),
-            call_timeout_s=self._roles.call_timeout,
+            call_timeout_s=self._call_timeout_s,
         )
-        return WorkerGroup(spec, self.records.append)
 
     def note_step(self, step: int) -> None:
         """Let records of calls bear this step from now on."""
@@ -153,3 +141,24 @@ class Workers:
         ]
         rows = torch.tensor([row for part in batch.order for row in part], dtype=torch.long)
         return join(parts)["value"][rows.argsort()]
+
+
+def _start_ray(num_gpus: int) -> None:
+    """Start Ray on this node, for the workers of this process, which from then on leaves the GPUs to them."""
+    gpus = visible_gpus() if num_gpus else []
+    if len(gpus) < num_gpus:
+        raise ConfigError(
+            f"this node must have a GPU for each worker: got {len(gpus)} and {num_gpus} workers. Lower "
+            "workers.<role>.ranks, or set cluster.n_gpus_per_node=0 to run on the CPU."
+        )
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:num_gpus])
+    ray.init(
+        num_cpus=max(64, os.cpu_count() or 1),
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

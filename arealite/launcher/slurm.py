@@ -24,7 +24,7 @@ from pathlib import Path
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.slurm import ask_slurm
 from arealite.launcher.plan.jobs import plan_lines
-from arealite.launcher.plan.plan import Run, cpus_and_mebibytes
+from arealite.launcher.plan.plan import Run, cpus_and_mebibytes, refuse_workers
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.run import command
 from arealite.launcher.supervise.supervisor import NODE_LOST
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _act(run: Run, args: argparse.Namespace) -> int:
+    refuse_workers(run.plan, launcher="arealite.launcher.slurm")
     script, folder = batch_script(run), run.folder.path.absolute()
     if args.dry_run:
         print("\n".join(plan_lines(run, by="Slurm")))

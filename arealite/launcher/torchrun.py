@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import trainer_threads
-from arealite.launcher.plan.plan import Run
+from arealite.launcher.plan.plan import Run, refuse_workers
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.run import command
 from arealite.utils.environment import SECRET_VARIABLE
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(run: Run, args: argparse.Namespace) -> int:
+    refuse_workers(run.plan, launcher="arealite.launcher.torchrun")
     if not args.dry_run:
         preflight(run)
         try:

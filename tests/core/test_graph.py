@@ -311,30 +311,9 @@ CONFIGS: dict[str, tuple[Callable[[], PPOConfig], str]] = {
         "critic.optimizer must be a block, as call critic_train trains: got null. Set its lr, or declare the call as "
         "inference.",
     ),
-    "shares with nobody": (
-        lambda: config("workers.ref.share=critics"),
-        "workers.ref.share must be a role of the graph: got critics. Did you mean critic?",
-    ),
-    "shares with one that shares": (
-        lambda: config("workers.critic.ranks=null", "workers.critic.share=actor"),
-        "workers.ref.share must be a role with workers of its own: got critic, which shares those of actor. Remove one "
-        "of the two.",
-    ),
-    "shares with itself": (
-        lambda: config("workers.ref.share=ref"),
-        "workers.ref.share must be a role with workers of its own: got ref, which shares those of ref. Remove one of "
-        "the two.",
-    ),
     "more ranks than devices": (
         lambda: config("workers.critic.ranks=3"),
         "workers must fit the cluster: got 4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
-        "workers.<role>.ranks, or let a role share the workers of another.",
-    ),
-    "a first role that shares": (
-        lambda: config(
-            "workers.actor.share=critic", "workers.critic.ranks=null", "workers.ref={ranks: 3, share: null}"
-        ),
-        "workers must fit the cluster: got 4 of critic and 3 of ref beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
         "workers.<role>.ranks, or let a role share the workers of another.",
     ),
 }

@@ -15,7 +15,7 @@ from arealite.api.cli_args import PPOActorConfig
 from arealite.cli.check.findings import Findings, Level
 from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends import kind_of
-from arealite.launcher.plan.plan import foreign_servers
+from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
 
 GIB = 2**30

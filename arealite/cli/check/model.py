@@ -18,7 +18,7 @@ from arealite.dataset.loader import PromptLoader
 from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier, pick_attention
 from arealite.engine.lora import HEAD, add_adapters
 from arealite.inference.backends import kind_of
-from arealite.launcher.plan.plan import foreign_servers
+from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.chat_template import Certificate, certify, prompt_tokens
 from arealite.utils.hf import load_hf_tokenizer
 from arealite.utils.memory_plan import model_shape

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import os
 import signal
 import sys
@@ -92,7 +93,9 @@ class LocalPlace(Place):
             )
         if plan.servers:
             kind_of(config).check_installed(config)
-        needed = sum(len(one.devices) for one in plan.placements)
+        if plan.groups and importlib.util.find_spec("ray") is None:
+            raise ConfigError("Ray must be installed for workers: it is not. Run `pip install 'arealite[ray]'`.")
+        needed = sum(len(one.devices) for one in plan.placements) + sum(group.num_gpus for group in plan.groups)
         if needed > len(self._gpus):
             raise ConfigError(
                 f"allocation_mode must fit the GPUs: got {config.allocation}, which needs {needed}, and "
@@ -100,8 +103,20 @@ class LocalPlace(Place):
                 "CPU."
             )
 
+    def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
+        num_used = sum(len(one.devices) for one in plan.placements)
+        self._gpus_of_workers = self._gpus[num_used:][: sum(group.num_gpus for group in plan.groups)]
+
     async def take(self, placements: Sequence[Placement]) -> Sequence[Slot]:
-        return [LocalSlot([self._gpus[device] for device in one.devices]) for one in placements]
+        """Take slots; that of a master has the GPUs of its workers, for which it starts Ray."""
+        return [
+            LocalSlot(
+                self._gpus_of_workers
+                if one.role == "trainer" and not one.devices
+                else [self._gpus[device] for device in one.devices]
+            )
+            for one in placements
+        ]
 
     @functools.cached_property
     def _gpus(self) -> list[str]:

@@ -20,7 +20,8 @@ from arealite.api.config.algorithm import describe_choices
 from arealite.api.script import TRACEBACK_VARIABLE
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job
-from arealite.launcher.plan.plan import Placement, Plan, Run, foreign_servers, setup_timeout_s
+from arealite.launcher.plan.plan import Placement, Plan, Run, setup_timeout_s
+from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.network import LOOPBACK
 
@@ -47,13 +48,10 @@ def trainer_job(
 ) -> Job:
     """Describe a rank of the trainer, with the variables that torchrun sets; `master` is where rank 0 listens."""
     beside, nodes = run.plan.ranks_on(placement.node), run.plan.trainer_nodes
-    num_ranks = len(beside)
-    if run.config.workers is not None and run.config.allocation is not None:  # whose workers are the ranks
-        num_ranks = run.config.allocation.train_world_size
     env = environment(
         run.config.launcher.trainer_env_vars,
         CUDA_VISIBLE_DEVICES=",".join(gpus),
-        OMP_NUM_THREADS=str(trainer_threads(run.config, run.plan, num_ranks=num_ranks)),
+        OMP_NUM_THREADS=str(trainer_threads(run.config, run.plan, num_ranks=run.plan.num_workers or len(beside))),
         RANK=str(placement.index),
         WORLD_SIZE=str(len(run.plan.trainers)),
         LOCAL_RANK=str(beside.index(placement)),
@@ -84,8 +82,10 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
             numbers = [device for one in alike for device in one.devices]
             gpus = f"GPU {_span(numbers):<4}  " if numbers else ""
             yield f"  {name:<14} {gpus}log {name}.log"
+    yield from _group_lines(run)
     num_gpus = plan.num_nodes * plan.gpus_per_node
-    if idle := num_gpus - sum(len(one.devices) for one in plan.placements):
+    used = [len(one.devices) for one in plan.placements] + [group.num_gpus for group in plan.groups]
+    if idle := num_gpus - sum(used):
         yield f"{idle} of {num_gpus} GPUs stay idle"
     if foreign := foreign_servers(config):
         yield f"servers of someone else: {','.join(foreign)}"
@@ -99,6 +99,19 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
             words.append(word if word.startswith("<") else shlex.quote(word))
         yield f"{job.name} runs"
         yield "  " + " ".join(words)
+
+
+def _group_lines(run: Run) -> Iterator[str]:
+    """Spell the groups of workers that a master starts."""
+    config, plan = run.config, run.plan
+    if plan.groups:
+        yield "workers of trainer-0, on nodes that Ray chooses"
+    for group in plan.groups:
+        name = f"{group.name}-0" if group.num_ranks == 1 else f"{group.name}-{{{_span(range(group.num_ranks))}}}"
+        gpus = f"{group.num_gpus} GPUs, " if group.num_gpus > 1 else "1 GPU, " if group.num_gpus else ""
+        threads = group.threads or trainer_threads(config, plan, num_ranks=plan.num_workers)
+        needs = f"{gpus}{threads} {'thread' if threads == 1 else 'threads'} each, {group.strategy}"
+        yield f"  {name:<14} {needs}, for {', '.join(group.roles)}  log {name}.log"
 
 
 def visible_gpus() -> list[str]:

@@ -4,18 +4,18 @@ Servers fill the nodes first, one behind the other, and none is spread over two 
 follow. Every launcher places the same plan; only how differs.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from arealite.api.alloc_mode import AllocationMode, AllocationType
+from arealite.api.alloc_mode import AllocationType
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
-from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+from arealite.launcher.plan.layout import Group, make_layout
+from arealite.launcher.plan.servers import num_own_servers
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Plan:
     num_nodes: int
     gpus_per_node: int  # 0 on a CPU cluster
     placements: tuple[Placement, ...]
+    groups: tuple[Group, ...] = ()  # of workers, which a master starts itself
 
     @property
     def servers(self) -> tuple[Placement, ...]:
@@ -44,6 +45,10 @@ class Plan:
     @property
     def trainers(self) -> tuple[Placement, ...]:
         return tuple(one for one in self.placements if one.role == "trainer")
+
+    @property
+    def num_workers(self) -> int:
+        return sum(group.num_ranks for group in self.groups)
 
     @property
     def used_nodes(self) -> list[int]:
@@ -97,6 +102,15 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
     return plan
 
 
+def refuse_workers(plan: Plan, *, launcher: str) -> None:
+    """Refuse a run with a master by a launcher that has no Ray."""
+    if plan.groups:
+        raise ConfigError(
+            f"workers must be started by the local or the Ray launcher: got {launcher}. Run `ray start` on the nodes "
+            "and use arealite.launcher.ray, or remove workers for a script of ranks."
+        )
+
+
 def check_model(config: BaseExperimentConfig) -> None:
     """Refuse a folder that is not there."""
     key, block = config.trained
@@ -125,9 +139,11 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
                 f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
                 f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
             )
-    num_servers = _num_servers(config, mode)
+    num_servers = num_own_servers(config, mode)
     is_evaluation = mode.type_ is AllocationType.DECOUPLED_EVAL
-    num_ranks = 1 if is_evaluation or config.workers is not None else mode.train_world_size  # a master is one
+    groups = make_layout(config) if config.workers is not None and trains(config) else ()
+    has_one_rank = is_evaluation or bool(groups)  # it has no device: servers and workers compute for it
+    num_ranks = 1 if has_one_rank else mode.train_world_size
     if cluster.n_gpus_per_node == 0:
         per_node = -(-(num_servers + num_ranks) // cluster.n_nodes)  # processes stand for GPUs
         placements = [replace(one, devices=()) for one in _place(num_servers, 1, num_ranks, per_node)]
@@ -138,7 +154,7 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
                 f"and cluster.n_gpus_per_node={cluster.n_gpus_per_node}. Use a smaller t in allocation_mode."
             )
         placements = _place(num_servers, mode.gen_instance_size, num_ranks, cluster.n_gpus_per_node)
-        if is_evaluation:
+        if has_one_rank:
             placements = [one if one.role == "server" else replace(one, node=0, devices=()) for one in placements]
     last_node = max((one.node for one in placements), default=0)
     if last_node >= cluster.n_nodes:
@@ -147,14 +163,7 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
             f"{cluster.n_gpus_per_node} GPUs as no server is spread over two, and cluster.n_nodes={cluster.n_nodes}. "
             "Make it smaller, or raise cluster.n_nodes or cluster.n_gpus_per_node (0 is a CPU cluster)."
         )
-    return Plan(cluster.n_nodes, cluster.n_gpus_per_node, tuple(placements))
-
-
-def foreign_servers(config: BaseExperimentConfig) -> list[str]:
-    """Return the addresses of servers that someone else starts and stops."""
-    if config.rollout is not None and config.rollout.server_addrs:
-        return config.rollout.server_addrs
-    return [address for address in os.environ.get(SERVER_ADDRS_VARIABLE, "").split(",") if address]
+    return Plan(cluster.n_nodes, cluster.n_gpus_per_node, tuple(placements), groups)
 
 
 def setup_timeout_s(config: BaseExperimentConfig) -> float:
@@ -168,29 +177,6 @@ def cpus_and_mebibytes(config: LauncherConfig, placement: Placement) -> tuple[in
     if placement.role == "server":
         return number * config.inference_server_cpus_per_gpu, number * config.inference_server_mem_per_gpu
     return number * config.trainer_cpus_per_gpu, number * config.trainer_mem_per_gpu
-
-
-def _num_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
-    """Return how many servers are ours to start."""
-    if config.rollout is None:
-        if mode.gen_dp_size > 0:
-            raise ConfigError(
-                f"allocation_mode must name trainers only for an experiment without servers, such as supervised "
-                f"fine-tuning: got {mode}. Write allocation_mode={mode.train}."
-            )
-        return 0
-    if foreign_servers(config) or config.rollout.replay_from:
-        return 0
-    if mode.gen_dp_size == 0:
-        raise ConfigError(
-            f"allocation_mode must name servers for reinforcement learning: got {mode}. "
-            f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
-        )
-    has_one_gpu = not kind_of(config).gpus_flag
-    if mode.gen_pp_size > 1 or (has_one_gpu and mode.gen_tp_size > 1):
-        limits = "p1t1" if has_one_gpu else "p1"
-        raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")
-    return mode.gen_dp_size
 
 
 def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[Placement]:

@@ -19,7 +19,8 @@ from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
-from arealite.launcher.plan.plan import Placement, Run, foreign_servers, setup_timeout_s, trains
+from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains
+from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.supervise.console import Console, Output
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import read_jsonl

@@ -1,0 +1,127 @@
+"""The groups of workers that a master tells what to do, worked out from the config alone: roles, ranks, devices.
+
+The first role that shares with none has workers of its own, as has each with `ranks`; others lie with the first. The
+trained model's role is the first, then they follow in the order of the config's class.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from arealite.api.cli_args import BaseExperimentConfig, RoleConfig, WorkersConfig
+from arealite.api.config.checks import require
+from arealite.api.config.run import RunConfig
+from arealite.launcher.plan.servers import num_own_servers
+from arealite.utils.sentences import listed, nearest
+
+
+@dataclass(frozen=True)
+class Group:
+    """Workers that form one world and take turns for their roles."""
+
+    name: str  # of the role whose group it is; its logs are `<name>-<rank>.log`
+    roles: tuple[str, ...]
+    num_ranks: int
+    strategy: str  # how Ray places them on nodes
+    threads: int | None  # of each; None is a share of the cores
+    gpus_per_rank: int  # 0 on a CPU cluster
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_ranks * self.gpus_per_rank
+
+
+def make_layout(config: BaseExperimentConfig, roles: Collection[str] | None = None) -> tuple[Group, ...]:
+    """Return the groups of some roles, by default of all that the config has blocks for.
+
+    Raises ConfigError for wishes that contradict each other, and for more workers than the cluster has devices.
+    """
+    workers = config.workers or WorkersConfig()
+    wishes = _wishes(config, workers, _roles(config, workers) if roles is None else roles)
+    first = next(wish.share or role for role, wish in wishes.items())  # it shares with none, as shares form no ring
+    own = {role: role if wish.ranks is not None else first for role, wish in wishes.items()}
+    owner = {role: own[wish.share or role] for role, wish in wishes.items()}
+    mode = config.allocation
+    default_ranks = max(1, mode.train_world_size) if mode is not None else 1
+    groups = tuple(
+        Group(
+            name=name,
+            roles=tuple(role for role in wishes if owner[role] == name),
+            num_ranks=wishes[name].ranks or default_ranks,
+            strategy=wishes[name].strategy,
+            threads=wishes[name].threads,
+            gpus_per_rank=int(config.cluster.n_gpus_per_node > 0),
+        )
+        for name in dict.fromkeys(owner.values())
+    )
+    for role, wish in wishes.items():
+        said = [key for key in ("ranks", "threads", "strategy") if getattr(wish, key) != getattr(RoleConfig(), key)]
+        require(
+            owner[role] == role or not said,
+            f"workers.{role} must not have {listed(said)}, as its workers are those of {owner[role]}: got "
+            f"{listed(str(getattr(wish, key)) for key in said)}. Remove this, or give {role} ranks and no share.",
+        )
+    _check_devices(config, groups)
+    return groups
+
+
+def _roles(config: BaseExperimentConfig, workers: WorkersConfig) -> list[str]:
+    """Return the roles with a block in the config; a script's own class may have more, which only `workers` tells."""
+    known = _by_role(workers)
+    there = [role for role in known if getattr(config, role, None) is not None]
+    said = [role for role, wish in known.items() if wish != RoleConfig() and role not in there]
+    require(
+        not said or isinstance(config, RunConfig),
+        f"workers must name roles of the experiment, {listed(there)}: got "
+        f"{listed(said)}. Remove this, or add a block of this name to the config.",
+    )
+    return [*there, *said]
+
+
+def _by_role(workers: WorkersConfig) -> dict[str, RoleConfig]:
+    return {role: wish for role, wish in vars(workers).items() if isinstance(wish, RoleConfig)}
+
+
+def _wishes(config: BaseExperimentConfig, workers: WorkersConfig, roles: Collection[str]) -> dict[str, RoleConfig]:
+    """Return what is wished for each role, the first one first, once it is clear with whom those that share do."""
+    known = _by_role(workers)
+    for role in roles:
+        change = "Rename it, or add it to the class of workers."
+        require(role in known, f"a role must be one that workers has, {listed(known)}: got {role}. {change}")
+    trained, _ = config.trained
+    wishes = {role: known[role] for role in sorted(known, key=lambda role: role != trained) if role in roles}
+    for role, wish in wishes.items():
+        if wish.share is None:
+            continue
+        change = nearest(wish.share, wishes)
+        require(wish.share in wishes, f"workers.{role}.share must be a role with an engine: got {wish.share}. {change}")
+        other = wishes[wish.share].share
+        require(
+            other is None,
+            f"workers.{role}.share must be a role with workers of its own: got {wish.share}, which shares those of "
+            f"{other}. Remove one of the two.",
+        )
+    return wishes
+
+
+def _check_devices(config: BaseExperimentConfig, groups: tuple[Group, ...]) -> None:
+    """All workers must find a device beside the servers, and each group find nodes as its strategy wants them."""
+    mode, cluster = config.allocation, config.cluster
+    num_serving = 0 if mode is None else num_own_servers(config, mode) * mode.gen_instance_size
+    workers = listed(f"{group.num_ranks} of {group.name}" for group in groups)
+    require(
+        cluster.n_gpus_per_node == 0
+        or sum(group.num_gpus for group in groups) + num_serving <= cluster.n_nodes * cluster.n_gpus_per_node,
+        f"workers must fit the cluster: got {workers} beside {num_serving} GPUs of servers, and {cluster.n_nodes} x "
+        f"{cluster.n_gpus_per_node} GPUs. Lower workers.<role>.ranks, or let a role share the workers of another.",
+    )
+    for group in groups:
+        require(
+            group.strategy != "STRICT_PACK" or group.num_gpus <= cluster.n_gpus_per_node,
+            f"workers.{group.name} must fit into one node with STRICT_PACK: got {group.num_ranks} ranks, and "
+            f"{cluster.n_gpus_per_node} GPUs per node. Use PACK, or lower workers.{group.name}.ranks.",
+        )
+        require(
+            group.strategy != "STRICT_SPREAD" or group.num_ranks <= cluster.n_nodes,
+            f"workers.{group.name} must have a node for each rank with STRICT_SPREAD: got {group.num_ranks} ranks and "
+            f"{cluster.n_nodes} nodes. Use SPREAD, or lower workers.{group.name}.ranks.",
+        )

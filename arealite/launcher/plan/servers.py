@@ -1,0 +1,39 @@
+"""The servers of a run: those that are ours to start, and those that someone else starts and stops."""
+
+import os
+
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.backends import kind_of
+from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+
+
+def foreign_servers(config: BaseExperimentConfig) -> list[str]:
+    """Return the addresses of servers that someone else starts and stops."""
+    if config.rollout is not None and config.rollout.server_addrs:
+        return config.rollout.server_addrs
+    return [address for address in os.environ.get(SERVER_ADDRS_VARIABLE, "").split(",") if address]
+
+
+def num_own_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
+    """Return how many servers are ours to start."""
+    if config.rollout is None:
+        if mode.gen_dp_size > 0:
+            raise ConfigError(
+                f"allocation_mode must name trainers only for an experiment without servers, such as supervised "
+                f"fine-tuning: got {mode}. Write allocation_mode={mode.train}."
+            )
+        return 0
+    if foreign_servers(config) or config.rollout.replay_from:
+        return 0
+    if mode.gen_dp_size == 0:
+        raise ConfigError(
+            f"allocation_mode must name servers for reinforcement learning: got {mode}. "
+            f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
+        )
+    has_one_gpu = not kind_of(config).gpus_flag
+    if mode.gen_pp_size > 1 or (has_one_gpu and mode.gen_tp_size > 1):
+        limits = "p1t1" if has_one_gpu else "p1"
+        raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")
+    return mode.gen_dp_size
