@@ -16,8 +16,8 @@ from arealite.api.errors import ConfigError
 from arealite.cli.check.check import check
 from arealite.cli.main import main
 from arealite.cli.own_trainer import load_trainer
-from arealite.cli.train import MODES
 from arealite.cli.trainers import TRAINERS, examples_folder
+from arealite.launcher.start import LAUNCHERS
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"
@@ -41,7 +41,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def dry_run(mode: str, kind: str, config: str, *words: str) -> list[str]:
+def dry_run(kind: str, config: str, *words: str) -> list[str]:
     """Return the launcher's own command line for an example."""
     script = EXAMPLES / f"{TRAINERS[kind]}.py"
     return [str(script), "--config", str(EXAMPLES / "configs" / config), "--dry-run", *words]
@@ -58,18 +58,18 @@ def test_a_type_is_its_script_with_its_config_of_a_cpu(kind: str, capsys: pytest
     key = "valid_dataset" if kind == "null" else "train_dataset"
     data = yaml.safe_load((EXAMPLES / "configs" / config).read_text())[key]["path"]
     assert Path(REPOSITORY / data.partition(":")[0]).is_file(), "it comes with the examples"
-    words = dry_run("local", kind, config, f"{key}.path={REPOSITORY / data}", *keys)
-    assert MODES["local"](words) == 0
+    words = dry_run(kind, config, f"{key}.path={REPOSITORY / data}", *keys)
+    assert LAUNCHERS["local"](words) == 0
     assert told == capsys.readouterr().out and "e/t: " in told
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LAUNCHERS)
 def test_gpus_choose_the_config(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this node for a local run; a cluster has some unless it is said to have none."""
     if mode == "local":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(8))))
     told = shown(capsys, "train", "--dry-run", f"mode={mode}", "trainer.type=grpo", "actor.path=org/name")
-    assert MODES[mode](dry_run(mode, "grpo", "gsm8k_grpo.yaml", "actor.path=org/name")) == 0
+    assert LAUNCHERS[mode](dry_run("grpo", "gsm8k_grpo.yaml", f"mode={mode}", "actor.path=org/name")) == 0
     assert told == capsys.readouterr().out and "sglang.d4p1t1+d4p1t1" in told
     on_cpu = shown(capsys, f"mode={mode}", "trainer.type=dpo", "model.path=m", "cluster.n_gpus_per_node=0", "--dry-run")
     assert "CPUs only" in on_cpu and f"{EXAMPLES}/configs/dpo_cpu.yaml" in on_cpu

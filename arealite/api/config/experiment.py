@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
@@ -73,6 +73,8 @@ class BaseExperimentConfig(ConfigBase):
     """Seed of every random number generator of the run."""
     allocation_mode: str = ""
     """Servers and trainers, e.g. `sglang.d4p1t1+d4p1t1`; empty if no launcher is used."""
+    mode: Literal["local", "ray", "slurm"] = "local"
+    """Launcher that starts a script which is run by hand, and the trainers of `arealite train`."""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
     """Nodes and folders."""
     total_train_epochs: PositiveInt = 1

@@ -41,6 +41,26 @@ RENAMED = {
     for engine in ("actor", "critic", "ref", "model")
     for old, new in {"lr": "optimizer.lr", "mb_spec.max_tokens_per_gpu": "mb_spec.max_tokens_per_mb"}.items()
 }
+_PPO = (
+    *("ppo_n_minibatches", "eps_clip", "c_clip", "discount", "gae_lambda", "adv_norm", "kl_ctl"),
+    *("recompute_logprob", "use_decoupled_loss", "behav_imp_weight_cap"),
+)
+_GENERATION = ("max_new_tokens", "min_new_tokens", "greedy", "top_p", "top_k", "temperature")
+RENAMED |= {f"ppo.{name}": f"actor.{name}" for name in _PPO}
+RENAMED |= {f"ppo.gen.{name}": f"gconfig.{name}" for name in _GENERATION}
+RENAMED |= {
+    "ppo.value_eps_clip": "critic.value_eps_clip",
+    "ppo.gen.n": "gconfig.n_samples",
+    "dataset.path": "train_dataset.path",
+    "dataset.max_length": "train_dataset.max_length",
+    "dataset.max_prompt_len": "train_dataset.max_length",
+    "dataset.train_bs_n_seqs": "train_dataset.batch_size",
+    "rollout.n_seqs": "train_dataset.batch_size",
+}
+_CORES_BLOCKS = ("ppo", "ppo.gen", "dataset")
+"""Of the original's Core, whose keys have other places here."""
+
+_MODEL_TYPE = DeprecatedKey("the files of a model tell its type")
 
 _LOSS_SCALE = DeprecatedKey("compute is bfloat16 or float32, whose losses are not scaled")
 _NAME_RESOLVE = DeprecatedKey("the run itself is the registry of its servers")
@@ -67,6 +87,7 @@ DEPRECATED = {
     "critic.init_critic_from_actor": DeprecatedKey("critic.path follows actor.path, and a language model gets a head"),
     "*.init_critic_from_actor": DeprecatedKey("only a critic has a head of values", (False,)),
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
+    **dict.fromkeys(("actor.type", "critic.type", "ref.type"), _MODEL_TYPE),
     "*.use_lora": DeprecatedKey("a lora block switches LoRA on, e.g. lora.rank=16", (False,)),
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
     "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
@@ -91,13 +112,24 @@ ONCE_NULL = ("*gconfig.stop", "*_dataset.type")
 """Keys whose default was null; a stored config may spell it out."""
 
 
-def migrate(given: dict[str, Any], keys: Mapping[str, ConfigKey], problems: list[str]) -> dict[str, Any]:
+def migrate(
+    given: dict[str, Any], keys: Mapping[str, ConfigKey], problems: list[str], *, has_others: bool = False
+) -> dict[str, Any]:
     """Return what was given with old keys moved or dropped; today's `keys` stay as they are.
 
-    Values that we do not implement are added to `problems`.
+    Values that we do not implement are added to `problems`. `has_others`: blocks that are not in `keys` are someone's.
     """
     moved: dict[str, Any] = {}
-    kept = _sort(_translated(given), "", keys, moved, problems)
+    given = _translated(given)
+    others = {name: given.pop(name) for name in ("defaults", *_CORES_BLOCKS) if has_others and name in given}
+    if isinstance(groups := given.get("defaults"), list) and "defaults" not in keys:
+        del given["defaults"]
+        problems.append(
+            f"defaults must not be given: got {groups}. Hydra's config groups are not read: write the keys of those "
+            "files into this one, each under its block, e.g. `cluster: {n_gpus_per_node: 8}`."
+        )
+    kept = _sort(given, "", keys, moved, problems)
+    kept |= others
     for old, value in moved.items():
         _put(kept, RENAMED[old], "broadcast" if value == "xccl" else value, old)
     return kept
@@ -153,7 +185,7 @@ def _sort(
 ) -> dict[str, Any]:
     """Return what stays in a block, and put what moves into `moved`, by dotted name."""
     kept: dict[str, Any] = {}
-    is_passed_through = bool(prefix) and keys[prefix[:-1]].block is None
+    is_passed_through = prefix[:-1] in keys and keys[prefix[:-1]].block is None
     matches = operator.eq if is_passed_through else fnmatchcase  # `backend` may be an option of a server
     for name, value in block.items():
         key = f"{prefix}{name}"
@@ -162,6 +194,8 @@ def _sort(
         elif key in keys:
             if value is not None or not any(fnmatchcase(key, pattern) for pattern in ONCE_NULL):
                 kept[name] = value
+        elif isinstance(value, dict) and key in _CORES_BLOCKS:
+            kept |= {name: left} if (left := _sort(value, f"{key}.", keys, moved, problems)) else {}
         elif key in RENAMED:
             logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
             moved[key] = value

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
 from arealite.api.config.legacy import migrate
+from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.config.words import guess, hint
 from arealite.api.errors import ConfigError
@@ -58,7 +59,8 @@ def load_expr_config(
     keys = {key.name: key for key in config_keys(config_cls)}
     given = {f"in {config_file}": _read_yaml(config_file), "on the command line": _read_overrides(overrides)}
     problems: list[str] = []
-    sources = {place: migrate(values, keys, problems) for place, values in given.items()}
+    migrated = {place: migrate(values, keys, problems, has_others=ignore_unknown) for place, values in given.items()}
+    sources = spelled_out(migrated)
     for place, values in sources.items():
         problems += _key_problems(values, "", place, keys, ignore_unknown=ignore_unknown)
     if problems:
@@ -73,6 +75,11 @@ def load_expr_config(
     config.validate()
     vars(config)[_FROM_ENVIRONMENT] = _from_environment(references, values)
     return config, config_file
+
+
+def given_value(key: str, config_file: str, overrides: Sequence[str]) -> Any:
+    """Return what a key of the top level is given as, None if it is not; nothing else is looked at."""
+    return (_read_yaml(config_file) | _read_overrides([*overrides])).get(key)
 
 
 def to_yaml(config: Any) -> str:

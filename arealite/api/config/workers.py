@@ -5,6 +5,8 @@ from typing import Literal
 
 from arealite.api.config.types import ConfigBase, NonNegativeInt, Positive, PositiveInt
 
+Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
+
 
 @dataclass
 class RoleConfig(ConfigBase):
@@ -14,7 +16,7 @@ class RoleConfig(ConfigBase):
     """Workers of a group of its own; None takes the trainer's part of `allocation_mode`, or shares the first group."""
     share: str | None = None
     """Role with whose workers this one takes turns; None is a group of its own if `ranks` is given."""
-    strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    strategy: Strategy = "PACK"
     """How Ray places the workers on nodes."""
     threads: PositiveInt | None = None
     """CPU threads of each worker; None shares the cores out, as the launcher does for ranks."""

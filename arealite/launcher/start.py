@@ -1,0 +1,58 @@
+"""Starts a script by the launcher that `mode` names: for a script that is run by hand, and for `arealite train`.
+
+if __name__ == "__main__":
+    sys.exit(launched(__file__, main))  # python3 SCRIPT.py [--config FILE.yaml] [--dry-run] key=value ...
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from arealite.api.config.loader import given_value
+from arealite.api.errors import ConfigError
+from arealite.launcher import local, ray, slurm
+from arealite.launcher.supervise.supervisor import CONFIG_FAILED
+
+LAUNCHERS = {"local": local.main, "ray": ray.main, "slurm": slurm.main}
+
+
+def start(script: Path, config: str, words: Sequence[str]) -> int:
+    """Start a script by the launcher that `mode` names in the config or among the words, and return its exit status."""
+    mode = given_value("mode", config, [word for word in words if not word.startswith("-")]) or "local"
+    if mode not in LAUNCHERS:
+        raise ConfigError(f"mode must be local, ray or slurm: got {mode}. Correct it.")
+    return LAUNCHERS[mode]([str(script), "--config", config, *words])
+
+
+def launched(file: str, main: Callable[[list[str]], object], argv: Sequence[str] | None = None) -> int:
+    """Run `main` in a process of a launcher or of torchrun, else start the script `file` by a launcher.
+
+    Returns the exit status. Without --config the config is `configs/<script>.yaml` beside the script; that of
+    main_sync_ppo.py may be called sync-ppo.yaml.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "RANK" in os.environ or not {"-h", "--help"}.isdisjoint(words):
+        main(words)
+        return 0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    args, others = parser.parse_known_args(words)
+    script = Path(file).resolve()
+    try:
+        return start(script, args.config or _config_beside(script), others)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return CONFIG_FAILED
+
+
+def _config_beside(script: Path) -> str:
+    names = dict.fromkeys([script.stem, script.stem.removeprefix("main_").replace("_", "-")])
+    files = [script.parent / "configs" / f"{name}.yaml" for name in names]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"--config must be given without {' or '.join(map(str, files))}: got no file. Add --config FILE.yaml."
+        )
+    return str(found)

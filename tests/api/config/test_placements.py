@@ -1,0 +1,202 @@
+"""The words of the original's Core in a YAML file: placement groups per call, `ppo.*`, `dataset.path`, hydra's list."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from arealite.api.cli_args import GRPOConfig, PPOConfig, load_expr_config
+from arealite.api.config.run import load_run_config
+from arealite.api.errors import ConfigError
+
+BASE = """
+experiment_name: ppo-math
+trial_name: run
+actor: {path: Qwen/Qwen3-1.7B}
+train_dataset: {path: data, batch_size: 4}
+gconfig: {max_new_tokens: 64}
+rollout: {backend: sglang}
+cluster: {n_nodes: 4}
+"""
+PER_CALL = """
+allocation_mode:
+  actor_train:
+    placement_group:
+      strategy: STRICT_PACK
+      bundles:
+        - GPU: 8
+  actor_gen:
+    placement_group:
+      strategy: SPREAD
+      bundles:
+        - GPU: 2
+"""
+
+
+def load(folder: Path, text: str, *overrides: str, cls: type[GRPOConfig] = PPOConfig) -> Any:
+    (folder / "c.yaml").write_text(BASE + text)
+    return load_expr_config(["--config", str(folder / "c.yaml"), *overrides], cls)[0]
+
+
+def placed(name: str, *sizes: int, strategy: str = "PACK") -> str:
+    group = {"strategy": strategy, "bundles": [{"GPU": size} for size in sizes]}
+    return f"allocation_mode.{name}={yaml.safe_dump({'placement_group': group}, default_flow_style=True).strip()}"
+
+
+def mistake(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    return str(caught.value)
+
+
+def test_placement_groups_are_servers_and_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        config = load(tmp_path, PER_CALL)
+    assert config.allocation_mode == "sglang.d2p1t1+d8p1t1"
+    assert (config.workers.actor.ranks, config.workers.actor.strategy) == (8, "STRICT_PACK")
+    assert (config.workers.ref.ranks, config.workers.ref.share) == (None, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "allocation_mode.actor_gen.placement_group.strategy has no effect: servers fill the nodes in order.",
+        "allocation_mode is now sglang.d2p1t1+d8p1t1 with workers.actor.ranks=8 workers.actor.strategy=STRICT_PACK. "
+        "Rename it.",
+    ]
+
+
+def test_calls_of_all_roles(tmp_path: Path) -> None:
+    more = [placed("ref-inf", 1, 1, strategy="SPREAD"), placed("critic_train", 4, 2), placed("critic_inf", 4, 2)]
+    config = load(tmp_path, PER_CALL, *more, "workers.ref.threads=3")
+    wishes = {
+        role: (wish.ranks, wish.strategy) for role, wish in vars(config.workers).items() if hasattr(wish, "ranks")
+    }
+    assert wishes == {
+        "actor": (8, "STRICT_PACK"),
+        "critic": (6, "PACK"),
+        "ref": (2, "SPREAD"),
+        "teacher": (None, "PACK"),
+        "model": (None, "PACK"),
+    }
+    assert config.workers.ref.threads == 3
+
+
+def test_the_command_line_changes_a_placement_or_replaces_all(tmp_path: Path) -> None:
+    config = load(tmp_path, PER_CALL, placed("actor_gen", 1, 1, 1), "rollout.backend=vllm")
+    assert config.allocation_mode == "vllm.d3p1t1+d8p1t1"
+    config = load(tmp_path, PER_CALL, "allocation_mode=sglang.d4+d2")
+    assert (config.allocation_mode, config.workers) == ("sglang.d4+d2", None)
+
+
+PLACEMENTS = {
+    "no call": (
+        [placed("actor", 1)],
+        "allocation_mode must name calls, such as actor_train, ref_inf or actor_gen: got actor. Correct the name.",
+    ),
+    "servers of another role": (
+        [placed("ref_gen", 1)],
+        "allocation_mode must place the servers as actor_gen, as they have the actor's weights: got ref_gen. Rename "
+        "it.",
+    ),
+    "one role in two places": (
+        [placed("actor_inf", 4)],
+        "allocation_mode.actor_inf must be the placement of the other call of its role, which has one group of "
+        "workers: got {'ranks': 4, 'strategy': 'STRICT_PACK'} and {'ranks': 8, 'strategy': 'STRICT_PACK'}. Remove "
+        "actor_inf.",
+    ),
+    "no placement group": (
+        ["allocation_mode.ref_inf=4"],
+        "allocation_mode.ref_inf must be a placement group of strategy and bundles: got 4. Write placement_group: "
+        "{strategy: PACK, bundles: [{GPU: 8}]}.",
+    ),
+    "an unknown strategy": (
+        [placed("ref_inf", 1, strategy="PACKED")],
+        "allocation_mode.ref_inf.placement_group.strategy must be one of STRICT_PACK, PACK, SPREAD, STRICT_SPREAD: got "
+        "PACKED. Correct it.",
+    ),
+    "no bundles": (
+        ["allocation_mode.ref_inf.placement_group.bundles=[]"],
+        "allocation_mode.ref_inf.placement_group.bundles must be a list of resources: got []. Write placement_group: "
+        "{strategy: PACK, bundles: [{GPU: 8}]}.",
+    ),
+    "cores": (
+        ["allocation_mode.actor_train.placement_group.bundles=[{GPU: 8, CPU: 32}]"],
+        "allocation_mode.actor_train.placement_group.bundles must hold GPUs alone: got CPU. Remove it: "
+        "launcher.trainer_cpus_per_gpu and inference_server_cpus_per_gpu reserve cores.",
+    ),
+    "half a GPU": (
+        ["allocation_mode.actor_train.placement_group.bundles=[{GPU: 0.5}]"],
+        "GPU of each bundle in allocation_mode.actor_train must be a whole number from 1 on: got [0.5]. Correct it.",
+    ),
+    "large bundles on different nodes": (
+        [placed("actor_train", 8, 8, strategy="STRICT_SPREAD")],
+        "allocation_mode.actor_train must have bundles of 1 GPU with STRICT_SPREAD, as each worker has one: got [8, "
+        "8]. Use PACK, which fills node after node.",
+    ),
+    "workers twice": (
+        ["workers.actor.ranks=4"],
+        "the workers of actor must be given once: got workers.actor.ranks and allocation_mode.actor_train or "
+        "actor_inf. Remove one.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_placements_that_mean_nothing(tmp_path: Path, case: str) -> None:
+    overrides, sentence = PLACEMENTS[case]
+    assert mistake(tmp_path, PER_CALL, *overrides) == sentence
+
+
+def test_servers_of_no_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "BASE", BASE.replace("rollout: {backend: sglang}", ""))
+    assert mistake(tmp_path, PER_CALL) == (
+        "allocation_mode.actor_gen must be servers whose kind rollout.backend names: got 2 GPUs and no kind. Add "
+        "rollout.backend, sglang, vllm or lite."
+    )
+
+
+def test_nothing_trains(tmp_path: Path) -> None:
+    assert mistake(tmp_path, "", placed("ref_inf", 1)) == (
+        "allocation_mode must place actor_train or model_train: got ref_inf. Add actor_train: {placement_group: "
+        "{strategy: PACK, bundles: [{GPU: 8}]}}."
+    )
+
+
+def test_hydras_groups_are_refused(tmp_path: Path) -> None:
+    told = mistake(tmp_path, "defaults:\n  - _self_\n  - cluster: slurm-gpu\n  - ppo: default\n")
+    assert told == (
+        "defaults must not be given: got ['_self_', {'cluster': 'slurm-gpu'}, {'ppo': 'default'}]. Hydra's config "
+        "groups are not read: write the keys of those files into this one, each under its block, e.g. `cluster: "
+        "{n_gpus_per_node: 8}`."
+    )
+
+
+def test_blocks_of_the_original_have_their_places_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = "ppo: {ppo_n_minibatches: 2, kl_ctl: 0.2, discount: 0.9, gae_lambda: 0.8, eps_clip: 0.3, gen: {n: 3}}\n"
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        config = load(
+            tmp_path,
+            f"{theirs}dataset: {{max_length: 77}}\n",
+            *("ref={}", "actor.type=qwen2", "ppo.value_eps_clip=0.1"),
+        )
+    actor = config.actor
+    assert (actor.ppo_n_minibatches, actor.kl_ctl, actor.discount, actor.gae_lambda, actor.eps_clip) == (
+        *(2, 0.2, 0.9, 0.8, 0.3),
+    )
+    assert (config.gconfig.n_samples, config.train_dataset.max_length, config.critic.value_eps_clip) == (3, 77, 0.1)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 9 and "ppo.gen.n is now gconfig.n_samples. Rename it." in told
+    assert "actor.type has no effect: the files of a model tell its type. Remove it." in told
+    assert mistake(tmp_path, "ppo: {kl_coef: 0.2}\n").startswith("ppo.kl_coef must be a key of PPOConfig: got it in ")
+    assert mistake(tmp_path, "dataset: {eps_clip: 0.2}\n").startswith("dataset must be a key of PPOConfig: ")
+    assert mistake(tmp_path, "dataset: {path: other}\n") == (
+        "train_dataset.path must be given once: got it as dataset.path too. Remove dataset.path."
+    )
+
+
+def test_blocks_of_a_script_of_ones_own_are_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "c.yaml").write_text(f"{BASE}dataset: {{path: mine}}\ndefaults: [1]\n")
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        config = load_run_config(["--config", str(tmp_path / "c.yaml")])
+    assert (config.train_dataset.path, caplog.records) == ("data", [])

@@ -1,0 +1,158 @@
+"""A script that is run by hand is started by the launcher that `mode` names, and does its work there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from arealite.launcher.start import launched
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import os, pathlib, sys
+from arealite.api.cli_args import SFTConfig, load_expr_config
+from arealite.launcher.start import launched
+
+def main(argv):
+    config, file = load_expr_config(argv, SFTConfig)
+    told = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {config.trial_name} {config.mode} by {file}"
+    pathlib.Path(config.cluster.fileroot, "told").write_text(told)
+    if config.seed == 7:
+        sys.exit(7)
+
+if __name__ == "__main__":
+    sys.exit(launched(__file__, main))
+"""
+CONFIG = """
+experiment_name: e
+trial_name: ???
+allocation_mode: d1
+cluster: {n_gpus_per_node: 0, fileroot: .}
+model: {path: org/name}
+train_dataset: {path: none.jsonl}
+launcher: {preflight: false}
+"""
+PPO = """
+from arealite.api.cli_args import PPOConfig, load_expr_config
+load_expr_config(argv, PPOConfig)
+"""
+DOCUMENTED = """
+experiment_name: ppo-math
+trial_name: ???
+mode: ray
+rollout: {backend: sglang}
+train_dataset: {batch_size: 8}
+allocation_mode:
+  actor_train:
+    placement_group:
+      strategy: STRICT_PACK
+      bundles:
+        - GPU: 8
+  actor_gen:
+    placement_group:
+      strategy: SPREAD
+      bundles:
+        - GPU: 2
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a script with its config beside it, in the working folder."""
+    for name in ("RANK", "AREAL_LLM_SERVER_ADDRS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "sync-sft.yaml").write_text(CONFIG)
+    path = tmp_path / "main_sync_sft.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def by_hand(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, script.name, *words]
+    return subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_script_starts_its_launcher_and_works_there(script: Path) -> None:
+    run = by_hand(script, "trial_name=t")
+    assert run.returncode == 0, run.stdout + run.stderr
+    config = script.parent / "configs" / "sync-sft.yaml"
+    assert (script.parent / "told").read_text() == f"0 of 1: t local by {config}"
+    assert (script.parent / "e" / "t" / "logs" / "trainer-0.log").is_file()
+
+
+def test_the_status_of_the_run_is_that_of_the_script(script: Path) -> None:
+    assert by_hand(script, "trial_name=t", "seed=7").returncode == 7
+
+
+def refuse(argv: list[str]) -> None:
+    raise AssertionError(f"this process is no rank: {argv}")
+
+
+def test_a_dry_run_starts_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched(str(script), refuse, ["--dry-run", "trial_name=t"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("e/t: d1 on 1 node, CPUs only (local)\n") and "trainer-0      log trainer-0.log" in told
+    other = script.parent / "other.yaml"
+    other.write_text(CONFIG.replace("???", "other"))
+    for mode, name in {"ray": "Ray", "slurm": "Slurm"}.items():
+        assert launched(str(script), refuse, [f"--config={other}", "--dry-run", f"mode={mode}"]) == 0
+        assert capsys.readouterr().out.startswith(f"e/other: d1 on 1 node, CPUs only ({name})\n")
+
+
+def test_mode_may_stand_in_the_config(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (script.parent / "configs" / "main_sync_sft.yaml").write_text(CONFIG + "mode: ray\n")
+    assert launched(str(script), refuse, ["--dry-run", "trial_name=t"]) == 0
+    assert "(Ray)" in capsys.readouterr().out
+    assert launched(str(script), refuse, ["--dry-run", "trial_name=t", "mode=local"]) == 0
+    assert "(local)" in capsys.readouterr().out
+
+
+def test_a_rank_and_help_are_the_scripts_own(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[str]] = []
+    assert launched(str(script), taken.append, ["--help"]) == 0
+    monkeypatch.setenv("RANK", "0")
+    assert launched(str(script), taken.append, ["--config", "c", "a=b"]) == 0
+    assert taken == [["--help"], ["--config", "c", "a=b"]]
+
+
+def test_what_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched(str(script), refuse, ["mode=torchrun"]) == 2
+    assert capsys.readouterr().err == "ConfigError: mode must be local, ray or slurm: got torchrun. Correct it.\n"
+    (script.parent / "configs" / "sync-sft.yaml").unlink()
+    assert launched(str(script), refuse, ["trial_name=t"]) == 2
+    configs = script.parent / "configs"
+    assert capsys.readouterr().err == (
+        f"ConfigError: --config must be given without {configs / 'main_sync_sft.yaml'} or "
+        f"{configs / 'sync-sft.yaml'}: got no file. Add --config FILE.yaml.\n"
+    )
+
+
+def test_the_yaml_of_the_originals_core_is_planned(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of a placement group per call, with the command line that goes with it; what it leaves out is added."""
+    (script.parent / "main_sync_ppo.py").write_text(textwrap.dedent(PPO))
+    (script.parent / "configs" / "sync-ppo.yaml").write_text(DOCUMENTED)
+    given = ["experiment_name=my_experiment", "trial_name=my_trial", "actor.path=Qwen/Qwen3-1.7B", "cluster.n_nodes=4"]
+    words = [*given, "dataset.path=path/to/dataset", "gconfig.max_new_tokens=64", "--dry-run"]
+    assert launched(str(script.parent / "main_sync_ppo.py"), refuse, words) == 0, capsys.readouterr().err
+    told = capsys.readouterr().out
+    lines = re.sub(r"actor: .*\n", "", told).splitlines()
+    assert lines[: lines.index("server-0 runs")] == [
+        "my_experiment/my_trial: sglang.d2p1t1+d8p1t1 on 4 nodes, 8 GPUs each (Ray)",
+        f"run folder: {script.parent}/runs/my_experiment/my_trial",
+        "node 0",
+        "  server-0       GPU 0     log server-0.log",
+        "  server-1       GPU 1     log server-1.log",
+        "  trainer-0      log trainer-0.log",
+        "workers of trainer-0, on nodes that Ray chooses",
+        "  actor-{0-7}    8 GPUs, 4 threads each, STRICT_PACK, for actor, critic  log actor-{0-7}.log",
+        "22 of 32 GPUs stay idle",
+    ]
