@@ -93,6 +93,12 @@ class Column:
 
     pieces: Future[list[Any]]
     key: str
+    outcomes: Future[list[Any]] | None = None
+    """Tell whether the key was made; None for one that must be."""
+
+    def exists(self) -> bool:
+        """Wait for the call that makes the column, and tell whether it has."""
+        return self.outcomes is None or self.key in self.outcomes.result()[0].made
 
 
 class RemoteBatch:

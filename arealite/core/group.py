@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from arealite.api.errors import GroupLostError
 from arealite.core.batch import Column, RemoteBatch
+from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
 from arealite.core.worker import Outcome, RankCall, Run, Worker
 from arealite.utils import heartbeat
@@ -48,6 +49,7 @@ class Call:
     num_parts: int = 0
     output: str | None = None  # name of the tensor that it returns
     after: tuple[Future[Any], ...] = ()  # what must have ended before it starts
+    watch: Callable[[str, CallState], None] = lambda name, state: None  # is told when it begins and ends
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class WorkerGroup:
             future.result()
         layout, references = _inputs(call)
         begin = time.time()
+        call.watch(call.name, CallState("running", begin))
         owners = [part * self.spec.num_ranks // max(call.num_parts, 1) for part in range(call.num_parts)]
         first: list[Any] = []
         made: list[Any] = []
@@ -216,6 +219,7 @@ class WorkerGroup:
                 machines=tuple(dict.fromkeys(self.machines)),
             )
         )
+        call.watch(call.name, CallState("done", begin, time.time()))
         return outcomes, made
 
     def _outcomes(self, call: Call, references: Sequence[Any]) -> list[Outcome]:
@@ -268,7 +272,8 @@ class WorkerGroup:
 def _inputs(call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
     """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
     sources: dict[int, tuple[Column, dict[str, str]]] = {}
-    for name, column in (call.batch or {}).items():
+    present = {name: column for name, column in (call.batch or {}).items() if column.exists()}
+    for name, column in present.items():
         sources.setdefault(id(column.pieces), (column, {}))[1][name] = column.key
     pieces = [column.pieces.result() for column, _ in sources.values()]
     return tuple(names for _, names in sources.values()), [list(part) for part in zip(*pieces)]

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch
 from arealite.core.group import Call, Reply, WorkerGroup, columns_of
-from arealite.core.worker import RoleName, Run
+from arealite.core.worker import Outcome, RoleName, Run
 from arealite.engine.ppo.actor import TOKENS
 from arealite.utils import heartbeat
 
@@ -97,18 +97,28 @@ class RemoteEngine:
         """
         home = self._workers.scatter(batch) if isinstance(batch, TensorDict) else batch
         name = f"{self.role}.{run if isinstance(run, str) else run.__name__}"
-        columns = columns_of(home, keys or None)
-        call = Call(name, self.role, run, args, kw, columns, home.num_parts, output=output or None)
-        reply = self.group.submit(call)
+        reply = self.submit(name, run, home, keys, args=args, kwargs=kw, output=output or None)
         if output:
             column = Column(reply.pieces, output)
             return column if home is batch else self._workers.fetch(column, home)
-        outcome = self._wait(reply, name)[0]
+        outcome = self.wait(reply, name)
         for key in outcome.made:
             home[key] = Column(reply.pieces, key)
             if isinstance(batch, TensorDict):
                 batch[key] = self._workers.fetch(home[key], home)
         return outcome.value
+
+    def submit(self, name: str, run: Run, batch: RemoteBatch, keys: Sequence[str] = (), **more: Any) -> Reply:
+        """Let the workers run something on keys of a batch (by default all) when it is its turn; return at once."""
+        columns = columns_of(batch, keys or None)
+        return self.group.submit(Call(name, self.role, run, batch=columns, num_parts=batch.num_parts, **more))
+
+    def wait(self, reply: Reply, name: str) -> Outcome:
+        """Wait for the end of a call, and return what became of it on rank 0."""
+        with heartbeat.waiting(f"{name} on the workers of group {self.group.spec.name}", on="ranks"):
+            outcome = reply.values.result()[0]  # the group has deadlines
+        heartbeat.tick()
+        return outcome
 
     def compute_logprobs(self, batch: RemoteBatch, *, whole: bool = False) -> Column:
         """Return the pending logprobs of every token under the current weights."""
@@ -154,13 +164,7 @@ class RemoteEngine:
     def _value(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         """Run a method without a batch on every rank and return rank 0's value."""
         name = f"{self.role}.{run if isinstance(run, str) else run.__name__.strip('_')}"
-        return self._wait(self.group.submit(Call(name, self.role, run, args, kwargs)), name)[0].value
-
-    def _wait(self, reply: Reply, name: str) -> Any:
-        with heartbeat.waiting(f"{name} on the workers of group {self.group.spec.name}", on="ranks"):
-            outcomes = reply.values.result()  # the group has deadlines
-        heartbeat.tick()
-        return outcomes
+        return self.wait(self.group.submit(Call(name, self.role, run, args, kwargs)), name).value
 
 
 def _model_config(engine: Any) -> Any:

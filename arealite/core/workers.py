@@ -21,6 +21,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.core.batch import Column, RemoteBatch, join, pack, unpack
 from arealite.core.group import GroupSpec, WorkerGroup
+from arealite.core.page import Incident
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
@@ -48,7 +49,8 @@ class Workers:
         self._config, self._call_timeout_s = config, config.workers.call_timeout
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
-        self.records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # of calls that have ended
+        self.incidents: list[Incident] = []
+        self._records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # of calls that have ended
 
     def __enter__(self) -> Self:
         handler = signal.getsignal(signal.SIGTERM)
@@ -80,7 +82,7 @@ class Workers:
             change = f"Correct its name, or add a block {role} to the config."
             raise ConfigError(f"the role of an engine must be one of the experiment, {known}: got {role}. {change}")
         if group.name not in self._groups:
-            self._groups[group.name] = WorkerGroup(self._spec(group), self.records.append)
+            self._groups[group.name] = WorkerGroup(self._spec(group), self._records.append)
         make = functools.partial(engine_class, config, **options)
         return cast("E", RemoteEngine(self, self._groups[group.name], role, make, config))
 
@@ -98,6 +100,14 @@ class Workers:
             log_folder=str(RunFolder(self._config).logs),
             call_timeout_s=self._call_timeout_s,
         )
+
+    def roles_of(self, group: WorkerGroup) -> tuple[str, ...]:
+        """Return the roles that a group has."""
+        return next(tuple(one.roles) for one in self._layout if one.name == group.spec.name)
+
+    def take_records(self) -> list[CallRecord]:
+        """Return the records of calls that have ended since the last time."""
+        return [self._records.popleft() for _ in range(len(self._records))]
 
     def note_step(self, step: int) -> None:
         """Let records of calls bear this step from now on."""

@@ -1,4 +1,4 @@
-"""The example of ranks, and the same with the three lines changed that docs/core.md names: equal numbers."""
+"""Scripts of ranks, the same with the three lines changed that docs/core.md names, and as graphs: equal numbers."""
 
 import json
 import os
@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+
+from arealite.core.records import read_calls
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"
+TRAINING = REPOSITORY / "training"
 SCORE = """
 def score(prompt, completions, prompt_ids, completion_ids, **row):
     return float(sum(completion_ids) % 7) / 7
@@ -40,24 +44,26 @@ def migrated(folder: Path) -> Path:
     return path
 
 
-def train(folder: Path, trial: str, script: Path, *overrides: str) -> dict[str, Any]:
-    """Train with a reward that always teaches something, and return what must not depend on the script."""
+def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) -> dict[str, Any]:
+    """Train, from a reward that always teaches something, and return what must not depend on the script."""
     (folder / "score.py").write_text(SCORE)
     command = [sys.executable, "-m", "arealite.launcher.local", str(script)]
-    command += ["--config", str(EXAMPLES / "configs" / "gsm8k_grpo_cpu.yaml"), f"actor.path={folder / 'model'}"]
+    command += ["--config", str(EXAMPLES / "configs" / f"{config}_cpu.yaml"), f"actor.path={folder / 'model'}"]
     command += [f"cluster.fileroot={folder}", "experiment_name=core", f"trial_name={trial}"]
-    command += [f"total_train_steps={STEPS}", "train_dataset.batch_size=6", "gconfig.n_samples=4"]
+    command += ["train_dataset.batch_size=6", "gconfig.n_samples=4", "gconfig.max_new_tokens=16"]
     command += [f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10", f"reward={folder / 'score.py'}:score"]
-    command += ["gconfig.max_new_tokens=16", "evaluator.freq_steps=5", "launcher.preflight=false", "actor.kl_ctl=0.01"]
-    command += ["async_training=false", "lite.deterministic=true", "launcher.trainer_threads=1", "ref={}", *overrides]
+    command += ["evaluator.freq_steps=5", "launcher.preflight=false", "async_training=false", *overrides]
+    command += ["lite.deterministic=true", "launcher.trainer_threads=1"]
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     run = folder / "core" / trial
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert not undocumented({key for row in rows for key in row})
+    of_core = ("time/", "perf/", "core/")
     return {
         "weights": (run / "weights.jsonl").read_text(),
-        "metrics": [{key: row[key] for key in row if not key.startswith(("time/", "perf/"))} for row in rows],
+        "metrics": [{key: row[key] for key in row if not key.startswith(of_core)} for row in rows],
         "rollouts": {
             path.name: sorted(map(without_server, path.read_text().splitlines()))
             for path in sorted((run / "rollouts").glob("*.jsonl"))
@@ -79,14 +85,28 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return sorted(set(found))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_migrated_script_has_the_numbers_of_the_script(tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "apart"), [(1, "workers={}"), (2, "workers.ref.ranks=1")])
+def test_script_migrated_script_and_graph_have_equal_numbers(tmp_path: Path, num_ranks: int, apart: str) -> None:
+    """With two ranks the graph's reference has one worker, to whom both parts of a batch come."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
-    mode = f"allocation_mode=lite.d1p1t1+d{num_ranks}p1t1"
-    script = train(tmp_path, "script", EXAMPLES / "gsm8k_grpo.py", mode)
+    keys = [f"allocation_mode=lite.d1p1t1+d{num_ranks}p1t1", "actor.kl_ctl=0.01", "ref={}"]
+    keys += [f"total_train_steps={STEPS}"]
+    script = train(tmp_path, "script", EXAMPLES / "gsm8k_grpo.py", "gsm8k_grpo", *keys)
     assert len({json.loads(line)["fingerprint"] for line in script["weights"].splitlines()}) == STEPS + 1
-    beside = train(tmp_path, "beside", migrated(tmp_path), mode, "workers={}")
+    beside = train(tmp_path, "migrated", migrated(tmp_path), "gsm8k_grpo", *keys, "workers={}")
     assert differences(script, beside) == []
-    if num_ranks == 2:  # a reference on one worker, whose parts come from two
-        apart = train(tmp_path, "apart", migrated(tmp_path), mode, "workers.ref.ranks=1")
-        assert differences(script, apart) == []
+    graph = train(tmp_path, "graph", TRAINING / "main_grpo.py", "gsm8k_grpo", *keys, apart)
+    assert differences(script, graph) == []
+    calls = read_calls(tmp_path / "core" / "graph" / "calls.jsonl")
+    steps = [one.step for one in calls if one.call == "actor_train"]
+    assert steps == list(range(STEPS))
+
+
+def test_a_critic_of_its_own_has_the_numbers_of_one_beside_the_policy(tmp_path: Path) -> None:
+    write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    keys = ("total_train_steps=4", "critic_warmup_steps=1")
+    script = train(tmp_path, "script", EXAMPLES / "gsm8k_ppo.py", "gsm8k_ppo", *keys)
+    graph = train(tmp_path, "graph", TRAINING / "main_sync_ppo.py", "gsm8k_ppo", *keys, "workers.critic.ranks=1")
+    assert differences(script, graph) == []
+    page = (tmp_path / "core" / "graph" / "graph.html").read_text()
+    assert all(name in page for name in ("critic_train", "actor_train", "advantages"))

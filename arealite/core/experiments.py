@@ -1,0 +1,76 @@
+"""Graphs of the experiments that have example scripts: GRPO, PPO with a critic, supervised fine-tuning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arealite.core.graph import MFC, DataFlowGraph
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.ppo.critic import FSDPPPOCritic
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from arealite.api.cli_args import GRPOConfig, PPOConfig
+
+TOKENS = ("input_ids", "attention_mask", "kept_ids?", "kept_counts?")
+ROLLOUT = (*TOKENS, "loss_mask", "logprobs", "versions", "rewards", "group_index", "no_eos?")
+
+
+def grpo(config: GRPOConfig) -> DataFlowGraph:
+    """Return the calls of `gsm8k_grpo.py`: what the algorithm of the config needs, and the policy's update."""
+    calls, engines = _before_advantages(config)
+    return DataFlowGraph([*calls, *_policy(calls, ())], engines, publishes="actor")
+
+
+def ppo(config: PPOConfig) -> DataFlowGraph:
+    """Return the calls of `gsm8k_ppo.py`: those of `grpo` and a critic, whose update runs beside the policy's."""
+    calls, engines = _before_advantages(config)
+    calls += [MFC("critic_inf", "critic", "inference", FSDPPPOCritic.compute_values, TOKENS[:2], ("values",))]
+    targets = ("returns", "returns_mask")
+    policy = _policy(calls, targets, warmup_steps=config.critic_warmup_steps)
+    keys = (*TOKENS[:2], "group_index", "values", *targets)
+    critic = MFC("critic_train", "critic", "train_step", FSDPPPOCritic.ppo_update, keys)
+    return DataFlowGraph([*calls, *policy, critic], {**engines, "critic": FSDPPPOCritic}, publishes="actor")
+
+
+def sft() -> DataFlowGraph:
+    """Return the calls of `gsm8k_sft.py`."""
+    keys = ("input_ids", "attention_mask", "loss_mask")
+    calls = [
+        MFC("data", "data", "generate", outputs=keys),
+        MFC("train", "model", "train_step", FSDPLMEngine.train_lm, keys),
+    ]
+    return DataFlowGraph(calls, {"model": FSDPLMEngine}, publishes="model")
+
+
+def _before_advantages(config: GRPOConfig) -> tuple[list[MFC], dict[str, type]]:
+    """Return episodes and what is inferred about them by the policy and by frozen models."""
+    logprobs = FSDPPPOActor.compute_logprobs
+    calls = [MFC("actor_gen", "rollout", "generate", outputs=ROLLOUT)]
+    engines: dict[str, type] = {"actor": FSDPPPOActor}
+    if config.actor.proximal == "recompute":
+        calls += [MFC("actor_inf", "actor", "inference", logprobs, TOKENS, ("proximal_logprobs",))]
+    for role in ("ref", "teacher"):
+        if getattr(config, role) is not None:
+            calls += [MFC(f"{role}_inf", role, "inference", logprobs, TOKENS[:2], (f"{role}_logprobs",))]
+            engines[role] = FSDPPPOActor
+    return calls, engines
+
+
+def _policy(calls: list[MFC], targets: tuple[str, ...], *, warmup_steps: int = 0) -> list[MFC]:
+    """Return the calls of the policy that read all that others have made; `targets` are the critic's."""
+    made = tuple(key for call in calls for key in call.outputs)
+    advantages, inferred = FSDPPPOActor.compute_advantages, ("advantages", "whole_logprobs?")
+    warmup = {"warmup_steps": warmup_steps}
+    return [
+        MFC("advantages", "actor", "inference", advantages, made, (*inferred, *targets)),
+        MFC("actor_train", "actor", "train_step", update, (*made, *inferred), kwargs=warmup),
+    ]
+
+
+def update(actor: FSDPPPOActor, batch: TensorDict, *, warmup_steps: int) -> dict[str, float]:
+    """Update the policy, or in the first steps only describe the batch, while the critic warms up."""
+    is_warm = actor.get_version() >= warmup_steps
+    return actor.ppo_update(batch) if is_warm else actor.describe(batch)

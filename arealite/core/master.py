@@ -1,0 +1,213 @@
+"""The master of a run: a loop over steps, in whose middle a declared graph runs on groups of workers.
+
+It is the loop of the example scripts with one rank, over the same parts; only who computes differs. Calls start when
+what they need is there and their workers are free.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.api.run_folder import RunFolder
+from arealite.core.batch import Column, RemoteBatch
+from arealite.core.drawing import CallState
+from arealite.core.graph import DataFlowGraph, ModelFunctionCall
+from arealite.core.group import Reply
+from arealite.core.page import Group, Progress, write_page
+from arealite.core.records import CallLog, CallRecord, idle_share, overlap
+from arealite.core.sources import Episodes, MakeWorkflow, Rows
+from arealite.core.workers import Workers
+from arealite.trainer.recover import Recover
+from arealite.trainer.saver import Saver
+from arealite.trainer.stats_logger import StatsLogger
+from arealite.utils.hf import load_hf_tokenizer
+
+_PAGE_S = 2.0  # between two versions of the page
+
+
+class Master:
+    """Runs a graph step after step. It refuses a config that does not fit the graph before anything starts."""
+
+    def __init__(
+        self, config: BaseExperimentConfig, graph: DataFlowGraph, make_workflow: MakeWorkflow | None = None
+    ) -> None:
+        graph.check(config)
+        self.config, self.graph = config, graph
+        self._make_workflow = make_workflow
+        self._states: dict[str, CallState] = {}
+        self._last_calls: Sequence[CallRecord] = ()
+        self._step = 0
+
+    def run(self) -> None:
+        """Train to the end, from the checkpoint of an interrupted run if there is one."""
+        with ExitStack() as cleanup:  # ends what was started, also after an error
+            self._train(cleanup)
+
+    def _train(self, cleanup: ExitStack) -> None:
+        config = self.config
+        tokenizer = load_hf_tokenizer(config.tokenizer_path)
+        make_source = Episodes if self.graph.source.role == "rollout" else Rows
+        source = make_source(config, self._make_workflow, tokenizer)
+        ft_spec = source.ft_spec
+        recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+
+        self.workers = cleanup.enter_context(Workers(config))
+        self.engines = self._make_engines(cleanup, ft_spec)
+        actor = self.engines[self.graph.publishes]
+        source.start(cleanup, self.workers.scatter)
+        saver = Saver(config.saver, ft_spec)
+
+        # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+        trained = {call.role: self.engines[call.role] for call in self.graph.train_steps}
+        clocks = source.clocks | {"saver": saver}
+        start_step = recover.load(
+            actor, source.dataloader, critic=trained.get("critic"), rollout=source.rollout, clocks=clocks
+        )
+        stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+        cleanup.enter_context(stats)
+        cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+        self._log = CallLog(RunFolder(config).calls, start_step=start_step)
+        cleanup.enter_context(_Page(self))
+
+        source.publish(actor, start_step)
+        for step in range(start_step, ft_spec.total_train_steps):
+            self._step = step
+            with stats.timer("eval"):
+                stats.add(source.evaluate(actor, step))
+            with stats.timer("rollout"):
+                batch = source.collect()
+            with stats.timer("train"):
+                stats.add(self.run_graph(batch))
+            with stats.timer("weights"):
+                source.publish(actor, step + 1)
+            saver.save(actor, step, critic=trained.get("critic"), tokenizer=tokenizer)
+            stats.add(source.metrics())
+            stats.add(self._measure())
+            stats.commit(step)
+            with stats.timer("recover"):
+                recover.save(step)
+
+        # What became of it: the final model, one more evaluation, the report.
+        last = ft_spec.total_train_steps - 1
+        saver.save(actor, last, critic=trained.get("critic"), tokenizer=tokenizer, force=True)
+        with stats.timer("eval"):
+            stats.add(source.evaluate(actor, last + 1, force=True))
+        stats.commit(last + 1)
+        stats.close()
+
+    def _make_engines(self, cleanup: ExitStack, ft_spec: FinetuneSpec) -> dict[str, Any]:
+        """Load every role's model; the published one first, as a reference may be it without its adapters."""
+        engines: dict[str, Any] = {}
+        for role in sorted(self.graph.engines, key=lambda role: role != self.graph.publishes):
+            engine = engines[role] = self.workers.engine(role, self.graph.engines[role], getattr(self.config, role))
+            policy = engines[self.graph.publishes] if role == "ref" else None
+            engine.initialize(None, ft_spec, **({"policy": policy} if policy is not None else {}))
+            cleanup.callback(engine.destroy)
+        return engines
+
+    # A step
+
+    def run_graph(self, batch: RemoteBatch) -> dict[str, float]:
+        """Run all calls of the graph on a batch and return their metrics.
+
+        A metric that several calls return bears the role in front, except the first one.
+        """
+        replies: dict[str, Reply] = {}
+        for call in self.graph.order():
+            if not call.is_source:
+                replies[call.name] = self._submit(call, batch, replies)
+        metrics: dict[str, float] = {}
+        for name, reply in replies.items():
+            call = self.graph.named[name]
+            outcome = self.engines[call.role].wait(reply, name)
+            call.outputs_among(outcome.made)  # refuses what was declared and not made
+            if isinstance(outcome.value, Mapping):
+                metrics |= {f"{call.role}/{key}" if key in metrics else key: one for key, one in outcome.value.items()}
+        return metrics
+
+    def _submit(self, call: ModelFunctionCall, batch: RemoteBatch, replies: Mapping[str, Reply]) -> Reply:
+        """Let the workers of a call do it once its inputs are there, and give the batch its outputs."""
+        assert call.run is not None, "only a source has no function"
+        name = call.run.__name__
+        run = name if getattr(self.graph.engines[call.role], name, None) is call.run else call.run
+        reply = self.engines[call.role].submit(
+            call.name,
+            run,
+            batch,
+            call.inputs_among(batch.keys()),
+            kwargs=call.kwargs,
+            output=call.outputs[0].removesuffix("?") if len(call.outputs) == 1 else None,
+            after=[replies[one].values for one in call.after],
+            watch=self._note,
+        )
+        for key in call.outputs:
+            plain = key.removesuffix("?")
+            batch[plain] = Column(reply.pieces, plain, reply.values if key.endswith("?") else None)
+        return reply
+
+    def _note(self, name: str, state: CallState) -> None:
+        self._states[name] = state
+
+    def _measure(self) -> dict[str, float]:
+        """Log the calls since the last step, and return what they tell about the workers."""
+        records = self.workers.take_records()
+        for one in records:
+            self._log.append(one)
+        calls = [one for one in records if one.call in self.graph.named]
+        self._last_calls, self._states = calls, {}
+        if not calls:
+            return {}
+        begin, end = min(one.begin for one in calls), max(one.end for one in calls)
+        seconds = {f"time/{one.call}_s": one.seconds for one in calls}
+        idle = {
+            f"core/idle_{group.spec.name}": idle_share(calls, group.spec.name, begin, end)
+            for group in self.workers.groups
+        }
+        moved = sum(one.moved_mib for one in calls)
+        return {**seconds, **idle, "core/overlap": overlap(calls), "core/moved_mib": moved}
+
+    def progress(self, *, is_finished: bool) -> Progress:
+        """Return what the page shows."""
+        return Progress(
+            graph=self.graph,
+            step=self._step,
+            states=dict(self._states),
+            groups=[
+                Group(one.spec.name, self.workers.roles_of(one), one.spec.num_ranks, tuple(dict.fromkeys(one.machines)))
+                for one in self.workers.groups
+            ],
+            calls=self._last_calls,
+            incidents=self.workers.incidents,
+            is_finished=is_finished,
+        )
+
+
+class _Page:
+    """Keeps `graph.html` up to date from a thread of its own, while a run lasts."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self._run = RunFolder(master.config)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep_writing, name="arealite-page", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join(_PAGE_S)
+        self._write(is_finished=True)
+
+    def _keep_writing(self) -> None:
+        while not self._is_over.wait(_PAGE_S):
+            self._write(is_finished=False)
+
+    def _write(self, *, is_finished: bool) -> None:
+        write_page(self._run, self._master.progress(is_finished=is_finished), now=time.time())

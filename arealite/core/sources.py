@@ -1,0 +1,124 @@
+"""Where a master's batches come from: episodes on servers, or rows of a data set. Both have what the loop asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from tensordict import TensorDict
+
+from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameters
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import FinetuneSpec
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.dataset import load_datasets
+from arealite.dataset.loader import PromptLoader, sft_batches
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.rollout.trajectory import has_spread
+from arealite.trainer.evaluator import Evaluator
+from arealite.utils.frequency import Frequency
+from arealite.weights.publish import publish_weights
+
+MakeWorkflow = Callable[[GenerationHyperparameters, Any], RolloutWorkflow]
+"""`(gconfig, tokenizer) -> workflow`, for training and for evaluations."""
+
+
+class Episodes:
+    """Batches of episodes, whose servers get the weights that a role publishes."""
+
+    def __init__(self, config: Any, make_workflow: MakeWorkflow | None, tokenizer: Any) -> None:
+        if make_workflow is None:
+            raise ConfigError("make_workflow must be given for a graph that generates: got None. Pass one to Master.")
+        self._config = config
+        train_dataset, self._valid_dataset = load_datasets(config, tokenizer)
+        data = config.train_dataset
+        self.dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+        self.ft_spec = FinetuneSpec(
+            config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps
+        )
+        self._workflow = make_workflow(config.gconfig, tokenizer)
+        self._eval_workflow = make_workflow(config.eval_gconfig, tokenizer)
+        self._should_accept = has_spread if config.actor.dynamic_sampling else None
+        self.rollout: RemoteInferenceEngine | None = None
+
+    def start(self, cleanup: ExitStack, hand_out: Callable[[TensorDict], Any]) -> None:
+        """Connect to the servers."""
+        for workflow in (self._workflow, self._eval_workflow):
+            cleanup.callback(getattr(workflow, "close", lambda: None))
+        self.rollout = RemoteInferenceEngine(self._config.rollout, hand_out=hand_out)
+        self.rollout.initialize(None, self.ft_spec)
+        cleanup.callback(self.rollout.destroy)
+        self.evaluator = Evaluator(self._config.evaluator, self.ft_spec, self._valid_dataset, self._eval_workflow)
+
+    @property
+    def clocks(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides engines and data set."""
+        return {"evaluator": self.evaluator}
+
+    def collect(self) -> Any:
+        """Return the next batch of bounded staleness."""
+        return self._engine.prepare_batch(self.dataloader, self._workflow, self._should_accept)
+
+    def evaluate(self, engine: Any, step: int, *, force: bool = False) -> Mapping[str, float] | None:
+        """Evaluate the weights after `step` updates if due or forced."""
+        return self.evaluator.evaluate(self._engine, step, force=force)
+
+    def publish(self, engine: Any, version: int) -> None:
+        """Give every server the weights of an engine."""
+        publish_weights(engine, self._engine, version=version)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the counts of the rollout engine."""
+        return self._engine.metrics()
+
+    @property
+    def _engine(self) -> RemoteInferenceEngine:
+        assert self.rollout is not None, "start comes first"
+        return self.rollout
+
+
+class Rows:
+    """Batches of a data set to learn from by imitation, without servers."""
+
+    rollout = None
+
+    def __init__(self, config: BaseExperimentConfig, make_workflow: MakeWorkflow | None, tokenizer: Any) -> None:
+        train_dataset, valid_dataset = load_datasets(config, tokenizer)
+        data, pad = config.train_dataset, tokenizer.pad_token_id
+        self.dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+        self._batches = sft_batches(self.dataloader, pad)
+        self._valid_batch: TensorDict | None = None
+        if valid_dataset is not None:
+            self._valid_batch = next(sft_batches(PromptLoader(valid_dataset, len(valid_dataset), shuffle=False), pad))
+        self.ft_spec = FinetuneSpec(
+            config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
+        )
+        self._evaluation = Frequency(config.evaluator, self.ft_spec.steps_per_epoch, is_first_due=True)
+
+    def start(self, cleanup: ExitStack, hand_out: Callable[[TensorDict], Any]) -> None:
+        """Remember how a batch reaches the workers."""
+        self._hand_out = hand_out
+
+    @property
+    def clocks(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides engines and data set."""
+        return {"evaluation": self._evaluation}
+
+    def collect(self) -> Any:
+        """Return the next rows."""
+        return self._hand_out(next(self._batches))
+
+    def evaluate(self, engine: Any, step: int, *, force: bool = False) -> Mapping[str, float] | None:
+        """Measure the loss on held-out rows if due or forced."""
+        if self._valid_batch is None or not self._evaluation.check(force=force):
+            return None
+        return {"eval/loss": engine.call("evaluate_lm", self._hand_out(self._valid_batch))}
+
+    def publish(self, engine: Any, version: int) -> None:
+        """Advance the version of the weights, which nobody serves."""
+        engine.set_version(version)
+
+    def metrics(self) -> Mapping[str, float]:
+        """There are no episodes to count."""
+        return {}

@@ -1,0 +1,19 @@
+"""Supervised fine-tuning as a declared graph.
+
+python3 training/main_sft.py [--config FILE.yaml] key=value ...
+"""
+
+import sys
+
+from arealite.api.cli_args import SFTConfig, load_expr_config
+from arealite.core.experiments import sft
+from arealite.core.master import Master
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, SFTConfig)
+    Master(config, sft()).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
