@@ -7,18 +7,26 @@ computed from it comes back as a tensor.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch
 from arealite.core.group import Call, Reply, WorkerGroup, columns_of
 from arealite.core.worker import Outcome, RoleName, Run
+from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.utils import heartbeat
+from arealite.utils.files import FileEntry
+
+_LOOK_AGAIN_S = 0.5
 
 if TYPE_CHECKING:
     from arealite.core.workers import Workers
@@ -78,6 +86,36 @@ class RemoteEngine:
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a Hugging Face checkpoint."""
         self._value("load", meta)
+
+    # Checkpoints, as `CheckpointedEngine` has them
+
+    def keep_rng(self) -> None:
+        """Note the random generators of every worker."""
+        self._value("keep_rng")
+
+    def keep_state(self) -> None:
+        """Copy the shards of every worker to its memory."""
+        self._value("keep_state")
+
+    def write_state(self, folder: str) -> dict[str, FileEntry]:
+        """Let workers write what they kept, beside later calls, and wait for it (in a thread of the master)."""
+        self._value(_begin_to_write, folder)
+        deadline = time.monotonic() + WRITE_TIMEOUT_S
+        while (written := self._value(_written)) is None:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the workers of {self.role} must write {folder} within {WRITE_TIMEOUT_S:g} s: they did not. Look "
+                    "at their logs, and at the disk."
+                )
+            time.sleep(_LOOK_AGAIN_S)
+        if isinstance(written, Exception):
+            raise written
+        return written
+
+    def read_state(self, folder: str) -> None:
+        """Continue from what workers, or ranks of a script, wrote."""
+        self._value("read_state", folder)
+        self._version = self._value("get_version")
 
     # Calls on batches
 
@@ -173,6 +211,24 @@ def _model_config(engine: Any) -> Any:
 
 def _num_changes(engine: Any) -> int:
     return int(engine.num_changes)
+
+
+def _begin_to_write(engine: Any, folder: str) -> None:
+    """Start to write the state in a thread of this rank."""
+    engine.written = Future()
+
+    def write() -> None:
+        try:
+            engine.written.set_result(engine.write_state(folder))
+        except Exception as error:
+            engine.written.set_result(error)
+
+    threading.Thread(target=write, name="arealite-checkpoint", daemon=True).start()
+
+
+def _written(engine: Any) -> Any:
+    """Return the files, or the error, of a write that has ended."""
+    return engine.written.result() if engine.written.done() else None
 
 
 def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:

@@ -110,3 +110,17 @@ def test_a_critic_of_its_own_has_the_numbers_of_one_beside_the_policy(tmp_path: 
     assert differences(script, graph) == []
     page = (tmp_path / "core" / "graph" / "graph.html").read_text()
     assert all(name in page for name in ("critic_train", "actor_train", "advantages"))
+
+
+def test_a_run_continues_as_a_graph_what_a_script_of_ranks_began_and_the_other_way_round(tmp_path: Path) -> None:
+    write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    scripts = {"script": EXAMPLES / "gsm8k_ppo.py", "graph": TRAINING / "main_sync_ppo.py"}
+    checkpoints = ("recover.mode=auto", "recover.freq_steps=2", "evaluator.freq_steps=100")
+    whole = train(tmp_path, "whole", scripts["script"], "gsm8k_ppo", "total_train_steps=6", "evaluator.freq_steps=100")
+    for num_steps, kind, workers in ((2, "script", ()), (4, "graph", ("workers.critic.ranks=1",)), (6, "script", ())):
+        keys = (f"total_train_steps={num_steps}", *workers, *checkpoints)
+        parts = train(tmp_path, "parts", scripts[kind], "gsm8k_ppo", *keys)
+    assert parts["weights"] == whole["weights"]
+    assert {name: lines for name, lines in parts["rollouts"].items() if not name.startswith("eval")} == {
+        name: lines for name, lines in whole["rollouts"].items() if not name.startswith("eval")
+    }
