@@ -8,6 +8,7 @@ import sys
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.core.experiments import grpo
 from arealite.core.master import Master
+from arealite.launcher.start import launched
 from arealite.reward import load_rewards
 from arealite.workflow.rlvr import RLVRWorkflow
 
@@ -19,4 +20,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(launched(__file__, main))

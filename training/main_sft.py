@@ -8,6 +8,7 @@ import sys
 from arealite.api.cli_args import SFTConfig, load_expr_config
 from arealite.core.experiments import sft
 from arealite.core.master import Master
+from arealite.launcher.start import launched
 
 
 def main(argv: list[str]) -> None:
@@ -16,4 +17,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(launched(__file__, main))

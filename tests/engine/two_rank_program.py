@@ -31,6 +31,8 @@ from arealite.engine.sft.lm_engine import sft_loss_fn
 BATCHES = [token_batch([9, 4, 12, 3, 7, 11], seed) for seed in range(3)]
 SHARES = {"unequal": [[0, 3], [1, 2, 4, 5]], "empty": [[], [0, 1, 2, 3, 4, 5]]}
 """Rows of each rank."""
+STEADY = {"optimizer": OptimizerConfig(**OPTIMIZER | {"eps": 1e-2})}
+"""Below eps AdamW is linear in the gradient: with its usual eps the sign of a gradient of pure rounding would count."""
 LORA = {"lora": LoRAConfig(rank=3)}
 """Of odd shards."""
 OFFLOADED = {"fsdp": FSDPEngineConfig(offload_params=True)}
@@ -118,7 +120,7 @@ def ppo_steps(actor: FSDPPPOActor, batch: TensorDict) -> dict[str, object]:
 def dpo_steps(path: str, rows: list[int]) -> dict[str, object]:
     """Take two steps of DPO on some rows and return what came of it."""
     spec = MicroBatchSpec(1, 30)
-    config = DPOEngineConfig(path=path, dtype="float32", mb_spec=spec, optimizer=OptimizerConfig(**OPTIMIZER))
+    config = DPOEngineConfig(path=path, dtype="float32", mb_spec=spec, **STEADY)
     engine = FSDPDPOEngine(config)
     engine.initialize(None, FinetuneSpec(1, 100, 10))
     batch = PAIRS[rows]
@@ -140,7 +142,7 @@ def critic_steps(actor: FSDPPPOActor, critic: FSDPPPOCritic, batch: TensorDict) 
 
 
 def critic_run(path: str, batch: TensorDict, idle_batch: TensorDict | None = None) -> list[dict[str, object]]:
-    actor = FSDPPPOActor(actor_config(path, algorithm="ppo", group_size=2))
+    actor = FSDPPPOActor(actor_config(path, algorithm="ppo", group_size=2, **STEADY))
     critic = FSDPPPOCritic(critic_config(path, group_size=2, ppo_n_minibatches=3))
     for engine in (actor, critic):
         engine.initialize(None, FinetuneSpec(1, 100, 10))
@@ -154,7 +156,7 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, object] = {}
     for name, (model, share, changes) in ENGINES.items():
-        engine = FSDPEngine(train_config(paths[model], max_tokens=15, **changes))
+        engine = FSDPEngine(train_config(paths[model], max_tokens=15, **STEADY, **changes))
         engine.initialize(None, FinetuneSpec(1, 100, 10))
         rank = dist.get_rank()
         found[name] = sft_steps(engine, [batch[SHARES[share][rank]] for batch in BATCHES])
@@ -163,7 +165,7 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
             found["sent"] = dict(iter_full_params(engine.model, torch.float32))
         engine.destroy()
 
-    engine = FSDPEngine(train_config(paths["tied"]))
+    engine = FSDPEngine(train_config(paths["tied"], **STEADY))
     engine.initialize(None, FinetuneSpec(1, 100, 10))
     engine.load(SaveLoadMeta(paths["resumed"], with_optim=True))
     found["formatters"] = [type(handler.formatter).__name__ for handler in logging.getLogger().handlers]
@@ -181,7 +183,7 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
     engine.destroy()
 
     for name, (choices, advantage_fn) in PPO_RUNS.items():
-        actor = FSDPPPOActor(actor_config(paths["tied"], **choices), advantage_fn=advantage_fn)
+        actor = FSDPPPOActor(actor_config(paths["tied"], **STEADY, **choices), advantage_fn=advantage_fn)
         actor.initialize(None, FinetuneSpec(1, 100, 10))
         found[name] = ppo_steps(actor, TRAJECTORIES[TRAJECTORY_SHARES[rank]])
         if name == "ppo":  # a rank without a single trajectory takes part in everything and reports the same metrics
