@@ -65,9 +65,13 @@ def _translated(placements: Mapping[str, Any], backend: str | None) -> tuple[str
                 )
         elif call[1] != "actor":
             _fail(f"{_KEY} must place the servers as actor_gen, as they have the actor's weights", name, "Rename it.")
-        elif backend is None:
+        elif backend not in BACKENDS:
             change = f"Add rollout.backend, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}."
-            _fail(f"{key} must be servers whose kind rollout.backend names", f"{sum(bundles)} GPUs and no kind", change)
+            _fail(
+                f"{key} must be servers whose kind rollout.backend names",
+                f"{sum(bundles)} GPUs and {backend or 'no kind'}",
+                change,
+            )
         else:
             servers = f"{backend}.d{sum(bundles)}p1t1+"
             if strategy is not None:
@@ -75,7 +79,7 @@ def _translated(placements: Mapping[str, Any], backend: str | None) -> tuple[str
     trained = next((role for role in ("actor", "model") if role in workers), None)
     if trained is None:
         change = f"Add actor_train: {{{_EXAMPLE}}}."
-        _fail(f"{_KEY} must place actor_train or model_train", ", ".join(placements), change)
+        _fail(f"{_KEY} must place actor_train or model_train", ", ".join(map(str, placements)) or "nothing", change)
     return f"{servers}d{workers[trained]['ranks']}p1t1", workers
 
 
@@ -110,8 +114,12 @@ def _strategy(key: str, bundles: list[int], strategy: str) -> str:
 
 def _check_given_once(sources: Mapping[str, Tree], workers: Mapping[str, Tree]) -> None:
     for tree in sources.values():
-        for role in workers:
-            wish = (tree.get("workers") or {}).get(role) or {}
+        given = tree.get("workers") or {}
+        wishes = {role: given.get(role) or {} for role in workers} if isinstance(given, dict) else {"": given}
+        for role, wish in wishes.items():
+            if not isinstance(wish, dict):
+                change = "Write e.g. workers: {actor: {threads: 4}}."
+                _fail(".".join(filter(None, ["workers", role])) + " must be a block", wish, change)
             for key in wish.keys() & {"ranks", "strategy", "share"}:
                 place = f"{_KEY}.{role}_train or {role}_inf"
                 _fail(f"the workers of {role} must be given once", f"workers.{role}.{key} and {place}", "Remove one.")

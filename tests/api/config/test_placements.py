@@ -68,18 +68,12 @@ def test_placement_groups_are_servers_and_workers(tmp_path: Path, caplog: pytest
 
 def test_calls_of_all_roles(tmp_path: Path) -> None:
     more = [placed("ref-inf", 1, 1, strategy="SPREAD"), placed("critic_train", 4, 2), placed("critic_inf", 4, 2)]
-    config = load(tmp_path, PER_CALL, *more, "workers.ref.threads=3")
-    wishes = {
-        role: (wish.ranks, wish.strategy) for role, wish in vars(config.workers).items() if hasattr(wish, "ranks")
-    }
-    assert wishes == {
-        "actor": (8, "STRICT_PACK"),
-        "critic": (6, "PACK"),
-        "ref": (2, "SPREAD"),
-        "teacher": (None, "PACK"),
-        "model": (None, "PACK"),
-    }
-    assert config.workers.ref.threads == 3
+    teacher = placed("teacher_inf", 4)
+    workers = load(tmp_path, PER_CALL, *more, teacher, "workers={ref: {threads: 3}, call_timeout: 60}").workers
+    assert (workers.actor.ranks, workers.actor.strategy) == (8, "STRICT_PACK")
+    assert (workers.critic.ranks, workers.critic.strategy) == (6, "PACK")
+    assert (workers.teacher.ranks, workers.teacher.strategy) == (4, "STRICT_PACK"), "a bundle never leaves a node"
+    assert (workers.ref.ranks, workers.ref.strategy, workers.ref.threads) == (2, "SPREAD", 3)
 
 
 def test_the_command_line_changes_a_placement_or_replaces_all(tmp_path: Path) -> None:
@@ -90,6 +84,15 @@ def test_the_command_line_changes_a_placement_or_replaces_all(tmp_path: Path) ->
 
 
 PLACEMENTS = {
+    "servers of an unknown kind": (
+        ["rollout.backend=tgi"],
+        "allocation_mode.actor_gen must be servers whose kind rollout.backend names: got 2 GPUs and tgi. Add "
+        "rollout.backend, sglang, vllm or lite.",
+    ),
+    "workers that are no block": (
+        ["workers.actor=2"],
+        "workers.actor must be a block: got 2. Write e.g. workers: {actor: {threads: 4}}.",
+    ),
     "no call": (
         [placed("actor", 1)],
         "allocation_mode must name calls, such as actor_train, ref_inf or actor_gen: got actor. Correct the name.",
@@ -157,6 +160,7 @@ def test_servers_of_no_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_trains(tmp_path: Path) -> None:
+    assert "must place actor_train or model_train: got nothing." in mistake(tmp_path, "allocation_mode: {}\n")
     assert mistake(tmp_path, "", placed("ref_inf", 1)) == (
         "allocation_mode must place actor_train or model_train: got ref_inf. Add actor_train: {placement_group: "
         "{strategy: PACK, bundles: [{GPU: 8}]}}."
