@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -156,13 +157,15 @@ class WeightUpdateMeta:
     """Whether the receivers verify what they get; the receiving engine fills it in."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of each tensor that was sent, if wanted; the sender fills it in before it resolves `uploaded`."""
+    meeting_point: Callable[[str], tuple[str, int]] | None = field(default=None, repr=False, compare=False)
+    """Tells the address and port at which a sender in another process will listen for a host; None is this process."""
     uploaded: Future[None] = field(default_factory=Future, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "uploaded"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("uploaded", "meeting_point")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, uploaded=Future())
+        self.__dict__.update(state, uploaded=Future(), meeting_point=None)
 
     @classmethod
     def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:

@@ -25,6 +25,7 @@ from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.utils import heartbeat
 from arealite.utils.files import FileEntry
+from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 
 _LOOK_AGAIN_S = 0.5
 
@@ -190,6 +191,10 @@ class RemoteEngine:
         """Return a checksum of the parameters."""
         return str(self._value("fingerprint"))
 
+    def meeting_point(self, toward: str) -> tuple[str, int]:
+        """Return the address and port at which rank 0 of the group will listen for servers on a host."""
+        return self._value(_meeting_point, toward)
+
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights from the workers, and wait until the last tensor was sent."""
         try:
@@ -229,6 +234,13 @@ def _begin_to_write(engine: Any, folder: str) -> None:
 def _written(engine: Any) -> Any:
     """Return the files, or the error, of a write that has ended."""
     return engine.written.result() if engine.written.done() else None
+
+
+def _meeting_point(engine: Any, toward: str) -> tuple[str, int]:
+    """Hold a port of this node, until the next one, for a sender that reaches the host `toward` from its address."""
+    address = LOOPBACK if toward in (LOOPBACK, "localhost") else host_ip(toward)
+    engine.held_port = hold_port(address)  # the last one closes with its last reference
+    return address, port_of(engine.held_port)
 
 
 def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:

@@ -181,11 +181,15 @@ class WeightReceiver:
             hosts = [one.address.rpartition(":")[0] for one in servers]
             remote = [host for host in hosts if host not in ("localhost", LOOPBACK)]
             address = host_ip(remote[0]) if remote else LOOPBACK
-            self._port_holder = hold_port(address)
+            if meta.meeting_point is None:
+                self._port_holder = hold_port(address)
+                port = port_of(self._port_holder)
+            else:
+                address, port = await in_thread(meta.meeting_point, remote[0] if remote else LOOPBACK)
             self._plan = BroadcastPlan(
                 name=f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}",
                 address=address,
-                port=port_of(self._port_holder),
+                port=port,
                 backend="nccl" if torch.cuda.is_available() and not self._backend.is_on_cpu else "gloo",
                 servers=servers,
             )

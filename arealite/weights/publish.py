@@ -66,6 +66,7 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
         timeout_s=config.weight_update_timeout,
         holds_requests=True,  # until servers are verified; they are idle until then and answer at once
         only_joining=only_joining,
+        meeting_point=actor.meeting_point,
     )
     try:
         receiving = on_rank_0(lambda: rollout.update_weights(meta))  # 1 pause
