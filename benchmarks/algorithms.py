@@ -1,12 +1,12 @@
 """What each algorithm makes of the same fine-tuned model: the word problems of the quickstart, on a CPU.
 
-    python benchmarks/algorithms.py [--algorithms grpo,rloo] [--bounds 0,2,8] [--seeds 1,2,3] [--steps 30]
+    python benchmarks/algorithms.py [--algorithms 'grpo;rloo'] [--bounds 0,2,8] [--seeds 1,2,3] [--steps 15]
         [--out benchmarks/results/algorithms.jsonl] [--plot benchmarks/results/algorithms.svg]
 
 One model is fine-tuned per seed; then examples/arealite/gsm8k_grpo.py runs through the local launcher for each
 algorithm, staleness bound and seed, with the settings of its CPU config and nothing tuned per algorithm. A bound of 0
 is synchronous training. `coupled` is grpo that clips around the server's logprobs, without a correction: what
-decoupling is compared with. Results are appended as they come, and what is there already is not run again; the table
+decoupling is compared with, also at four times the learning rate, where stale samples do more harm. Results are appended as they come, and what is there already is not run again; the table
 and the plot are of all of them. Needs an otherwise idle machine only for its times.
 """
 
@@ -37,30 +37,36 @@ EXAMPLES = ROOT / "examples" / "arealite"
 RESULTS = Path(__file__).parent / "results"
 UNCORRECTED = ["actor.correction.action=none", "actor.correction.upper=null"]
 CASES: dict[str, list[str]] = {
-    **{name: [f"actor.algorithm={name}"] for name, choices in PRESETS.items() if choices["baseline"] != "critic"},
+    **{
+        name: [f"actor.algorithm={name}"]
+        for name, choices in PRESETS.items()
+        if choices["baseline"] not in ("critic", "teacher")
+    },
     "coupled": ["actor.algorithm=grpo", "actor.proximal=rollout", *UNCORRECTED],
 }
 CASES["dppo"] += UNCORRECTED  # its ratio is to the sampling policy already
+CASES |= {f"{name}, lr x4": [*CASES[name], "actor.optimizer.lr=8.0e-4"] for name in ("grpo", "coupled")}
+EVALUATED_EVERY = 3  # steps
 Run = tuple[str, int, int]
 """Case, staleness bound and seed."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", default=",".join(CASES))
+    parser.add_argument("--algorithms", default=";".join(CASES), help="names, separated by semicolons")
     parser.add_argument("--bounds", default="0,2,8")
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--sft-steps", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=RESULTS / "algorithms.jsonl")
     parser.add_argument("--plot", type=Path, default=RESULTS / "algorithms.svg")
     arguments = parser.parse_args()
-    names = arguments.algorithms.split(",")
+    names = arguments.algorithms.split(";")
     if unknown := sorted(set(names) - CASES.keys()):
         parser.error(f"--algorithms must be of {', '.join(CASES)}: got {', '.join(unknown)}.")
     bounds, seeds = (list(map(int, text.split(","))) for text in (arguments.bounds, arguments.seeds))
     found = read(arguments.out, steps=arguments.steps, sft_steps=arguments.sft_steps)
-    wanted = [run for run in itertools.product(names, bounds, seeds) if run not in found]
+    wanted = [run for seed in seeds for run in itertools.product(names, bounds, [seed]) if run not in found]
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         task = progress.add_task("training", total=len(wanted))
         models: dict[int, Path] = {}
@@ -115,9 +121,10 @@ def fine_tune(folder: Path, seed: int, steps: int) -> Path:
 def train(folder: Path, run: Run, model: Path, steps: int) -> dict[str, Any]:
     """Train once and return what came of it."""
     algorithm, bound, seed = run
-    trial = f"{algorithm}-{bound}-{seed}"
+    trial = f"{''.join(filter(str.isalnum, algorithm))}-{bound}-{seed}"
     overrides = [f"experiment_name=rl trial_name={trial} cluster.fileroot={folder} seed={seed} actor.path={model}"]
     overrides = [*overrides[0].split(" "), f"total_train_steps={steps}", f"rollout.max_head_offpolicyness={bound}"]
+    overrides += [f"evaluator.freq_steps={EVALUATED_EVERY}"]
     launch("gsm8k_grpo.py", "gsm8k_grpo_cpu.yaml", *overrides, *CASES[algorithm])
     path = folder / "rl" / trial
     summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
