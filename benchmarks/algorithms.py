@@ -6,8 +6,9 @@
 One model is fine-tuned per seed; then examples/arealite/gsm8k_grpo.py runs through the local launcher for each
 algorithm, staleness bound and seed, with the settings of its CPU config and nothing tuned per algorithm. A bound of 0
 is synchronous training. `coupled` is grpo that clips around the server's logprobs, without a correction: what
-decoupling is compared with, also at four times the learning rate, where stale samples do more harm. Results are appended as they come, and what is there already is not run again; the table
-and the plot are of all of them. Needs an otherwise idle machine only for its times.
+decoupling is compared with, also at four times the learning rate, where stale samples do more harm. Results are
+appended as they come, and what is there already is not run again; the table and the plot are of all of them. Needs an
+otherwise idle machine only for its times.
 """
 
 from __future__ import annotations
