@@ -142,6 +142,8 @@ class WeightUpdateMeta:
     nccl_param_specs: list[list[ParamSpec]] = field(default_factory=list)
     """Buckets in send order."""
     nccl_group_name: str = "update_weight_group"
+    sender_group: str | None = None
+    """Broadcast group that the sender is in, "" if it is in none, as one that was started anew; None if unknown."""
     nccl_world_size: int = 0
     """Sender plus the GPUs of all receivers; the receiving engine fills it in from the live servers."""
     nccl_backend: Literal["nccl", "gloo"] = "gloo"

@@ -10,7 +10,8 @@ their order. Pieces are copied when they are restored: arrays of the store belon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -87,11 +88,54 @@ def cut(batch: TensorDict, parts: Sequence[TensorDict], keys: Iterable[str]) -> 
     return cuts
 
 
+CHANGED = threading.Condition()
+"""Guards pieces and what groups have to do; whoever changes either wakes all that wait for it."""
+
+
+class Pieces:
+    """References to the piece of each part, once they are there; those of a node that died are made again."""
+
+    def __init__(self, references: list[Any] | None = None, *, make_again: Callable[[Pieces], None] | None = None):
+        """`make_again` reaches the maker of lost pieces; without one, pieces are the master's own."""
+        self._references, self._make_again = references, make_again
+        self._error: BaseException | None = None
+
+    def is_settled(self) -> bool:
+        return self._references is not None or self._error is not None
+
+    def set_result(self, references: list[Any]) -> None:
+        with CHANGED:
+            self._references = references
+            CHANGED.notify_all()
+
+    def set_exception(self, error: BaseException) -> None:
+        with CHANGED:
+            self._error = error
+            CHANGED.notify_all()
+
+    def result(self) -> list[Any]:
+        """Return the references, or raise why there are none; the group that makes them has deadlines."""
+        with CHANGED:
+            CHANGED.wait_for(self.is_settled)
+            if self._error is not None:
+                raise self._error
+            assert self._references is not None
+            return self._references
+
+    def report_lost(self, name: str) -> None:
+        """Let pieces be made again if `name`, Ray's of a lost object, is one of them."""
+        with CHANGED:
+            if self._make_again is None or name not in [one.hex() for one in self._references or ()]:
+                return
+            self._references = None
+            self._make_again(self)
+
+
 @dataclass(frozen=True)
 class Column:
-    """One key of a batch: a reference to the piece of each part, once they are there, and the key's name in them."""
+    """One key of a batch: the piece of each part, and the key's name in them."""
 
-    pieces: Future[list[Any]]
+    pieces: Pieces
     key: str
     outcomes: Future[list[Any]] | None = None
     """Tell whether the key was made; None for one that must be."""

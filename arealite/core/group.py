@@ -1,211 +1,206 @@
-"""A group of workers: Ray actors that form one torch.distributed world and do one call after the other.
+"""A group of workers: it does one call after the other, and those of its step again if it loses its workers.
 
 A thread of the master runs the group's calls in the order in which they were submitted. A call starts when every piece
 of its inputs exists, never earlier: Ray does not run a rank whose argument failed, and the others would wait in a
-collective for ever. Invariant: a call is done by all ranks or by none.
+collective for ever. Invariants: a call is done by all ranks or by none; no reply depends on how often workers were
+lost, since new ones continue from a snapshot of the step's start, random generators included.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import remove_placement_group
 
 from arealite.api.errors import GroupLostError
-from arealite.core.batch import Column, RemoteBatch
+from arealite.core.batch import CHANGED, Column, Pieces, RemoteBatch
 from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
-from arealite.core.worker import Outcome, RankCall, Run, Worker
-from arealite.utils import heartbeat
+from arealite.core.worker import Outcome
+from arealite.core.world import Call, GroupSpec, LossError, World, last_line, place
 
 logger = logging.getLogger("arealite.core")
 
-_PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
-_LAST_WORD_S = 30.0  # in which the other ranks of a call tell their errors once one has told its own
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a group is told to do."""
-
-    name: str
-    role: str
-    run: Run
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Column] | None = None  # its columns by name; None is a call without a batch
-    num_parts: int = 0
-    output: str | None = None  # name of the tensor that it returns
-    after: tuple[Future[Any], ...] = ()  # what must have ended before it starts
-    watch: Callable[[str, CallState], None] = lambda name, state: None  # is told when it begins and ends
+_CLOSE_S = 30.0  # for the thread to notice that its workers are gone
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes of a call: the values of all ranks, and a reference to the piece of each part that it made."""
+    """What comes of a call: the values of all ranks, and the piece of each part that it made."""
 
+    pieces: Pieces
     values: Future[list[Outcome]] = field(default_factory=Future)
-    pieces: Future[list[Any]] = field(default_factory=Future)
+
+    def succeed(self, outcomes: list[Outcome], references: list[Any]) -> None:
+        """Hand over the first outcome; of a repetition only the pieces are of use."""
+        self.pieces.set_result(references)
+        if not self.values.done():
+            self.values.set_result(outcomes)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.values.done():
+            self.pieces.set_exception(error)
+            self.values.set_exception(error)
 
 
-@dataclass(frozen=True)
-class GroupSpec:
-    """What a group is made of."""
+@dataclass(eq=False)
+class _Task:
+    """A call, and how far it has come; or the start of a step, where a snapshot is taken."""
 
-    name: str
-    num_ranks: int
-    strategy: str
-    cpus: float  # of each worker, as Ray counts them
-    gpus: float
-    memory: int  # bytes
-    num_threads: int
-    env: Mapping[str, str]
-    log_folder: str | None
-    call_timeout_s: float
+    call: Call
+    reply: Reply
+    begins: int | None = None
+    num_attempts: int = 0
+    is_done: bool = False
 
 
 class WorkerGroup:
     """The workers of one or several roles. Its methods are the master's."""
 
-    def __init__(self, spec: GroupSpec, record: Callable[[CallRecord], None]) -> None:
+    def __init__(
+        self, spec: GroupSpec, record: Callable[[CallRecord], None], note_incident: Callable[[str], None]
+    ) -> None:
         self.spec = spec
-        self._record = record
         self.step = 0  # of the run, for records
-        self.machines: list[str] = []  # of the ranks
-        self._calls: queue.SimpleQueue[tuple[Call, Reply] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._actors: list[Any] = []
-        self._placement: Any = None
-        self._start()
-        self._thread = threading.Thread(target=self._run_calls, name=f"arealite-group-{spec.name}", daemon=True)
+        self.num_respawns, self.num_replayed = 0, 0  # workers that replaced lost ones; calls that were done again
+        self._record, self._note_incident = record, note_incident
+        self._makers: dict[str, Callable[[], Any]] = {}  # of engines, by role
+        self._submitted: deque[_Task] = deque()
+        self._lasting: list[_Task] = []  # what new workers do before they get the snapshot
+        self._tasks: list[_Task] = []  # since the snapshot
+        self._snapshots: tuple[list[Any], Any] | None = None  # references by rank, and what keeps a copy here
+        self._loss: LossError | None = None  # that another thread has noticed
+        self._error: BaseException | None = None  # that ended the group
+        self._num_restarts, self._errors = 0, set[str]()  # since the last checkpoint
+        self._placement = place(spec)
+        self._world: World | None = None
+        try:
+            self._form_world()
+        except LossError as loss:
+            raise self._final(loss, "at the start") from loss
+        self._thread = Thread(target=self._run, name=f"arealite-group-{spec.name}", daemon=True)
         self._thread.start()
 
-    # Life
-
-    def _start(self) -> None:
-        """Place the workers and let them form their world."""
-        spec = self.spec
-        needs = {"CPU": spec.cpus, "GPU": spec.gpus, "memory": float(spec.memory)}
-        bundle = {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
-        self._placement = placement_group([bundle] * spec.num_ranks, strategy=spec.strategy)
-        with heartbeat.waiting(f"Ray to place {spec.num_ranks} workers of group {spec.name}", on="ranks"):
-            if not self._placement.wait(_PLACE_S):
-                raise GroupLostError(
-                    f"Ray must place {spec.num_ranks} workers of group {spec.name} with {bundle} each "
-                    f"({spec.strategy}) within {_PLACE_S:g} s: got {ray.available_resources()} free. "
-                    f"Add nodes, or lower workers.{spec.name}.ranks."
-                )
-        self._actors = [self._actor(rank, bundle) for rank in range(spec.num_ranks)]
-        own = ray.util.get_node_ip_address()
-        addresses = self._get([actor.address.remote(own) for actor in self._actors], "to start")
-        self.machines = [name for name, _, _ in addresses]
-        hosts, (_, master, port) = [host for _, host, _ in addresses], addresses[0]
-        environments = [
-            {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(spec.num_ranks),
-                "LOCAL_RANK": "0",  # Ray shows each worker its own device
-                "LOCAL_WORLD_SIZE": str(hosts.count(host)),
-                "MASTER_ADDR": master,
-                "MASTER_PORT": str(port),
-            }
-            for rank, host in enumerate(hosts)
-        ]
-        self._get([actor.meet.remote(one) for actor, one in zip(self._actors, environments)], "to meet")
-
-    def _actor(self, rank: int, bundle: Mapping[str, float]) -> Any:
-        spec, name = self.spec, f"{self.spec.name}-{rank}"
-        log = None if spec.log_folder is None else os.path.join(spec.log_folder, f"{name}.log")
-        options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "memory": bundle.get("memory")}
-        return (
-            ray.remote(Worker)
-            .options(
-                **options,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
-                max_restarts=0,
-                max_task_retries=0,
-                runtime_env={"env_vars": dict(spec.env) | {"OMP_NUM_THREADS": str(spec.num_threads)}},
-            )
-            .remote(name, log, spec.num_threads)
-        )
-
-    def close(self) -> None:
-        """End the workers; calls that wait fail."""
-        self._error = self._error or GroupLostError(f"group {self.spec.name} is closed")
-        self._calls.put(None)
-        for actor in self._actors:
-            ray.kill(actor)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-        self._thread.join(_LAST_WORD_S)
-
-    # Calls
+    @property
+    def machines(self) -> list[str]:
+        """The nodes of the ranks."""
+        return [] if self._world is None else self._world.machines
 
     def add(self, role: str, make: Callable[[], Any]) -> None:
         """Make the engine of a role on every rank."""
-        for outcome in self._get([actor.add.remote(role, make) for actor in self._actors], f"to make engine {role}"):
-            if outcome.error is not None:
-                raise outcome.error
+        assert self._world is not None, "engines are made before there are calls"
+        self._makers[role] = make
+        try:
+            self._world.add(role, make)
+        except LossError as loss:
+            raise self._final(loss, "at the start") from loss
 
     def submit(self, call: Call) -> Reply:
         """Let every rank do a call, once it is its turn and its inputs are there; return at once."""
-        reply = Reply()
-        self._calls.put((call, reply))
-        return reply
+        return self._submit(_Task(call, Reply(Pieces(make_again=self._make_again))))
 
-    def _run_calls(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, reply = item
-            try:
-                if self._error is not None:
-                    raise self._error
-                outcomes, pieces = self._do(call)
-            except BaseException as error:
-                for future in (reply.values, reply.pieces):
-                    future.set_exception(error)
+    def begin_step(self, step: int) -> None:
+        """After the calls so far, take the snapshot to which the group goes back if it is lost from here on."""
+        self._submit(_Task(Call("snapshot", "", "snapshot"), Reply(Pieces()), begins=step))
+
+    def _submit(self, task: _Task) -> Reply:
+        with CHANGED:
+            if self._error is not None:
+                task.reply.fail(self._error)
             else:
-                reply.pieces.set_result(pieces)
-                reply.values.set_result(outcomes)
+                self._submitted.append(task)
+                CHANGED.notify_all()
+        return task.reply
 
-    def _do(self, call: Call) -> tuple[list[Outcome], list[Any]]:
-        """Run a call on every rank, and return the outcomes and a reference for each part."""
-        for future in call.after:
-            future.result()
-        layout, references = _inputs(call)
-        begin = time.time()
-        call.watch(call.name, CallState("running", begin))
-        owners = [part * self.spec.num_ranks // max(call.num_parts, 1) for part in range(call.num_parts)]
-        first: list[Any] = []
-        made: list[Any] = []
-        for rank, actor in enumerate(self._actors):
-            own = [part for part, owner in enumerate(owners) if owner == rank]
-            rank_call = RankCall(
-                role=call.role,
-                run=call.run,
-                args=call.args,
-                kwargs=call.kwargs,
-                pieces=tuple(layout for _ in own),
-                has_batch=call.batch is not None,
-                output=call.output,
-            )
-            pieces = itertools.chain.from_iterable(references[part] for part in own)
-            answer = actor.call.options(num_returns=1 + len(own)).remote(rank_call, *pieces)
-            answers = [answer] if not own else answer
-            first.append(answers[0])
-            made += answers[1:]
-        outcomes = self._outcomes(call, first)
+    def note_checkpoint(self) -> None:
+        """Count restarts from here on: the run would resume no earlier than this."""
+        with CHANGED:
+            self._num_restarts, self._errors = 0, set()
+
+    def close(self) -> None:
+        """End the workers; calls that wait fail."""
+        self._end(GroupLostError(f"group {self.spec.name} is closed"))
+        if self._world is not None:
+            self._world.kill()
+        remove_placement_group(self._placement)
+        self._thread.join(_CLOSE_S)
+
+    # The thread
+
+    def _run(self) -> None:
+        while self._error is None:
+            with CHANGED:
+                CHANGED.wait_for(lambda: self._submitted or self._loss or self._error)
+                if self._submitted and self._loss is None:
+                    self._tasks.append(self._submitted.popleft())
+            try:
+                self._catch_up()
+            except BaseException as error:
+                self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Let every call fail from now on."""
+        with CHANGED:
+            self._error = self._error or error
+            tasks = [*self._tasks, *self._submitted]
+            self._tasks, self._submitted = [], deque()
+            CHANGED.notify_all()
+        for task in tasks:
+            task.reply.fail(self._error)
+
+    def _catch_up(self) -> None:
+        """Do what is not done; if the workers are lost, let new ones do the step from its start."""
+        while self._error is None:
+            try:
+                if self._world is None:
+                    self._form_world()
+                with CHANGED:
+                    if self._loss is not None:
+                        raise self._loss
+                    undone = next((task for task in self._tasks if not task.is_done), None)
+                if undone is None:
+                    return
+                self._do(undone)
+            except LossError as loss:
+                if self._error is None:
+                    self._judge(loss)
+                    self._lose(loss)
+
+    def _do(self, task: _Task) -> None:
+        """Do a call and hand over what came of it."""
+        call, world = task.call, self._world
+        assert world is not None, "a world is formed first"
+        if task.begins is not None:
+            self._take_snapshot(task, task.begins, world)
+            return
+        try:
+            layout, references = self._inputs(call)
+            if call.life not in (None, self.num_respawns):
+                raise _agreed(GroupLostError(f"{call.name} must have the workers that it was made for: others came"))
+            task.num_attempts += 1
+            self.num_replayed += task.num_attempts > 1
+            begin = time.time()
+            call.watch(call.name, CallState("running", begin))
+            outcomes, made = world.run(call, layout, references)
+        except LossError as loss:
+            for column in (call.batch or {}).values() if loss.lost_piece else ():
+                column.pieces.report_lost(str(loss.lost_piece))
+            raise
+        except Exception as error:
+            if task.reply.values.done():  # it had succeeded before
+                raise LossError(f"{call.name} failed when it was done again: {error!r}", is_of_code=True) from error
+            self._forget(task)
+            task.reply.fail(error)
+            return
         self._record(
             CallRecord(
                 step=self.step,
@@ -215,72 +210,147 @@ class WorkerGroup:
                 begin=begin,
                 end=time.time(),
                 moved_mib=sum(one.num_bytes for one in outcomes) / 2**20,
-                attempt=1,
-                machines=tuple(dict.fromkeys(self.machines)),
+                attempt=task.num_attempts,
+                machines=tuple(dict.fromkeys(world.machines)),
             )
         )
         call.watch(call.name, CallState("done", begin, time.time()))
-        return outcomes, made
+        task.is_done = True
+        if call.redo in ("never", "until_done"):
+            self._forget(task)
+        task.reply.succeed(outcomes, made)
 
-    def _outcomes(self, call: Call, references: Sequence[Any]) -> list[Outcome]:
-        """Wait for the outcomes of all ranks; a rank that fails alone leaves the others in a collective."""
-        deadline = time.monotonic() + self.spec.call_timeout_s
-        left, failure = list(references), None
-        outcomes: dict[Any, Outcome] = {}
-        while left:
-            done, left = ray.wait(left, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                if failure is not None:
-                    break
-                raise self._lost(f"{call.name} did not end within {self.spec.call_timeout_s:g} s")
-            for one in done:
-                try:
-                    outcomes[one] = ray.get(one)
-                except RayError as error:
-                    raise self._lost(f"a worker ended during {call.name}: {_last_line(error)}") from error
-                if outcomes[one].error is not None and failure is None:
-                    failure = outcomes[one]
-                    deadline = min(deadline, time.monotonic() + _LAST_WORD_S)
-        if failure is not None:
-            raise self._failed(call, failure, is_whole=not left)
-        return [outcomes[one] for one in references]
+    def _inputs(self, call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
+        """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
+        columns = call.batch or {}
+        futures = [*call.after, *(one.outcomes for one in columns.values() if one.outcomes is not None)]
+        for future in futures:
+            future.add_done_callback(_wake)
+        inputs = [future.done for future in futures] + [one.pieces.is_settled for one in columns.values()]
+        with CHANGED:
+            CHANGED.wait_for(lambda: self._loss or self._error or all(is_there() for is_there in inputs))
+            if self._loss is not None:
+                raise self._loss
+            if self._error is not None:
+                raise self._error
+            for future in call.after:
+                future.result()
+            sources: dict[int, tuple[Column, dict[str, str]]] = {}
+            for name, column in columns.items():
+                if column.exists():
+                    sources.setdefault(id(column.pieces), (column, {}))[1][name] = column.key
+            references = [column.pieces.result() for column, _ in sources.values()]
+        return tuple(names for _, names in sources.values()), [list(part) for part in zip(*references)]
 
-    def _failed(self, call: Call, failure: Outcome, *, is_whole: bool) -> BaseException:
-        """Return the error of a call; one that not every rank has raised leaves the group useless."""
-        assert failure.error is not None
-        failure.error.add_note(f"in {call.name} on a worker of group {self.spec.name}:\n{failure.trace}")
-        if is_whole and (failure.is_agreed or self.spec.num_ranks == 1):
-            vars(failure.error)["is_agreed"] = True
-            return failure.error
-        lost = self._lost(f"a rank failed alone in {call.name}")
-        lost.__cause__ = failure.error
-        return lost
+    def _forget(self, task: _Task) -> None:
+        with CHANGED:
+            if task in self._tasks:
+                self._tasks.remove(task)
 
-    def _lost(self, why: str) -> GroupLostError:
-        """Return the error of a group that can't go on."""
-        self._error = GroupLostError(f"every worker of group {self.spec.name} must live: {why}. Look at its log.")
-        return self._error
+    # Snapshots
 
-    def _get(self, references: Sequence[Any], what: str) -> list[Any]:
-        with heartbeat.waiting(f"the workers of group {self.spec.name} {what}", on="ranks"):
-            try:
-                return list(ray.get(list(references), timeout=_PLACE_S))
-            except RayError as error:
-                raise self._lost(f"{what}: {_last_line(error)}") from error
+    def _take_snapshot(self, task: _Task, step: int, world: World) -> None:
+        """Let the ranks take one, before the next call; it comes here while they go on.
+
+        Price: each rank copies its shards to memory at the start of a step, when the group mostly waits for rollouts,
+        and this node holds one snapshot of every trained role, 12 bytes per parameter, two while the next one comes.
+        """
+        self.step = step
+        task.is_done = True
+        references = world.snapshot()
+        Thread(target=self._keep, args=(references, task, world), name="arealite-snapshot", daemon=True).start()
+
+    def _keep(self, references: list[Any], task: _Task, world: World) -> None:
+        """Hold a snapshot on this node too, as it would die with its rank's; forget the calls before it."""
+        try:
+            values = ray.get(references, timeout=self.spec.call_timeout_s)
+        except RayError as error:
+            with CHANGED:
+                if self._world is world and self._error is None:
+                    self._loss = LossError(f"a rank took no snapshot: {last_line(error)}")
+                    CHANGED.notify_all()
+            return
+        with CHANGED:
+            if self._world is world and task in self._tasks:
+                earlier = self._tasks[: self._tasks.index(task)]
+                del self._tasks[: len(earlier) + 1]
+                self._lasting += [one for one in earlier if one.call.redo == "always"]
+                self._snapshots = references, values
+
+    # Losses
+
+    def _form_world(self) -> None:
+        """Start workers that are where those of the last snapshot were."""
+        self._world = World(self.spec, self._placement)
+        self._world.meet()
+        try:
+            for role, make in self._makers.items():
+                self._world.add(role, make)
+        except Exception as error:
+            raise LossError(f"an engine could not be made again: {error!r}", is_of_code=True) from error
+        for task in self._lasting:
+            self._do(task)
+        if self._snapshots is not None:
+            self._world.restore(self._snapshots[0])
+
+    def _make_again(self, pieces: Pieces) -> None:
+        """Go back to the start of the step, where these pieces of it were on a node that died."""
+        with CHANGED:
+            maker = next((task for task in self._tasks if task.reply.pieces is pieces), None)
+            if maker is None:
+                pieces.set_exception(self._final(LossError("pieces of an earlier step were on a node that died"), ""))
+            elif maker.is_done:
+                self._loss = LossError("pieces of this step were on a node that died")
+            CHANGED.notify_all()
+
+    def _judge(self, loss: LossError) -> None:
+        """Report a loss; raise the error that ends the run if new workers would not help."""
+        with CHANGED:
+            is_known = loss.is_of_code and str(loss) in self._errors
+            self._errors.add(str(loss))
+            self._num_restarts += 1
+            if is_known:
+                raise self._final(loss, "a second time") from loss.__cause__
+            if self._num_restarts > self.spec.max_restarts:
+                told = f"after {self.spec.max_restarts} restarts since the last checkpoint (workers.restarts)"
+                raise self._final(loss, told) from loss.__cause__
+        text = (
+            f"group {self.spec.name} is started again ({self._num_restarts} of {self.spec.max_restarts} restarts) and "
+            f"does {sum(task.begins is None for task in self._tasks)} calls of step {self.step} again: {loss}"
+        )
+        logger.warning("%s", text)
+        self._note_incident(text)
+
+    def _lose(self, loss: LossError) -> None:
+        """End what is left of the workers, and note that nothing of the step is done."""
+        with CHANGED:
+            self._loss, world, self._world = None, self._world, None
+            cut_off = [task for task in self._tasks if task.call.redo == "never" and task.num_attempts]
+            self._tasks = [task for task in self._tasks if task not in cut_off]
+            for task in self._tasks:
+                task.is_done = False
+        for task in cut_off:  # before the workers end, so that who was at the other end learns the cause
+            task.reply.fail(_agreed(GroupLostError(f"{task.call.name} must not lose its workers: {loss}")))
+        if world is not None:
+            world.kill()
+        self.num_respawns += self.spec.num_ranks
+
+    def _final(self, loss: LossError, when: str) -> GroupLostError:
+        """Return the error that ends the run."""
+        log = self.spec.log(loss.rank)
+        advice = f"Look at {log}." if log else "Look at the workers' output."
+        return _agreed(GroupLostError(f"group {self.spec.name} must keep its workers: got {loss}, {when}. {advice}"))
 
 
-def _inputs(call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
-    """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
-    sources: dict[int, tuple[Column, dict[str, str]]] = {}
-    present = {name: column for name, column in (call.batch or {}).items() if column.exists()}
-    for name, column in present.items():
-        sources.setdefault(id(column.pieces), (column, {}))[1][name] = column.key
-    pieces = [column.pieces.result() for column, _ in sources.values()]
-    return tuple(names for _, names in sources.values()), [list(part) for part in zip(*pieces)]
+def _agreed(error: GroupLostError) -> GroupLostError:
+    """Return an error that the one rank of the master raises."""
+    vars(error)["is_agreed"] = True
+    return error
 
 
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().rpartition("\n")[2].strip()
+def _wake(_: Future[Any]) -> None:
+    with CHANGED:
+        CHANGED.notify_all()
 
 
 def columns_of(batch: RemoteBatch, names: Sequence[str] | None = None) -> dict[str, Column]:

@@ -7,6 +7,7 @@ computed from it comes back as a tensor.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.api.errors import CheckpointError
+from arealite.api.errors import CheckpointError, GroupLostError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch
-from arealite.core.group import Call, Reply, WorkerGroup, columns_of
+from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.worker import Outcome, RoleName, Run
+from arealite.core.world import Call, Redo
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.utils import heartbeat
@@ -28,6 +30,7 @@ from arealite.utils.files import FileEntry
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 
 _LOOK_AGAIN_S = 0.5
+_UPLOAD_TIMEOUTS = 2  # of an update, in which the workers must have sent the weights: to meet servers, and to send
 
 if TYPE_CHECKING:
     from arealite.core.workers import Workers
@@ -41,6 +44,7 @@ class RemoteEngine:
         self.role, self.group = role, group
         self._workers = workers
         self._version = 0
+        self._life: int | None = None  # of the group, when it told its broadcast group
         group.add(role, make)
 
     # Life
@@ -48,13 +52,14 @@ class RemoteEngine:
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None, *, policy: RemoteEngine | None = None) -> None:
         """Load the model on every worker; a reference without weights of its own needs its policy in its group."""
         is_beside = policy is not None and policy.group is self.group
-        kwargs = {"policy": RoleName(policy.role)} if is_beside and policy is not None else {}
-        self._value("initialize", addr, ft_spec, **kwargs)
+        kwargs: dict[str, Any] = {"policy": RoleName(policy.role)} if is_beside and policy is not None else {}
+        self._value("initialize", addr, ft_spec, redo="always", **kwargs)
         self.model_config = self._value(_model_config)
 
     def destroy(self) -> None:
         """Free the model on every worker."""
-        self._value("destroy")
+        with contextlib.suppress(GroupLostError):  # nothing is left to free
+            self._value("destroy", redo="never")
 
     @property
     def parallelism_group(self) -> dist.ProcessGroup | None:
@@ -73,7 +78,7 @@ class RemoteEngine:
     def set_version(self, version: int) -> None:
         """Set the version of the weights."""
         self._version = version
-        self._value("set_version", version)
+        self._value("set_version", version, redo="in_step")
         self._workers.note_step(version)
 
     def get_version(self) -> int:
@@ -86,17 +91,17 @@ class RemoteEngine:
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a Hugging Face checkpoint."""
-        self._value("load", meta)
+        self._value("load", meta, redo="always" if self.config.optimizer is None else "in_step")
 
     # Checkpoints, as `CheckpointedEngine` has them
 
     def keep_rng(self) -> None:
         """Note the random generators of every worker."""
-        self._value("keep_rng")
+        self._value("keep_rng", redo="in_step")
 
     def keep_state(self) -> None:
         """Copy the shards of every worker to its memory."""
-        self._value("keep_state")
+        self._value("keep_state", redo="in_step")
 
     def write_state(self, folder: str) -> dict[str, FileEntry]:
         """Let workers write what they kept, beside later calls, and wait for it (in a thread of the master)."""
@@ -111,11 +116,12 @@ class RemoteEngine:
             time.sleep(_LOOK_AGAIN_S)
         if isinstance(written, Exception):
             raise written
+        self.group.note_checkpoint()
         return written
 
     def read_state(self, folder: str) -> None:
         """Continue from what workers, or ranks of a script, wrote."""
-        self._value("read_state", folder)
+        self._value("read_state", folder, redo="in_step")
         self._version = self._value("get_version")
 
     # Calls on batches
@@ -195,19 +201,39 @@ class RemoteEngine:
         """Return the address and port at which rank 0 of the group will listen for servers on a host."""
         return self._value(_meeting_point, toward)
 
+    @property
+    def transfer_group(self) -> str:
+        """The broadcast group in which the workers send weights; new workers are in none."""
+        group = str(self._value(_transfer_group))
+        self._life = self.group.num_respawns
+        return group
+
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights from the workers, and wait until the last tensor was sent."""
+        """Send the weights from the workers, and wait until the last tensor was sent.
+
+        Raises GroupLostError if workers were lost since `transfer_group` was asked for: the servers must begin again.
+        """
         try:
-            meta.fingerprints |= self._value(_upload, meta)
+            timeout_s = min(_UPLOAD_TIMEOUTS * meta.timeout_s, self.group.spec.call_timeout_s)
+            meta.fingerprints |= self._value(_upload, meta, redo="never", timeout_s=timeout_s, life=self._life)
         except BaseException as error:
             meta.uploaded.set_exception(error)
             raise
         meta.uploaded.set_result(None)
 
-    def _value(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """Run a method without a batch on every rank and return rank 0's value."""
+    def _value(
+        self,
+        run: Run,
+        *args: Any,
+        redo: Redo = "until_done",
+        timeout_s: float | None = None,
+        life: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a method without a batch on every rank and return rank 0's value; `redo` and more are those of a Call."""
         name = f"{self.role}.{run if isinstance(run, str) else run.__name__.strip('_')}"
-        return self.wait(self.group.submit(Call(name, self.role, run, args, kwargs)), name).value
+        call = Call(name, self.role, run, args, kwargs, redo=redo, timeout_s=timeout_s, life=life)
+        return self.wait(self.group.submit(call), name).value
 
 
 def _model_config(engine: Any) -> Any:
@@ -233,6 +259,8 @@ def _begin_to_write(engine: Any, folder: str) -> None:
 
 def _written(engine: Any) -> Any:
     """Return the files, or the error, of a write that has ended."""
+    if not hasattr(engine, "written"):
+        return GroupLostError("a checkpoint must not lose its workers: others replaced them. The next one is whole.")
     return engine.written.result() if engine.written.done() else None
 
 
@@ -241,6 +269,10 @@ def _meeting_point(engine: Any, toward: str) -> tuple[str, int]:
     address = LOOPBACK if toward in (LOOPBACK, "localhost") else host_ip(toward)
     engine.held_port = hold_port(address)  # the last one closes with its last reference
     return address, port_of(engine.held_port)
+
+
+def _transfer_group(engine: Any) -> str:
+    return str(engine.transfer_group)
 
 
 def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:

@@ -107,6 +107,15 @@ class Worker:
         heartbeat.tick()
         return [outcome, *results] if results else outcome
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what each role that is trained needs to continue from here; others are read from their path again."""
+        return {role: one.snapshot() for role, one in self._engines.items() if hasattr(one, "optimizer")}
+
+    def restore(self, snapshots: Mapping[str, Any]) -> None:
+        """Continue from a snapshot; engines are made and initialized as those that it was taken of."""
+        for role, snapshot in snapshots.items():
+            self._engines[role].restore(snapshot)
+
     @staticmethod
     def _tried(action: Callable[[], Any]) -> Outcome:
         """Return the outcome of an action, also of one that raises: other ranks must not wait for it in vain."""

@@ -6,24 +6,26 @@ import functools
 import logging
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import ray
 import torch
+from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.core.batch import Column, RemoteBatch, join, pack, unpack
-from arealite.core.group import GroupSpec, WorkerGroup
+from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, unpack
+from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
+from arealite.core.world import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.launcher.place.ray import connect, forwarded_environment
@@ -46,10 +48,10 @@ class Workers:
     def __init__(self, config: BaseExperimentConfig) -> None:
         if config.workers is None:
             raise ConfigError("workers must be given to a script of a master: got nothing. Add `workers: {}`.")
-        self._config, self._call_timeout_s = config, config.workers.call_timeout
+        self._config, self._limits = config, config.workers
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
-        self.incidents: list[Incident] = []
+        self.incidents: list[Incident] = []  # groups that lost their workers
         self._records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # of calls that have ended
 
     def __enter__(self) -> Self:
@@ -82,7 +84,7 @@ class Workers:
             change = f"Correct its name, or add a block {role} to the config."
             raise ConfigError(f"the role of an engine must be one of the experiment, {known}: got {role}. {change}")
         if group.name not in self._groups:
-            self._groups[group.name] = WorkerGroup(self._spec(group), self._records.append)
+            self._groups[group.name] = WorkerGroup(self._spec(group), self._records.append, self._note_incident)
         make = functools.partial(engine_class, config, **options)
         return cast("E", RemoteEngine(self, self._groups[group.name], role, make, config))
 
@@ -98,7 +100,8 @@ class Workers:
             num_threads=group.threads or torch.get_num_threads(),
             env=forwarded_environment(),
             log_folder=str(RunFolder(self._config).logs),
-            call_timeout_s=self._call_timeout_s,
+            call_timeout_s=self._limits.call_timeout,
+            max_restarts=self._limits.restarts,
         )
 
     def roles_of(self, group: WorkerGroup) -> tuple[str, ...]:
@@ -110,9 +113,19 @@ class Workers:
         return [self._records.popleft() for _ in range(len(self._records))]
 
     def note_step(self, step: int) -> None:
-        """Let records of calls bear this step from now on."""
+        """Begin a step, to whose start a group goes back if it loses its workers."""
         for group in self.groups:
-            group.step = step
+            group.begin_step(step)
+
+    def _note_incident(self, text: str) -> None:
+        self.incidents.append(Incident(time.time(), text))
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many workers have replaced lost ones so far, and how many calls were done again."""
+        return {
+            "core/respawns": float(sum(group.num_respawns for group in self.groups)),
+            "core/replayed_calls": float(sum(group.num_replayed for group in self.groups)),
+        }
 
     # Batches
 
@@ -134,16 +147,15 @@ class Workers:
         remote = RemoteBatch(order, [int(part["attention_mask"].sum()) for part in parts])
         tokens = [key for key in TOKENS if key in batch]
         for keys in (tokens, [key for key in sorted(batch.keys()) if key not in tokens]):
-            pieces: Future[list[Any]] = Future()
-            pieces.set_result([ray.put(pack(part, keys)) for part in parts])
+            pieces = Pieces([ray.put(pack(part, keys)) for part in parts])
             for key in keys:
                 remote[key] = Column(pieces, key)
         return remote
 
     def fetch(self, column: Column, batch: RemoteBatch) -> torch.Tensor:
         """Return a column as a tensor of the whole batch, its rows where they were before it was scattered."""
-        masks = ray.get(batch["attention_mask"].pieces.result())
-        values = ray.get(column.pieces.result())
+        masks = _fetched(batch["attention_mask"].pieces)
+        values = _fetched(column.pieces)
         names = {"attention_mask": batch["attention_mask"].key, "value": column.key}
         parts = [
             unpack({name: piece[names[name]] for name, piece in {"attention_mask": mask, "value": value}.items()})
@@ -172,3 +184,13 @@ def _start_ray(num_gpus: int) -> None:
     )
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _fetched(pieces: Pieces) -> list[Any]:
+    """Return the pieces themselves; those that were on a node that died are made again."""
+    while True:
+        references = pieces.result()
+        try:
+            return list(ray.get(references))
+        except ObjectLostError as error:
+            pieces.report_lost(error.object_ref_hex)

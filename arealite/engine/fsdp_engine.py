@@ -380,6 +380,11 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         """Return a checksum of the parameters, equal only if all bits are (collective)."""
         return fsdp_weights.fingerprint_shards(self.model)
 
+    @property
+    def transfer_group(self) -> str:
+        """The broadcast group in which rank 0 sends weights, "" if it is in none."""
+        return "" if self._transfer is None else self._transfer.name
+
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights in `dtype` to the folder `meta.path` or to the group named in `meta` (collective, blocking).
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
+from arealite.api.errors import GroupLostError, ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segment
 from arealite.inference.completions import Completions
@@ -50,6 +50,7 @@ class WeightUpdate:
     failures: dict[Server, ServerError] = field(default_factory=dict)  # why servers failed
     is_torn: bool = False  # whether a server may hold some of the new weights
     has_dropped: bool = False  # whether servers were dropped from it, or none could be paused
+    has_lost_sender: bool = False  # whether the sender's workers were lost, which others replace
     is_wrong: bool = False  # whether wrong weights arrived at a server that served
 
 
@@ -176,7 +177,7 @@ class WeightReceiver:
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
             )
         has_left = any(one.version == NO_VERSION for one in servers)  # a server that started anew is in no group
-        if self._plan is None or self._plan.servers != servers or has_left:
+        if self._plan is None or self._plan.servers != servers or has_left or not self._is_of_sender(meta):
             await self._drop_plan()
             hosts = [one.address.rpartition(":")[0] for one in servers]
             remote = [host for host in hosts if host not in ("localhost", LOOPBACK)]
@@ -196,6 +197,10 @@ class WeightReceiver:
         plan = self._plan
         meta.nccl_group_name, meta.nccl_backend, meta.nccl_world_size = plan.name, plan.backend, plan.world_size
         meta.nccl_master_address, meta.nccl_master_port = plan.address, plan.port
+
+    def _is_of_sender(self, meta: WeightUpdateMeta) -> bool:
+        """Tell whether the sender is in the group of the last update, as far as it says."""
+        return self._plan is not None and meta.sender_group in (None, self._plan.name)
 
     async def _drop_plan(self) -> None:
         """Leave the group; a sender that waits for its peers fails as they leave."""
@@ -253,6 +258,12 @@ class WeightReceiver:
             raise TimeoutError("the sender did not finish")
         if (error := sender.exception()) is not None:  # in a wrapper, as it may be one that would end the event loop
             raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
+
+    async def _is_sender_lost(self) -> bool:
+        """Tell whether a sender's workers were lost, which its servers may notice a moment before its master."""
+        sender = asyncio.wrap_future(self._update.meta.uploaded)
+        await asyncio.wait([sender], timeout=_LAST_WORD_S)
+        return sender.done() and isinstance(sender.exception(), GroupLostError)
 
     async def _unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
         """Run the transfer, but end at once with the sender's error if it fails."""
@@ -312,11 +323,12 @@ class WeightReceiver:
         update = self._update
         if update.has_dropped:  # nobody was there
             return
+        update.has_lost_sender = await self._is_sender_lost()
         dead = await self._completions.health.dead_among(update.asked)
         failures = {one: str(error) for one, error in update.failures.items() if not isinstance(error, OutOfFilesError)}
         unreachable = {one: why for one, why in failures.items() if isinstance(update.failures[one], UnreachableError)}
         unreachable |= dict.fromkeys(dead, "it does not answer")
-        if unreachable:  # what the others answered may be the consequence
+        if unreachable or update.has_lost_sender:  # what the others answered may be the consequence
             self._drop(unreachable)
         elif any(isinstance(update.failures.get(one), MismatchError) for one in update.serving):
             update.is_wrong = True
@@ -351,8 +363,9 @@ class WeightReceiver:
     async def require_servers(self, error: Exception) -> None:
         """After an update that failed with `error`: wait until there are servers to repeat it with.
 
-        Raises the error if no server is to blame for it, if every server has refused, or if none is there, or no update
-        has succeeded, for `rollout.setup_timeout` seconds. Joining servers that failed never matter to the others.
+        Raises the error if neither a server nor a lost sender is to blame for it, if every server has refused, or if
+        none is there, or no update has succeeded, for `rollout.setup_timeout` seconds. Joining servers that failed
+        never matter to the others.
         """
         update, now = self._update, time.monotonic()
         for server in update.members if self._is_unverified else []:
@@ -362,7 +375,7 @@ class WeightReceiver:
             self._drop({one: str(error) for one in update.asked if one in self._servers.joining})
             return
         has_left = any(one not in self._servers.servers for one in update.asked)
-        if not update.is_wrong and (update.has_dropped or has_left):
+        if not update.is_wrong and (update.has_dropped or has_left or update.has_lost_sender):
             if update.meta.only_joining:
                 return
             self._completions.may_generate.set()  # requests wait for a server, which has a deadline of its own
@@ -370,7 +383,8 @@ class WeightReceiver:
             servers = self._servers.servers
             have_refused = bool(servers) and all(server.is_backing_off and server.refused for server in servers)
             if not have_refused and now - self._failing_since <= self._config.setup_timeout:
-                logger.warning("a weight update is repeated, without the servers that failed: %s", error)
+                without = "" if update.has_lost_sender else ", without the servers that failed"
+                logger.warning("a weight update is repeated%s: %s", without, error)
                 if await self._completions.wait_for_updatable():
                     return
         self._failing_since = None

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import CheckpointError
+from arealite.api.errors import CheckpointError, GroupLostError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
@@ -192,6 +192,9 @@ class Recover:
             )
         if write.error is None:
             self._note(write.facts)
+        elif isinstance(write.error.__cause__, GroupLostError):  # of a master, whose workers were replaced
+            logger.warning("%s", write.error)
+            return None
         return write.error
 
     def _note(self, facts: Mapping[str, Any]) -> None:

@@ -63,6 +63,7 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
         version=version,
         path=str(RunFolder(config).weight_update) if is_disk or config.fileroot else None,
         nccl_param_specs=[] if is_disk else actor.get_param_specs(),
+        sender_group=actor.transfer_group,
         timeout_s=config.weight_update_timeout,
         holds_requests=True,  # until servers are verified; they are idle until then and answer at once
         only_joining=only_joining,

@@ -1,7 +1,5 @@
 """Pieces: what a batch becomes on its way through the object store."""
 
-from concurrent.futures import Future
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from arealite.core.batch import Column, RemoteBatch, cut, join, pack, unpack
+from arealite.core.batch import Column, Pieces, RemoteBatch, cut, join, pack, unpack
 
 RESTS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 
@@ -82,7 +80,7 @@ def test_a_column_of_joined_parts_is_cut_into_those_of_the_parts(first: list[int
 
 def test_a_remote_batch_names_what_it_lacks_and_takes_only_columns() -> None:
     batch = RemoteBatch([[0, 1]], [5])
-    batch["values"] = Column(Future(), "values")
+    batch["values"] = Column(Pieces(), "values")
     assert "values" in batch and batch.num_parts == 1
     with pytest.raises(KeyError, match=r"a batch must have 'returns': got \['values'\]"):
         batch["returns"]

@@ -44,8 +44,8 @@ def migrated(folder: Path) -> Path:
     return path
 
 
-def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) -> dict[str, Any]:
-    """Train, from a reward that always teaches something, and return what must not depend on the script."""
+def launch_command(folder: Path, trial: str, script: Path, config: str, *overrides: str) -> list[str]:
+    """Return what trains a tiny model with a reward that always teaches something."""
     (folder / "score.py").write_text(SCORE)
     command = [sys.executable, "-m", "arealite.launcher.local", str(script)]
     command += ["--config", str(EXAMPLES / "configs" / f"{config}_cpu.yaml"), f"actor.path={folder / 'model'}"]
@@ -53,7 +53,12 @@ def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) 
     command += ["train_dataset.batch_size=6", "gconfig.n_samples=4", "gconfig.max_new_tokens=16"]
     command += [f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10", f"reward={folder / 'score.py'}:score"]
     command += ["evaluator.freq_steps=5", "launcher.preflight=false", "async_training=false", *overrides]
-    command += ["lite.deterministic=true", "launcher.trainer_threads=1"]
+    return [*command, "lite.deterministic=true", "launcher.trainer_threads=1"]
+
+
+def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) -> dict[str, Any]:
+    """Train, and return what must not depend on the script."""
+    command = launch_command(folder, trial, script, config, *overrides)
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -21,7 +21,7 @@ from testing_raw import REPLIES, json_reply
 from testing_server import ScriptedServer, logprob_at, serve, token_at
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import WeightUpdateError
+from arealite.api.errors import GroupLostError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
@@ -543,6 +543,41 @@ def test_a_sender_that_dies_between_buckets_leaves_the_old_weights(stack: contex
     with pytest.raises(WeightUpdateError, match=f"{server.address}/update_weights_from_distributed must succeed"):
         future.result(120)
     assert server.weights == {} and server.version == 0 and not server.is_paused
+
+
+def test_a_sender_whose_workers_are_lost_is_no_fault_of_the_servers(stack: contextlib.ExitStack) -> None:
+    server = ScriptedServer()
+    engine, sender = connect(stack, server), Sender()
+    meta = by_broadcast(timeout_s=20.0)
+    future = engine.update_weights(meta)
+    half = by_broadcast()
+    half.nccl_param_specs = BUCKETS[:1]
+    for name in ("nccl_group_name", "nccl_master_address", "nccl_master_port", "nccl_world_size"):
+        setattr(half, name, getattr(meta, name))
+    sender.send(half, 1.0)
+    assert sender.group is not None
+    close_group(sender.group)
+    meta.uploaded.set_exception(GroupLostError("a worker died"))
+    with pytest.raises(WeightUpdateError) as raised:
+        future.result(120)
+    engine.run(engine.receiver.require_servers(raised.value))  # returns: it may be repeated
+    assert not engine.servers.servers[0].is_backing_off
+    publish(engine, Sender(), by_broadcast(), 2.0)
+    check_weights(server, 2.0)
+
+
+def test_a_sender_that_was_started_anew_is_met_in_a_new_group(stack: contextlib.ExitStack) -> None:
+    server = ScriptedServer()
+    engine, first, second = connect(stack, server), Sender(), Sender()
+    publish(engine, first, by_broadcast(), 1.0)
+    known = by_broadcast()
+    (known.sender_group,) = first.names
+    publish(engine, first, known, 2.0)
+    anew = by_broadcast(timeout_s=20.0)
+    anew.sender_group = ""
+    publish(engine, second, anew, 3.0)
+    check_weights(server, 3.0)
+    assert len(first.names) == len(second.names) == 1 and first.names != second.names
 
 
 def test_a_server_that_may_hold_half_of_the_weights_stays_paused(stack: contextlib.ExitStack) -> None:

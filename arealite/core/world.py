@@ -1,0 +1,265 @@
+"""The processes of a group: Ray actors in a placement group, each one rank of a torch.distributed world.
+
+A world is never repaired: once a rank has died, failed alone or not answered in time, what the others hold is worth
+nothing, as they wait in a collective or have half of an update. `LossError` says so; the group then forms another
+world in the same placement group, whose bundles Ray moves when a node dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from arealite.api.errors import GroupLostError
+from arealite.core.batch import Column
+from arealite.core.drawing import CallState
+from arealite.core.worker import Outcome, RankCall, Run, Worker
+from arealite.utils import heartbeat
+
+logger = logging.getLogger("arealite.core")
+
+_PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
+_LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on which they agree
+_DEATH_S = 2.0  # in which Ray notices the death that made another rank fail
+
+
+Redo = Literal["never", "until_done", "in_step", "always"]
+"""When workers that replace lost ones do a call: never (its caller gets an error), while it has not ended (it changes
+nothing), until its step is over, or always (it makes the engine what it is)."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group is made of."""
+
+    name: str
+    num_ranks: int
+    strategy: str
+    cpus: float  # of each worker, as Ray counts them
+    gpus: float
+    memory: int  # bytes
+    num_threads: int
+    env: Mapping[str, str]
+    log_folder: str | None
+    call_timeout_s: float
+    max_restarts: int  # between two checkpoints
+
+    def log(self, rank: int) -> str | None:
+        """Return the path of a worker's log, if it has one."""
+        return None if self.log_folder is None else os.path.join(self.log_folder, f"{self.name}-{rank}.log")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a group is told to do."""
+
+    name: str
+    role: str
+    run: Run
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    batch: Mapping[str, Column] | None = None  # its columns by name; None is a call without a batch
+    num_parts: int = 0
+    output: str | None = None  # name of the tensor that it returns
+    after: tuple[Any, ...] = ()  # futures of what must have ended before it starts
+    redo: Redo = "in_step"
+    timeout_s: float | None = None  # None is that of the group
+    life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
+    watch: Callable[[str, CallState], None] = lambda name, state: None  # is told when it begins and ends
+
+
+class LossError(Exception):
+    """Why a world is lost; `lost_piece` is Ray's name of an input that was on a dead node.
+
+    `is_of_code` tells whether the same text twice means the same error, other than for a process that was killed.
+    """
+
+    def __init__(self, what: str, *, rank: int = 0, is_of_code: bool = False, lost_piece: str | None = None) -> None:
+        super().__init__(what)
+        self.rank, self.is_of_code, self.lost_piece = rank, is_of_code, lost_piece
+
+
+def place(spec: GroupSpec) -> Any:
+    """Return a placement group with a bundle for each worker; GroupLostError if Ray has no room for it."""
+    placement = placement_group([_bundle(spec)] * spec.num_ranks, strategy=spec.strategy)
+    with heartbeat.waiting(f"Ray to place {spec.num_ranks} workers of group {spec.name}", on="ranks"):
+        if not placement.wait(_PLACE_S):
+            raise GroupLostError(
+                f"Ray must place {spec.num_ranks} workers of group {spec.name} with {_bundle(spec)} each "
+                f"({spec.strategy}) within {_PLACE_S:g} s: got {ray.available_resources()} free. "
+                f"Add nodes, or lower workers.{spec.name}.ranks."
+            )
+    return placement
+
+
+def _bundle(spec: GroupSpec) -> dict[str, float]:
+    needs = {"CPU": spec.cpus, "GPU": spec.gpus, "memory": float(spec.memory)}
+    return {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
+
+
+class World:
+    """The actors of one life of a group. Its methods raise LossError once it is lost."""
+
+    def __init__(self, spec: GroupSpec, placement: Any) -> None:
+        self.spec = spec
+        self.machines: list[str] = []  # of the ranks
+        self._actors = [self._spawn(rank, placement) for rank in range(spec.num_ranks)]
+
+    def _spawn(self, rank: int, placement: Any) -> Any:
+        spec, bundle = self.spec, _bundle(self.spec)
+        options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "memory": bundle.get("memory")}
+        return (
+            ray.remote(Worker)
+            .options(
+                **options,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env={"env_vars": dict(spec.env) | {"OMP_NUM_THREADS": str(spec.num_threads)}},
+            )
+            .remote(f"{spec.name}-{rank}", spec.log(rank), spec.num_threads)
+        )
+
+    def meet(self) -> None:
+        """Let the workers take the places of ranks."""
+        spec, own = self.spec, ray.util.get_node_ip_address()
+        addresses = self._get([actor.address.remote(own) for actor in self._actors], "starting")
+        self.machines = [name for name, _, _ in addresses]
+        hosts, (_, master, port) = [host for _, host, _ in addresses], addresses[0]
+        environments = [
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(spec.num_ranks),
+                "LOCAL_RANK": "0",  # Ray shows each worker its own device
+                "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+                "MASTER_ADDR": master,
+                "MASTER_PORT": str(port),
+            }
+            for rank, host in enumerate(hosts)
+        ]
+        self._get([actor.meet.remote(one) for actor, one in zip(self._actors, environments)], "meeting")
+
+    def add(self, role: str, make: Callable[[], Any]) -> None:
+        """Make the engine of a role on every rank."""
+        for outcome in self._get([actor.add.remote(role, make) for actor in self._actors], f"making engine {role}"):
+            if outcome.error is not None:
+                raise outcome.error
+
+    def snapshot(self) -> list[Any]:
+        """Return references to what each rank needs to continue from here; it is taken after all calls so far."""
+        return [actor.snapshot.remote() for actor in self._actors]
+
+    def restore(self, snapshots: Sequence[Any]) -> None:
+        """Let the ranks continue from snapshots."""
+        restoring = [actor.restore.remote(one) for actor, one in zip(self._actors, snapshots, strict=True)]
+        self._get(restoring, "restoring a snapshot")
+
+    def kill(self) -> None:
+        """End the workers."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def run(
+        self, call: Call, layout: Sequence[Mapping[str, str]], references: Sequence[Sequence[Any]]
+    ) -> tuple[list[Outcome], list[Any]]:
+        """Run a call on every rank; return the outcomes, and a reference to what it made of each part.
+
+        `layout` has the keys of the pieces of a part, `references` the pieces of each part. An error on which all ranks
+        agree is raised as it is.
+        """
+        owners = [part * self.spec.num_ranks // max(call.num_parts, 1) for part in range(call.num_parts)]
+        first: list[Any] = []
+        made: list[Any] = []
+        for rank, actor in enumerate(self._actors):
+            own = [part for part, owner in enumerate(owners) if owner == rank]
+            rank_call = RankCall(
+                role=call.role,
+                run=call.run,
+                args=call.args,
+                kwargs=call.kwargs,
+                pieces=tuple(tuple(layout) for _ in own),
+                has_batch=call.batch is not None,
+                output=call.output,
+            )
+            pieces = itertools.chain.from_iterable(references[part] for part in own)
+            answer = actor.call.options(num_returns=1 + len(own)).remote(rank_call, *pieces)
+            answers = [answer] if not own else answer
+            first.append(answers[0])
+            made += answers[1:]
+        return self._outcomes(call, first), made
+
+    def _outcomes(self, call: Call, references: Sequence[Any]) -> list[Outcome]:
+        """Wait for the outcomes of all ranks; a rank that fails alone leaves the others in a collective."""
+        timeout_s = self.spec.call_timeout_s if call.timeout_s is None else call.timeout_s
+        deadline = time.monotonic() + timeout_s
+        left, failed = list(references), None
+        outcomes: dict[Any, Outcome] = {}
+        while left:
+            done, left = ray.wait(left, timeout=max(0.0, deadline - time.monotonic()))
+            if not done and failed is None:
+                late = [rank for rank, one in enumerate(references) if one in left]
+                what = f"rank {', '.join(map(str, late))} did not end {call.name} within {timeout_s:g} s"
+                raise LossError(what, rank=late[0], is_of_code=True)
+            if not done:
+                break
+            for one in done:
+                rank = references.index(one)
+                outcomes[one] = self._outcome(call, rank, one)
+                if outcomes[one].error is not None and failed is None:
+                    failed = rank
+                    patience_s = _LAST_WORD_S if outcomes[one].is_agreed else _DEATH_S
+                    deadline = min(deadline, time.monotonic() + patience_s)
+        if failed is not None:
+            raise self._failure(call, failed, outcomes[references[failed]], is_whole=not left)
+        return [outcomes[one] for one in references]
+
+    def _outcome(self, call: Call, rank: int, reference: Any) -> Outcome:
+        try:
+            outcome: Outcome = ray.get(reference)
+        except ObjectLostError as error:
+            what = f"an input of {call.name} was on a node that died"
+            raise LossError(what, rank=rank, lost_piece=error.object_ref_hex) from error
+        except RayError as error:
+            raise LossError(f"rank {rank} died in {call.name}: {_cause_of_death(error)}", rank=rank) from error
+        return outcome
+
+    def _failure(self, call: Call, rank: int, outcome: Outcome, *, is_whole: bool) -> BaseException:
+        """Return the error of a call; one on which not all ranks agree is a loss."""
+        error = outcome.error
+        assert error is not None
+        error.add_note(f"in {call.name} on a worker of group {self.spec.name}:\n{outcome.trace}")
+        if is_whole and (outcome.is_agreed or self.spec.num_ranks == 1):
+            vars(error)["is_agreed"] = True
+            return error
+        what = f"rank {rank} failed alone in {call.name} with {type(error).__name__}: {error}"
+        loss = LossError(what, rank=rank, is_of_code=True)
+        loss.__cause__ = error
+        return loss
+
+    def _get(self, references: Sequence[Any], doing: str) -> list[Any]:
+        """Return what every rank returns."""
+        with heartbeat.waiting(f"the workers of group {self.spec.name}, {doing}", on="ranks"):
+            try:
+                return list(ray.get(list(references), timeout=_PLACE_S))
+            except GetTimeoutError as error:
+                raise LossError(f"{doing} did not end within {_PLACE_S:g} s", is_of_code=True) from error
+            except RayError as error:
+                raise LossError(f"{doing} failed: {last_line(error)}") from error
+
+
+def _cause_of_death(error: RayError) -> str:
+    return last_line(error).removeprefix("The actor is dead because ").partition(" Some common causes")[0]
+
+
+def last_line(error: BaseException) -> str:
+    return str(error).strip().rpartition("\n")[2].strip()

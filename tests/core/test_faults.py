@@ -1,0 +1,127 @@
+"""A run that loses workers in every kind of call, and one that loses its master or its launcher."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+from cluster.common import wait_until
+from cluster.ray_cluster import ray_cluster
+from test_equal_numbers import differences, launch_command, migrated, train
+from testing_faulty_actor import PLACES
+from testing_quickstart import write_tiny_model
+
+from arealite.utils.processes import kill_tree, wait_gone
+
+pytestmark = pytest.mark.slow
+
+FAULTS = (  # what befalls whom, at which version of the policy's weights
+    "ref-logprobs-0-0-killed",
+    "actor-logprobs-1-1-killed",
+    "actor-advantages-2-0-killed",
+    "actor-update-3-1-killed",
+    "actor-upload-4-1-killed",
+    "actor-transfer-5-0-killed",  # the servers have half of the weights
+    "actor-fingerprint-6-1-killed",  # they have all of them
+    "actor-save-8-1-killed",
+    "actor-update-8-0-fails",
+)
+STEPS = 9
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the places where faults are to be."""
+    write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    monkeypatch.setenv(PLACES, str(folder))
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    return folder
+
+
+def faulty(script: Path) -> Path:
+    """Let the workers of a script run the engine that faults befall."""
+    before, after = "from arealite.engine.ppo.actor import FSDPPPOActor", "from testing_faulty_actor import FaultyActor"
+    text = script.read_text()
+    assert text.count(before) == 1
+    script.write_text(text.replace(before, f"{after} as FSDPPPOActor"))
+    return script
+
+
+def overrides(*more: str) -> list[str]:
+    told = ["allocation_mode=lite.d1p1t1+d2p1t1", "actor.kl_ctl=0.01", "ref={}", "workers.ref.ranks=1"]
+    return [*told, "workers.restarts=20", *more]
+
+
+def worker(run: Path, name: str) -> psutil.Process:
+    """Return the process of a worker, as its heartbeat names it."""
+    (heartbeat,) = (run / "logs" / "progress").glob(f"{name}.*.json")
+    return psutil.Process(json.loads(heartbeat.read_text())["pid"])
+
+
+def assert_nothing_was_lost(run: Path) -> None:
+    command = [sys.executable, "-m", "arealite.cli.main", "ledger", str(run), "--json"]
+    audit = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert audit["adds_up"] and audit["lost"] == 0 and audit["repeated"] == 0
+
+
+def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(tmp_path: Path, faults: Path) -> None:
+    script, told = (
+        faulty(migrated(tmp_path)),
+        overrides(f"total_train_steps={STEPS}", "saver.freq_steps=2", "recover.freq_steps=3"),
+    )
+    calm = train(tmp_path, "calm", script, "gsm8k_grpo", *told)
+    for name in FAULTS:
+        (faults / name).touch()
+    shaken = train(tmp_path, "shaken", script, "gsm8k_grpo", *told)
+    assert list(faults.iterdir()) == []
+    assert differences(calm, shaken) == []
+    assert_nothing_was_lost(tmp_path / "core" / "shaken")
+    logs = tmp_path / "core" / "shaken" / "logs"
+    incidents = [line for line in (logs / "trainer-0.log").read_text().splitlines() if " is started again (" in line]
+    assert len(incidents) == len(FAULTS)
+
+
+def test_a_node_of_a_cluster_is_lost(tmp_path: Path, faults: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's workers come back on another node; the run is started by one that is no part of the cluster."""
+    script, told = faulty(migrated(tmp_path)), overrides("total_train_steps=4", "workers.actor.strategy=STRICT_PACK")
+    calm = train(tmp_path, "calm", script, "gsm8k_grpo", *told)
+    (faults / "actor-update-2-0-hangs").touch()
+    with ray_cluster("one", "two") as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        with ThreadPoolExecutor(1) as threads:
+            training = threads.submit(train, tmp_path, "shaken", script, "gsm8k_grpo", *told)
+            wait_until("an update that hangs", lambda: training.done() or not list(faults.iterdir()), 300)
+            cluster.kill(cluster.machine_of(worker(tmp_path / "core" / "shaken", "actor-0")))
+            shaken = training.result()
+    assert differences(calm, shaken) == []
+    assert_nothing_was_lost(tmp_path / "core" / "shaken")
+
+
+@pytest.mark.parametrize("victim", ["master", "launcher"])
+def test_nothing_is_left_of_a_run_whose_master_or_launcher_is_killed(tmp_path: Path, faults: Path, victim: str) -> None:
+    told = overrides("total_train_steps=50", "recover.retries=0")
+    script = migrated(tmp_path)
+    command = launch_command(tmp_path, "killed", script, "gsm8k_grpo", *told)
+    with (tmp_path / "output.txt").open("wb") as output:
+        launcher = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        metrics = tmp_path / "core" / "killed" / "metrics.jsonl"
+        wait_until("a step", lambda: launcher.poll() is not None or (metrics.exists() and metrics.read_text()), 300)
+        processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+        names = {name for one in processes for name in ("raylet", "gcs_server", "ray::Worker") if name in one.name()}
+        assert names == {"raylet", "gcs_server", "ray::Worker"}
+        (master,) = [one for one in processes if one.cmdline()[1:2] == [str(script)]]
+        (master if victim == "master" else processes[0]).kill()
+        assert wait_gone([one.pid for one in processes if one.pid != launcher.pid], 30.0) == set()
+        assert launcher.wait(30.0) != 0
+    finally:
+        kill_tree(launcher.pid)

@@ -1,0 +1,186 @@
+"""Groups on a real Ray that lose workers or a node: callers get what they would have got, or one error with a cause."""
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+import ray
+import torch
+from cluster.ray_cluster import RayCluster, ray_cluster
+from tensordict import TensorDict
+from testing_groups import WIDE, Tally
+
+from arealite.api.errors import GroupLostError
+from arealite.core.batch import Column, Pieces, RemoteBatch, pack
+from arealite.core.group import WorkerGroup, columns_of
+from arealite.core.records import CallRecord
+from arealite.core.world import Call, GroupSpec, Redo
+from arealite.launcher.place.ray import connect
+from arealite.utils.distributed import is_agreed
+
+pytestmark = pytest.mark.slow
+
+PATHS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"
+Start = Callable[..., WorkerGroup]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster("one", "two") as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        connect()
+        yield cluster
+        ray.shutdown()
+
+
+@pytest.fixture
+def records() -> list[CallRecord]:
+    return []
+
+
+@pytest.fixture
+def incidents() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], tmp_path: Path) -> Iterator[Start]:
+    """Starts groups of Tally engines, which are at the start of step 1."""
+    groups = []
+
+    def started(
+        name: str = "actor",
+        *,
+        ranks: int = 2,
+        timeout_s: float = 60.0,
+        restarts: int = 3,
+        gpus: float = 0,
+        is_trained: bool = True,
+    ) -> WorkerGroup:
+        spec = GroupSpec(
+            name=name,
+            num_ranks=ranks,
+            strategy="STRICT_PACK",
+            cpus=0,
+            gpus=gpus,
+            memory=0,
+            num_threads=1,
+            env={"PYTHONPATH": PATHS},
+            log_folder=str(tmp_path / "logs"),
+            call_timeout_s=timeout_s,
+            max_restarts=restarts,
+        )
+        group = WorkerGroup(spec, records.append, incidents.append)
+        groups.append(group)
+        folder = tmp_path / f"strikes-{len(groups)}"
+        folder.mkdir()
+        group.add(name, functools.partial(Tally, folder, is_trained=is_trained))
+        value(group, "initialize", redo="always")
+        group.begin_step(1)
+        return group
+
+    yield started
+    for group in groups:
+        group.close()
+
+
+def value(group: WorkerGroup, run: str, *args: Any, redo: Redo = "in_step", **kwargs: Any) -> Any:
+    call = Call(f"{group.spec.name}.{run}", group.spec.name, run, args, kwargs, redo=redo)
+    return group.submit(call).values.result(timeout=120)[0].value
+
+
+def test_what_is_done_again_gives_the_same_bits(
+    start: Start, records: list[CallRecord], incidents: list[str], tmp_path: Path
+) -> None:
+    calm = start("calm")
+    expected = []
+    for step in range(2, 5):
+        expected += [value(calm, "add", 1.5), value(calm, "add", 0.25)]
+        calm.begin_step(step)
+    records.clear()
+    group, found = start(timeout_s=5.0), []
+    for step, fault in enumerate(("killed", "hangs", "fails"), 2):
+        found += [value(group, "add", 1.5), value(group, "add", 0.25, fault=fault)]
+        group.begin_step(step)
+    assert found == expected and len(set(found)) == 6
+    attempts = [(one.step, one.attempt) for one in records if one.call == "actor.add"]
+    assert attempts == [pair for step in (1, 2, 3) for pair in ((step, 1), (step, 2), (step, 2))]
+    assert (group.num_respawns, group.num_replayed) == (6, 9)  # initialize is done again as well
+    told = "does 2 calls of step {} again: {}"
+    whys = (
+        "rank 1 died in actor.add: its worker process has died. Worker exit type: SYSTEM_ERROR",
+        "rank 0, 1 did not end actor.add within 5 s",
+        "rank 1 failed alone in actor.add with ValueError: a rank fails",
+    )
+    for number, (text, why) in enumerate(zip(incidents, whys, strict=True), 1):
+        assert text.startswith(f"group actor is started again ({number} of 3 restarts) and ")
+        assert told.format(number, why) in text
+
+
+def test_the_same_error_twice_ends_the_run(start: Start, tmp_path: Path) -> None:
+    group = start()
+    with pytest.raises(GroupLostError) as raised:
+        value(group, "add", 1.0, fault="fails", times=2)
+    assert str(raised.value) == (
+        "group actor must keep its workers: got rank 1 failed alone in actor.add with ValueError: a rank fails, "
+        f"a second time. Look at {tmp_path / 'logs' / 'actor-1.log'}."
+    )
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert "ValueError: a rank fails" in (tmp_path / "logs" / "actor-1.log").read_text()
+    with pytest.raises(GroupLostError, match="a second time"):  # not only the call under way
+        value(group, "add", 1.0)
+
+
+def test_no_more_restarts_than_allowed_and_a_checkpoint_gives_them_back(start: Start) -> None:
+    group = start(restarts=1)
+    assert value(group, "add", 1.0, fault="killed") > 0
+    group.note_checkpoint()
+    with pytest.raises(GroupLostError, match=r"rank 1 died in actor.add: .*, after 1 restarts since the last check"):
+        value(group, "add", 1.0, fault="killed", times=9)
+
+
+def test_a_call_that_can_not_be_repeated_fails_for_all_and_later_ones_go_on(start: Start) -> None:
+    group = start()
+    before = value(group, "add", 1.0)
+    with pytest.raises(GroupLostError, match=r"actor.add must not lose its workers: rank 1 died") as raised:
+        value(group, "add", 1.0, redo="never", fault="killed")
+    assert is_agreed(raised.value)
+    os.kill(value(group, "pid"), signal.SIGKILL)  # between calls, which the next one notices
+    assert value(group, "add", 0.0, redo="until_done") == 2 * before
+    with pytest.raises(GroupLostError, match=r"actor.pid must have the workers that it was made for: others came"):
+        group.submit(Call("actor.pid", "actor", "pid", redo="never", life=0)).values.result(timeout=120)
+
+
+def test_pieces_on_a_node_that_dies_are_made_again(cluster: RayCluster, start: Start, tmp_path: Path) -> None:
+    cluster.add("three")
+    maker, user = start("ref", ranks=1, gpus=4, is_trained=False), start("actor", ranks=1, gpus=4)
+    ids = TensorDict({"input_ids": torch.arange(2)[:, None], "attention_mask": torch.ones(2, 1, dtype=torch.bool)}, 2)
+    pieces = Pieces([ray.put(pack(ids, ids.keys()))])
+    batch = RemoteBatch([[0, 1]], [2])
+    batch["input_ids"], batch["attention_mask"] = Column(pieces, "input_ids"), Column(pieces, "attention_mask")
+    wide = [maker.submit(widening(maker, batch, factor)) for factor in (1.0, 2.0)]
+    for one in wide:
+        ray.wait(one.pieces.result(), fetch_local=False)
+    first = wide[0].pieces.result()[0].hex()
+    cluster.kill(cluster.machine_of(psutil.Process(value(maker, "pid"))))
+    totals = []
+    for one in wide:
+        batch["wide"] = Column(one.pieces, "wide")
+        call = Call("actor.total", "actor", "total", batch=columns_of(batch, ("attention_mask", "wide")), num_parts=1)
+        totals.append(user.submit(call).values.result(timeout=120)[0].value["total"])
+    assert totals == [1.0 * WIDE, 2.0 * WIDE]
+    assert wide[0].pieces.result()[0].hex() != first
+    assert len(list((tmp_path / "strikes-1").iterdir())) == 4
+    assert (maker.num_respawns, user.num_respawns) == (1, 1)
+
+
+def widening(group: WorkerGroup, batch: RemoteBatch, factor: float) -> Call:
+    columns = columns_of(batch, ("input_ids", "attention_mask"))
+    return Call("ref.widen", "ref", "widen", kwargs={"factor": factor}, batch=columns, num_parts=1, output="wide")
