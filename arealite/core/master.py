@@ -162,7 +162,7 @@ class Master:
         calls = [one for one in records if one.call in self.graph.named]
         self._last_calls, self._states = calls, {}
         if not calls:
-            return {}
+            return self.workers.metrics()
         begin, end = min(one.begin for one in calls), max(one.end for one in calls)
         seconds = {f"time/{one.call}_s": one.seconds for one in calls}
         idle = {
@@ -170,7 +170,7 @@ class Master:
             for group in self.workers.groups
         }
         moved = sum(one.moved_mib for one in calls)
-        return {**seconds, **idle, "core/overlap": overlap(calls), "core/moved_mib": moved}
+        return {**seconds, **idle, "core/overlap": overlap(calls), "core/moved_mib": moved} | self.workers.metrics()
 
     def progress(self, *, is_finished: bool) -> Progress:
         """Return what the page shows."""
