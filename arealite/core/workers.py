@@ -176,6 +176,7 @@ def _start_ray(num_gpus: int) -> None:
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:num_gpus])
     ray.init(
+        address="local",  # and not one that somebody else runs on this node
         num_cpus=max(64, os.cpu_count() or 1),
         num_gpus=num_gpus,
         include_dashboard=False,
