@@ -30,8 +30,9 @@ class TrainEngine(abc.ABC):
     """Trains one model, SPMD: every rank calls every method. Batches are padded TensorDicts `[B, S]`, which may differ
     in size between ranks and may be empty on some."""
 
-    meeting_point: Callable[[str], tuple[str, int]] | None = None
-    """Tells where the sender of a broadcast will listen for a host, if that is not this process."""
+    meeting_point: Callable[[str], tuple[str, int, bool]] | None = None
+    """Tells where the sender of a broadcast will listen for a host, and whether it has a GPU, if that is not this
+    process."""
 
     @abc.abstractmethod
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:

@@ -159,8 +159,9 @@ class WeightUpdateMeta:
     """Whether the receivers verify what they get; the receiving engine fills it in."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of each tensor that was sent, if wanted; the sender fills it in before it resolves `uploaded`."""
-    meeting_point: Callable[[str], tuple[str, int]] | None = field(default=None, repr=False, compare=False)
-    """Tells the address and port at which a sender in another process will listen for a host; None is this process."""
+    meeting_point: Callable[[str], tuple[str, int, bool]] | None = field(default=None, repr=False, compare=False)
+    """Tells, for a host, the address and port at which a sender in another process will listen for it, and whether the
+    sender has a GPU; None is this process."""
     uploaded: Future[None] = field(default_factory=Future, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
@@ -197,8 +198,8 @@ class RemoteEngine:
         """Return a checksum of the parameters."""
         return str(self._value("fingerprint"))
 
-    def meeting_point(self, toward: str) -> tuple[str, int]:
-        """Return the address and port at which rank 0 of the group will listen for servers on a host."""
+    def meeting_point(self, toward: str) -> tuple[str, int, bool]:
+        """Return where rank 0 of the group will listen for servers on a host, and whether it has a GPU."""
         return self._value(_meeting_point, toward)
 
     @property
@@ -264,11 +265,11 @@ def _written(engine: Any) -> Any:
     return engine.written.result() if engine.written.done() else None
 
 
-def _meeting_point(engine: Any, toward: str) -> tuple[str, int]:
+def _meeting_point(engine: Any, toward: str) -> tuple[str, int, bool]:
     """Hold a port of this node, until the next one, for a sender that reaches the host `toward` from its address."""
     address = LOOPBACK if toward in (LOOPBACK, "localhost") else host_ip(toward)
     engine.held_port = hold_port(address)  # the last one closes with its last reference
-    return address, port_of(engine.held_port)
+    return address, port_of(engine.held_port), torch.cuda.is_available()
 
 
 def _transfer_group(engine: Any) -> str:

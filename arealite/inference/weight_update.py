@@ -184,14 +184,14 @@ class WeightReceiver:
             address = host_ip(remote[0]) if remote else LOOPBACK
             if meta.meeting_point is None:
                 self._port_holder = hold_port(address)
-                port = port_of(self._port_holder)
+                port, has_gpu = port_of(self._port_holder), torch.cuda.is_available()
             else:
-                address, port = await in_thread(meta.meeting_point, remote[0] if remote else LOOPBACK)
+                address, port, has_gpu = await in_thread(meta.meeting_point, remote[0] if remote else LOOPBACK)
             self._plan = BroadcastPlan(
                 name=f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}",
                 address=address,
                 port=port,
-                backend="nccl" if torch.cuda.is_available() and not self._backend.is_on_cpu else "gloo",
+                backend="nccl" if has_gpu and not self._backend.is_on_cpu else "gloo",
                 servers=servers,
             )
         plan = self._plan

@@ -20,25 +20,26 @@ SCORE = """
 def score(prompt, completions, prompt_ids, completion_ids, **row):
     return float(sum(completion_ids) % 7) / 7
 """
-MIGRATION = (
-    (
-        "    actor = FSDPPPOActor(config.actor)\n",
-        "    workers = cleanup.enter_context(Workers(config))\n"
-        '    actor = workers.engine("actor", FSDPPPOActor, config.actor)\n',
-    ),
-    ("        ref = FSDPPPOActor(config.ref)\n", '        ref = workers.engine("ref", FSDPPPOActor, config.ref)\n'),
-    ("RemoteInferenceEngine(config.rollout)", "RemoteInferenceEngine(config.rollout, hand_out=workers.scatter)"),
-    ("from arealite.dataset import", "from arealite.core.workers import Workers\nfrom arealite.dataset import"),
-)
 STEPS = 10
 pytestmark = pytest.mark.slow
 
 
 def migrated(folder: Path) -> Path:
+    """Return the example with what docs/core.md says to change."""
     text = (EXAMPLES / "gsm8k_grpo.py").read_text()
-    for before, after in MIGRATION:
-        assert text.count(before) == 1 or before.startswith("from"), before
-        text = text.replace(before, after, 1)
+    diff = (REPOSITORY / "docs" / "core.md").read_text().split("```diff\n")[1].split("```")[0]
+    at, before, follows = 0, "", False  # a line of + stands for the - before it, else it comes before the next line
+    for line in diff.splitlines(keepends=True):
+        if line[0] == "+" and follows:
+            text, at = text[:at] + line[1:] + text[at:], at + len(line) - 1
+        elif line[0] == "+":
+            before += line[1:]
+        else:
+            assert text.count(line[1:]) == 1, line
+            at = text.index(line[1:])
+            follows = line[0] == "-"
+            text = text[:at] + before + text[at + (len(line) - 1) * follows :]
+            at, before = at + len(before), ""
     path = folder / "gsm8k_grpo_core.py"
     path.write_text(text)
     return path

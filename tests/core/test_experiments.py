@@ -1,0 +1,78 @@
+"""The graphs of experiments, and the one that docs/core.md shows, fit the configs of the examples."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig, load_expr_config
+from arealite.core import experiments
+from arealite.core.experiments import grpo, ppo, sft
+from arealite.core.graph import DataFlowGraph
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = {"grpo": GRPOConfig, "sync-ppo": PPOConfig, "async-ppo": PPOConfig, "sft": SFTConfig}
+MAKE: dict[str, Any] = {"grpo": grpo, "sync-ppo": ppo, "async-ppo": ppo, "sft": lambda config: sft()}
+
+
+def load(name: str, *overrides: str) -> Any:
+    path = REPOSITORY / "training" / "configs" / f"{name}.yaml"
+    return load_expr_config(["--config", str(path), *overrides], CONFIGS[name])[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_config_of_a_training_script_fits_its_graph(name: str) -> None:
+    config: BaseExperimentConfig = load(name)
+    assert config.workers is not None
+    MAKE[name](config).check(config)
+
+
+def test_synchronous_is_a_bound_of_zero() -> None:
+    assert load("sync-ppo").rollout.max_head_offpolicyness == 0
+    assert load("async-ppo").rollout.max_head_offpolicyness == 4
+
+
+def names(graph: DataFlowGraph) -> list[str]:
+    return [call.name for call in graph.order()]
+
+
+def test_a_graph_has_the_calls_that_its_algorithm_needs() -> None:
+    assert names(grpo(load("grpo"))) == ["actor_gen", "actor_inf", "advantages", "actor_train"]
+    direct = ("actor.proximal=rollout", "actor.correction.action=none", "actor.correction.upper=null")
+    config = load("grpo", *direct, "actor.kl_ctl=0.1", "ref={}")
+    assert names(grpo(config)) == ["actor_gen", "ref_inf", "advantages", "actor_train"]
+    assert names(ppo(load("sync-ppo")))[1:] == [
+        *("actor_inf", "critic_inf", "advantages", "actor_train", "critic_train"),
+    ]
+
+
+def test_the_documented_graph_is_one() -> None:
+    block = (REPOSITORY / "docs" / "core.md").read_text().split("```python\n")[1].split("```")[0]
+    scope: dict[str, Any] = {}
+    exec(block, scope)
+    graph: DataFlowGraph = scope["ppo"]()
+    graph.check(load("sync-ppo", "actor.kl_ctl=0.1", "ref={}"))
+    assert names(graph)[-2:] == ["actor_train", "critic_train"]
+    assert len(block.split("def ppo")[1].splitlines()) <= 40
+
+
+def test_the_policy_waits_for_its_critic() -> None:
+    class Actor:
+        version = 1
+
+        def get_version(self) -> int:
+            return self.version
+
+        def ppo_update(self, batch: TensorDict) -> dict[str, float]:
+            return {"updated": batch["rewards"].sum().item()}
+
+        def describe(self, batch: TensorDict) -> dict[str, float]:
+            return {"described": batch["rewards"].sum().item()}
+
+    actor: Any = Actor()
+    batch = TensorDict({"rewards": torch.ones(3)}, batch_size=[3])
+    assert experiments.update(actor, batch, warmup_steps=2) == {"described": 3.0}
+    actor.version = 2
+    assert experiments.update(actor, batch, warmup_steps=2) == {"updated": 3.0}
