@@ -160,9 +160,11 @@ class SFTConfig(BaseExperimentConfig):
         "tokenizer_path": "model.path",
         "model.path": "tokenizer_path",
     }
+    DATA_TYPE: ClassVar[str] = "sft"
+    """What `train_dataset.type` must be."""
 
     rollout: None = None
-    """Fine-tuning has no servers."""
+    """There are no servers."""
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
     """Training data."""
     model: TrainEngineConfig = field(default_factory=lambda: TrainEngineConfig(optimizer=OptimizerConfig()))
@@ -175,11 +177,11 @@ class SFTConfig(BaseExperimentConfig):
     def validate(self) -> None:
         """Refuse contradictions."""
         super().validate()
-        checks.check_training(self.model, "model", self.train_dataset, "sft")
+        checks.check_training(self.model, "model", self.train_dataset, self.DATA_TYPE)
 
 
 @dataclass
-class DPOConfig(BaseExperimentConfig):
+class DPOConfig(SFTConfig):
     """Direct preference optimisation on pairs of answers."""
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
@@ -187,9 +189,8 @@ class DPOConfig(BaseExperimentConfig):
         **_named("ref", seed="seed", node_timeout="launcher.node_timeout"),
         **_same("ref", "model", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
     }
+    DATA_TYPE = "dpo"
 
-    rollout: None = None
-    """There are no servers."""
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="dpo"))
     """Training data."""
     model: DPOEngineConfig = field(default_factory=lambda: DPOEngineConfig(optimizer=OptimizerConfig()))
@@ -198,41 +199,25 @@ class DPOConfig(BaseExperimentConfig):
     """The reference; path, dtype and memory settings follow `model`."""
 
     @property
-    def trained(self) -> tuple[str, TrainEngineConfig]:
-        return "model", self.model
-
-    @property
     def has_reference(self) -> bool:
         return not self.ref.is_base_of(self.model)
 
     def validate(self) -> None:
         """Refuse contradictions."""
         super().validate()
-        checks.check_training(self.model, "model", self.train_dataset, "dpo")
         checks.check_frozen(self.ref, "ref")
 
 
 @dataclass
-class RWConfig(BaseExperimentConfig):
+class RWConfig(SFTConfig):
     """A reward model, trained on pairs of answers."""
 
-    DEFAULTS_FROM: ClassVar[dict[str, str]] = SFTConfig.DEFAULTS_FROM
+    DATA_TYPE = "rw"
 
-    rollout: None = None
-    """There are no servers."""
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="rw"))
     """Training data."""
     model: RWEngineConfig = field(default_factory=lambda: RWEngineConfig(optimizer=OptimizerConfig()))
     """The reward model."""
-
-    @property
-    def trained(self) -> tuple[str, TrainEngineConfig]:
-        return "model", self.model
-
-    def validate(self) -> None:
-        """Refuse contradictions."""
-        super().validate()
-        checks.check_training(self.model, "model", self.train_dataset, "rw")
 
 
 @dataclass
