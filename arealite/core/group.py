@@ -286,6 +286,8 @@ class WorkerGroup:
         try:
             for role, make in self._makers.items():
                 self._world.add(role, make)
+        except LossError:
+            raise
         except Exception as error:
             raise LossError(f"an engine could not be made again: {error!r}", is_of_code=True) from error
         for task in self._lasting:
