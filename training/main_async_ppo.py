@@ -1,23 +1,13 @@
-"""PPO with a critic as a declared graph, whose servers never wait for an update.
+"""PPO with a critic as a declared graph, whose servers never wait for an update: the same script, another config.
 
 python3 training/main_async_ppo.py [--config FILE.yaml] key=value ...
 """
 
 import sys
 
-from arealite.api.cli_args import PPOConfig, load_expr_config
-from arealite.core.experiments import ppo
-from arealite.core.master import Master
+from main_sync_ppo import main
+
 from arealite.launcher.start import launched
-from arealite.reward import load_rewards
-from arealite.workflow.rlvr import RLVRWorkflow
-
-
-def main(argv: list[str]) -> None:
-    config, _ = load_expr_config(argv, PPOConfig)
-    rewards = load_rewards(config.reward)
-    Master(config, ppo(config), lambda gconfig, tokenizer: RLVRWorkflow(rewards, gconfig, tokenizer)).run()
-
 
 if __name__ == "__main__":
     sys.exit(launched(__file__, main))

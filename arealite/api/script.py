@@ -43,7 +43,9 @@ def show_errors_briefly() -> None:
     """Show uncaught errors of the script that runs in few lines; notebooks, tests and programs of ours keep theirs."""
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
     is_script = main.endswith(".py") and SourceLine(main, 1, "").is_users
-    if is_script and sys.excepthook is sys.__excepthook__ and os.environ.get(TRACEBACK_VARIABLE) != "1":
+    hook = sys.excepthook
+    is_usual = hook is sys.__excepthook__ or hook.__module__.startswith("ray.")  # Ray sets its own when it is imported
+    if is_script and is_usual and os.environ.get(TRACEBACK_VARIABLE) != "1":
         sys.excepthook = _show
 
 

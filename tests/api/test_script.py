@@ -33,6 +33,12 @@ def test_a_sentence_of_ours_is_one_line(tmp_path: Path) -> None:
     ]
 
 
+def test_a_sentence_is_one_line_also_of_a_script_that_imports_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    lines, status = run(tmp_path, "import ray\nload_expr_config(['--config', 'absent.yaml'], SFTConfig)")
+    assert (len(lines), lines[0].partition(":")[0], status) == (2, "ConfigError", 1)
+
+
 def test_another_error_shows_the_users_lines_alone_and_innermost_first(tmp_path: Path) -> None:
     body = """
     import json
