@@ -44,10 +44,15 @@ def pack(part: TensorDict, keys: Iterable[str]) -> Piece:
     for key in keys:
         tensor = part[key].detach().cpu()
         real = None if key == _MASK else real_entries(part, key)
-        values = tensor if real is None else tensor[real.cpu()]
-        array = values.view(_BITS.get(tensor.dtype, tensor.dtype)).contiguous().numpy()
+        array = _bits(tensor)
+        array = np.ascontiguousarray(array) if real is None else array[real.cpu().numpy()]
         piece[key] = _Array(array, tensor.dtype, None if real is None else tensor.shape[1])
     return piece
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor's memory as an array; numpy takes and sets entries by a mask thirty times as fast as torch."""
+    return tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy()
 
 
 def unpack(arrays: Mapping[str, _Array]) -> TensorDict:
@@ -55,15 +60,16 @@ def unpack(arrays: Mapping[str, _Array]) -> TensorDict:
     part: dict[str, torch.Tensor] = {}
     for key in sorted(arrays, key=lambda key: (key != _MASK, key in RAGGED)):  # a key after what tells where it is real
         array = arrays[key]
-        values = torch.from_numpy(np.array(array.values)).view(array.dtype)
-        if array.width is not None:
+        if array.width is None:
+            part[key] = torch.from_numpy(np.array(array.values)).view(array.dtype)
+        else:
             num_rows = part[_MASK].shape[0]
-            padded = torch.full((num_rows, array.width, *values.shape[1:]), ABSENT.get(key, 0), dtype=array.dtype)
+            padded = torch.full((num_rows, array.width, *array.values.shape[1:]), ABSENT.get(key, 0), dtype=array.dtype)
             sized = TensorDict(part | {key: padded}, batch_size=[num_rows])
             real = real_entries(sized, key)
-            padded[real] = values
-            values = padded
-        part[key] = values
+            assert real is not None, f"{key} had padding"
+            _bits(padded)[real.numpy()] = array.values
+            part[key] = padded
     return TensorDict(part, batch_size=[part[_MASK].shape[0]])
 
 
@@ -148,9 +154,9 @@ class Column:
 class RemoteBatch:
     """A batch of a master. A call that makes a column returns at once; what needs it waits for it."""
 
-    def __init__(self, order: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
-        """`order` has the rows of each part by their places in the whole batch, `tokens` the tokens of each part."""
-        self.order, self.tokens = order, tokens
+    def __init__(self, order: Sequence[Sequence[int]]) -> None:
+        """`order` has the rows of each part by their places in the whole batch."""
+        self.order = order
         self._columns: dict[str, Column] = {}
 
     @property

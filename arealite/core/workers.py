@@ -143,8 +143,8 @@ class Workers:
             order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts)]
         else:
             order = split_rows(batch["attention_mask"], self.num_parts)
-        parts = [batch[rows] for rows in order]
-        remote = RemoteBatch(order, [int(part["attention_mask"].sum()) for part in parts])
+        parts = [batch[rows] for rows in order] if len(order) > 1 else [batch]
+        remote = RemoteBatch(order)
         tokens = [key for key in TOKENS if key in batch]
         for keys in (tokens, [key for key in sorted(batch.keys()) if key not in tokens]):
             pieces = Pieces([ray.put(pack(part, keys)) for part in parts])

@@ -79,7 +79,7 @@ def test_a_column_of_joined_parts_is_cut_into_those_of_the_parts(first: list[int
 
 
 def test_a_remote_batch_names_what_it_lacks_and_takes_only_columns() -> None:
-    batch = RemoteBatch([[0, 1]], [5])
+    batch = RemoteBatch([[0, 1]])
     batch["values"] = Column(Pieces(), "values")
     assert "values" in batch and batch.num_parts == 1
     with pytest.raises(KeyError, match=r"a batch must have 'returns': got \['values'\]"):

@@ -163,7 +163,7 @@ def test_pieces_on_a_node_that_dies_are_made_again(cluster: RayCluster, start: S
     maker, user = start("ref", ranks=1, gpus=4, is_trained=False), start("actor", ranks=1, gpus=4)
     ids = TensorDict({"input_ids": torch.arange(2)[:, None], "attention_mask": torch.ones(2, 1, dtype=torch.bool)}, 2)
     pieces = Pieces([ray.put(pack(ids, ids.keys()))])
-    batch = RemoteBatch([[0, 1]], [2])
+    batch = RemoteBatch([[0, 1]])
     batch["input_ids"], batch["attention_mask"] = Column(pieces, "input_ids"), Column(pieces, "attention_mask")
     wide = [maker.submit(widening(maker, batch, factor)) for factor in (1.0, 2.0)]
     for one in wide:
