@@ -221,9 +221,9 @@ def watched(engine: RemoteSGLangEngine, *, is_profiled: bool) -> Iterator[list[f
 
 
 @contextlib.contextmanager
-def served(delay_s: float) -> Iterator[str]:
+def served(delay_s: float, *, num_tokens: int = TOKENS) -> Iterator[str]:
     """Run the server in another process."""
-    command = [sys.executable, str(Path(__file__).with_name("canned_server.py")), str(TOKENS), str(delay_s)]
+    command = [sys.executable, str(Path(__file__).with_name("canned_server.py")), str(num_tokens), str(delay_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
     try:
         assert process.stdout is not None

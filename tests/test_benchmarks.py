@@ -1,4 +1,4 @@
-"""The benchmarks of runtime, generation and logprobs run: what they measure is judged by people, on a quiet machine."""
+"""The benchmarks of runtime, generation, logprobs and Core run: people judge what they measure, on a quiet machine."""
 
 import json
 import os
@@ -39,3 +39,16 @@ def test_generation_is_measured(tmp_path: Path) -> None:
     found = measured(tmp_path / "found.jsonl", "generation.py", "--rounds", "1")
     assert [(one["case"], one["group"]) for one in found] == [("uniform", 1), ("uniform", 8), ("lengths", 1)]
     assert all(one["engine_tok_per_cpu_s"] > 0 < one["generate_tok_per_cpu_s"] for one in found)
+
+
+@pytest.mark.slow
+def test_core_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    found = {}
+    for case in ("overlap", "scale"):
+        sizes = ["--roles", "2", "--ranks", "1", "--rounds", "1"]
+        (found[case],) = measured(tmp_path / f"{case}.jsonl", "core.py", "--case", case, *sizes)
+    assert found["overlap"]["overlap"] > 1 and found["overlap"]["wall_s"] >= 1.0
+    scale = found["scale"]
+    assert scale["wall_s"] >= scale["told_s"] == 3.0 and scale["ranks"] == 2
+    assert 0 < scale["scatter_cpu_s"] < scale["master_cpu_s"]
