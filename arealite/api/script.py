@@ -25,7 +25,7 @@ _LESS_MEMORY = (
     "  memory ran out: lower max_tokens_per_mb in mb_spec, use more ranks, or raise the limit of the process; "
     "`arealite check` estimates the need"
 )
-_MAX_LINES = 5  # of the user's code, and of a message that is not ours
+_MAX_LINES = 5  # of the user's code, of a message that is not ours, and of its notes
 
 
 @contextlib.contextmanager
@@ -80,17 +80,29 @@ def brief(error: BaseException) -> list[str]:
     """Return an error in few lines; none for one in which there is no line of the user's."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    lines = lines_of_error(error)
+    notes = [line for one in (error, error.__cause__) for line in _notes(one)][:_MAX_LINES]  # e.g. of Core's workers
     if is_sentence(error):
-        return [f"{type(error).__name__}: {error}"]
-    users = [line for line in lines if line.is_users][:_MAX_LINES]
+        return [f"{type(error).__name__}: {error}", *notes]
+    users = users_code(error)
     if not users:
         return []
+    message = "".join(traceback.format_exception_only(error)).splitlines()
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     after = [] if before is None else traceback.format_exception_only(before)[-1].splitlines()[:1]
     return [
-        *"".join(traceback.format_exception_only(error)).splitlines()[:_MAX_LINES],
-        *(f"  {line}: {linecache.getline(line.file, line.line).strip()}" for line in users),
+        *message[: len(message) - len(_notes(error))][:_MAX_LINES],
+        *notes,
+        *users,
         *(f"  after {line}" for line in after),
         *([_LESS_MEMORY] if isinstance(error, MemoryError) or any(one in str(error) for one in _OUT_OF_MEMORY) else []),
     ]
+
+
+def users_code(error: BaseException) -> list[str]:
+    """Return the innermost lines of the user's that an error has passed, with their places."""
+    users = [line for line in lines_of_error(error) if line.is_users][:_MAX_LINES]
+    return [f"  {line}: {linecache.getline(line.file, line.line).strip()}" for line in users]
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    return [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]

@@ -155,8 +155,11 @@ class RemoteEngine:
         return outcome.value
 
     def submit(self, name: str, run: Run, batch: RemoteBatch, keys: Sequence[str] = (), **more: Any) -> Reply:
-        """Let the workers run something on keys of a batch (by default all) when it is its turn; return at once."""
-        columns = columns_of(batch, keys or None)
+        """Let the workers run something on keys of a batch (by default all) when it is its turn; return at once.
+
+        They get `attention_mask` as well, without which the rest can't be unpacked.
+        """
+        columns = columns_of(batch, (*keys, "attention_mask") if keys else None)
         return self.group.submit(Call(name, self.role, run, batch=columns, num_parts=batch.num_parts, **more))
 
     def wait(self, reply: Reply, name: str) -> Outcome:

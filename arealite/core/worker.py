@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from arealite.api.script import users_code
 from arealite.core.batch import Piece, cut, join, pack, unpack
 from arealite.utils import heartbeat
 from arealite.utils.distributed import is_agreed
@@ -49,6 +50,7 @@ class Outcome:
     error: BaseException | None = None
     is_agreed: bool = False
     trace: str = ""
+    """Lines of the user's that the error has passed."""
 
 
 class Worker:
@@ -56,6 +58,7 @@ class Worker:
 
     def __init__(self, name: str, log: str | None, num_threads: int) -> None:
         self._engines: dict[str, Any] = {}
+        self._log = log
         if log is not None:
             _write_output_to(Path(log))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -96,7 +99,12 @@ class Worker:
             before = dict(batch.items())
             value = run(batch, *args, **kwargs)
             if isinstance(value, torch.Tensor):
-                assert call.output is not None, f"a call of {call.run} returns no tensor"
+                if call.output is None:
+                    name = call.run if isinstance(call.run, str) else call.run.__name__
+                    raise ValueError(
+                        f"a tensor that a call returns must have a name: got one of {name}. Pass output=... to call, "
+                        "or declare exactly one output."
+                    )
                 batch[call.output], value = value, None
             made = tuple(key for key, tensor in batch.items() if before.get(key) is not tensor)
             results[:] = [pack(one, made) for one in cut(batch, parts, made)] if made else results
@@ -116,14 +124,14 @@ class Worker:
         for role, snapshot in snapshots.items():
             self._engines[role].restore(snapshot)
 
-    @staticmethod
-    def _tried(action: Callable[[], Any]) -> Outcome:
+    def _tried(self, action: Callable[[], Any]) -> Outcome:
         """Return the outcome of an action, also of one that raises: other ranks must not wait for it in vain."""
         try:
             outcome = action()
         except Exception as error:
             traceback.print_exc()
-            return Outcome(error=_portable(error), is_agreed=is_agreed(error), trace=traceback.format_exc())
+            where = [*users_code(error), *([f"  the whole traceback: {self._log}"] if self._log else [])]
+            return Outcome(error=_portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
         return outcome if isinstance(outcome, Outcome) else Outcome(outcome)
 
 

@@ -70,6 +70,28 @@ def test_another_error_shows_the_users_lines_alone_and_innermost_first(tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("raised", "first"),
+    [
+        ("error", "KeyError: 'x'"),
+        ("GroupLostError('workers must stay: got none') from error", "GroupLostError: workers must stay: got none"),
+    ],
+)
+def test_notes_show_where_a_worker_failed(tmp_path: Path, raised: str, first: str) -> None:
+    body = f"""
+    from arealite.api.errors import GroupLostError
+    try:
+        load_expr_config([], SFTConfig)
+    except ValueError:
+        pass
+    error = KeyError("x")
+    error.add_note("in mine on a worker:\\n  a.py:1 in mine: batch['x']")
+    raise {raised}
+    """
+    lines, _ = run(tmp_path, body)
+    assert lines[:3] == [first, "in mine on a worker:", "  a.py:1 in mine: batch['x']"]
+
+
+@pytest.mark.parametrize(
     "error",
     [
         "MemoryError",
