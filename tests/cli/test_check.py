@@ -98,6 +98,13 @@ def test_a_run_that_works(check, tiny) -> None:
     )
 
 
+def test_a_master_reads_data_and_has_workers(check, tiny) -> None:
+    entry = ENTRY.replace("rows, _ = load_datasets(config, tokenizer)", "Master(config, graph, workflow)")
+    status, shown = check(tiny, "workers.actor.ranks=3", entry=entry)
+    assert status == 0 and "lite.d2+d2: 2 servers and a master with 3 workers (actor: 3) on the CPU" in shown, shown
+    assert "train_dataset: the first 16 prompts have" in shown
+
+
 def test_adapters_are_planned_for_and_their_targets_checked(check, tiny) -> None:
     status, shown = check(tiny, "actor.lora.rank=4", "ref={}", "actor.kl_ctl=0.1")
     assert status == 0 and "parameters in 2 layers, 92.2% of them frozen, tied embeddings" in shown

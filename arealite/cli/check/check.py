@@ -74,7 +74,11 @@ def _check_processes(found: Findings, config: Config) -> Plan:
     if plan.num_nodes > 1:
         where += f" of {plan.num_nodes} nodes, which were not checked"
     servers = f"{counted(len(plan.servers), 'server')} and " if plan.servers else ""
-    found.add("ok", f"{config.allocation_mode}: {servers}{counted(len(plan.trainers), 'trainer rank')} {where}")
+    ranks = counted(len(plan.trainers), "trainer rank")
+    if plan.groups:
+        sizes = ", ".join(f"{one.name}: {one.num_ranks}" for one in plan.groups)
+        ranks = f"a master with {counted(plan.num_workers, 'worker')} ({sizes})"
+    found.add("ok", f"{config.allocation_mode}: {servers}{ranks} {where}")
     return plan
 
 

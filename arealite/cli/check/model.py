@@ -147,7 +147,7 @@ def check_data(
     found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]
 ) -> tuple[int, dict[str, Any] | None]:
     """Read the first rows as the script will; return the longest prompt or demonstration in tokens, and the first."""
-    if not calls & {"load_datasets", "get_custom_dataset"}:
+    if not calls & {"load_datasets", "get_custom_dataset", "Master"}:
         found.add("ok", "not checked: the script has data of its own")
         return 0, None
     config = copy.deepcopy(config)
