@@ -19,6 +19,7 @@ from arealite.core.batch import Column, RemoteBatch
 from arealite.core.drawing import CallState
 from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.core.group import Reply
+from arealite.core.names import named
 from arealite.core.page import Group, Progress, write_page
 from arealite.core.records import CallLog, CallRecord, idle_share, overlap
 from arealite.core.sources import Episodes, MakeWorkflow, Rows
@@ -35,10 +36,13 @@ class Master:
     """Runs a graph step after step. It refuses a config that does not fit the graph before anything starts."""
 
     def __init__(
-        self, config: BaseExperimentConfig, graph: DataFlowGraph, make_workflow: MakeWorkflow | None = None
+        self, config: BaseExperimentConfig, graph: DataFlowGraph, make_workflow: MakeWorkflow | str | None = None
     ) -> None:
+        """`make_workflow` may be the name of an agent: one of `register_agent`, `module:CLASS` or `FILE.py:CLASS`."""
         graph.check(config)
         self.config, self.graph = config, graph
+        if isinstance(make_workflow, str):
+            make_workflow = named("agent", make_workflow, key="make_workflow")
         self._make_workflow = make_workflow
         self._states: dict[str, CallState] = {}
         self._last_calls: Sequence[CallRecord] = ()
@@ -75,6 +79,7 @@ class Master:
         self._log = CallLog(RunFolder(config).calls, start_step=start_step)
         cleanup.enter_context(_Page(self))
 
+        self._step = max(start_step - 1, 0)
         source.publish(actor, start_step)
         for step in range(start_step, ft_spec.total_train_steps):
             self._step = step

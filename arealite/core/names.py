@@ -20,9 +20,9 @@ from arealite.utils.sentences import listed, nearest
 if TYPE_CHECKING:
     from arealite.api.config.experiment import BaseExperimentConfig
 
-Kind = Literal["mfc", "agent", "env"]
+Kind = Literal["mfc", "agent"]
 T = TypeVar("T", bound=Callable[..., Any])
-_REGISTERED: dict[Kind, dict[str, Callable[..., Any]]] = {"mfc": {}, "agent": {}, "env": {}}
+_REGISTERED: dict[Kind, dict[str, Callable[..., Any]]] = {"mfc": {}, "agent": {}}
 
 
 class ModelInterfaceType(StrEnum):
@@ -123,13 +123,8 @@ def register_mfc(name: str) -> Callable[[T], T]:
 
 
 def register_agent(name: str) -> Callable[[T], T]:
-    """Give a class a name for YAML."""
+    """Give a workflow's class, made as `Agent(gconfig, tokenizer)`, a name for Master."""
     return _register("agent", name)
-
-
-def register_env(name: str) -> Callable[[T], T]:
-    """Give a class a name for YAML."""
-    return _register("env", name)
 
 
 def _register(kind: Kind, name: str) -> Callable[[T], T]:
@@ -148,7 +143,7 @@ def _register(kind: Kind, name: str) -> Callable[[T], T]:
 
 
 def named(kind: Kind, name: str, *, key: str, others: Iterable[str] = ()) -> Callable[..., Any]:
-    """Return what a config's `key` names: something registered, `module:NAME` or `FILE.py:NAME`.
+    """Return what `key` names: something registered, `module:NAME` or `FILE.py:NAME`.
 
     Raises ConfigError for an unknown name, and shows the nearest one, also of `others`.
     """

@@ -14,7 +14,6 @@ from arealite.core.names import (
     ModelInterfaceType,
     named,
     register_agent,
-    register_env,
     register_mfc,
 )
 
@@ -27,7 +26,7 @@ KEYS = {"rewards", "logprobs", "input_ids"}
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(names, "_REGISTERED", {"mfc": {}, "agent": {}, "env": {}})
+    monkeypatch.setattr(names, "_REGISTERED", {"mfc": {}, "agent": {}})
     yield
 
 
@@ -72,28 +71,24 @@ def test_registered_functions_are_found_by_name() -> None:
     assert builder((GEN, of_a_module, KEYS)).build(CONFIG).named["actor_train"].run is __import__("operator").or_
 
 
-def test_agents_and_environments(tmp_path: Path) -> None:
+def test_agents(tmp_path: Path) -> None:
     @register_agent("math-single-step")
     class Agent: ...
 
-    @register_env("math-single-step")
-    class Env: ...
-
     register_agent("math-single-step")(Agent)
     assert named("agent", "math-single-step", key="agent") is Agent
-    assert named("env", "math-single-step", key="env") is Env
     (tmp_path / "own_agent_of_names.py").write_text("class Own: ...\n")
     assert named("agent", f"{tmp_path}/own_agent_of_names.py:Own", key="agent").__name__ == "Own"
 
 
 def twice() -> None:
-    register_env("math")(Actor)
-    register_env("math")(dict)
+    register_agent("math")(list)
+    register_agent("math")(dict)
 
 
-def unknown_env() -> None:
-    register_env("math-code")(Actor)
-    named("env", "math_code", key="env.type")
+def unknown_agent() -> None:
+    register_agent("math-code")(list)
+    named("agent", "math_code", key="make_workflow")
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
@@ -141,11 +136,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "one name twice": (
         twice,
-        "math must be the name of one env: got <class 'testing_graphs.Actor'> and <class 'dict'>. Rename one of them.",
+        "math must be the name of one agent: got <class 'list'> and <class 'dict'>. Rename one of them.",
     ),
     "a misspelt name": (
-        unknown_env,
-        "env.type must be a registered env or module:NAME: got math_code. Did you mean math-code?",
+        unknown_agent,
+        "make_workflow must be a registered agent or module:NAME: got math_code. Did you mean math-code?",
     ),
     "nothing registered": (
         lambda: named("agent", "math", key="agent.type"),
