@@ -47,8 +47,10 @@ class Reply:
             self.values.set_result(outcomes)
 
     def fail(self, error: BaseException) -> None:
-        if not self.values.done():
+        """Tell all who wait, also those who have the values and wait for pieces that are made again."""
+        if not self.pieces.is_settled():
             self.pieces.set_exception(error)
+        if not self.values.done():
             self.values.set_exception(error)
 
 

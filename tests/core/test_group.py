@@ -19,7 +19,7 @@ from testing_groups import WIDE, Tally
 
 from arealite.api.errors import GroupLostError
 from arealite.core.batch import Column, Pieces, RemoteBatch, pack
-from arealite.core.group import WorkerGroup, columns_of
+from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.records import CallRecord
 from arealite.core.world import Call, GroupSpec, Redo
 from arealite.launcher.place.ray import connect
@@ -184,3 +184,15 @@ def test_pieces_on_a_node_that_dies_are_made_again(cluster: RayCluster, start: S
 def widening(group: WorkerGroup, batch: RemoteBatch, factor: float) -> Call:
     columns = columns_of(batch, ("input_ids", "attention_mask"))
     return Call("ref.widen", "ref", "widen", kwargs={"factor": factor}, batch=columns, num_parts=1, output="wide")
+
+
+def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:
+    """Their call had succeeded, a node died with them, and then the group came to its end."""
+    reply, piece = Reply(Pieces(make_again=lambda pieces: None)), ray.ObjectRef.from_random()
+    reply.succeed([], [piece])
+    reply.pieces.report_lost(piece.hex())
+    reply.fail(GroupLostError("the group is lost"))
+    assert reply.pieces.is_settled()
+    with pytest.raises(GroupLostError, match="the group is lost"):
+        reply.pieces.result()
+    assert reply.values.result() == []
