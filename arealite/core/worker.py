@@ -56,7 +56,9 @@ class Outcome:
 class Worker:
     """The actor."""
 
-    def __init__(self, name: str, log: str | None, num_threads: int) -> None:
+    def __init__(self, name: str, log: str | None, num_threads: int, env: Mapping[str, str]) -> None:
+        """`env` may hold secrets, so it comes here and not with the actor's options, which all users of a node see."""
+        os.environ.update(env)
         self._engines: dict[str, Any] = {}
         self._log = log
         if log is not None:

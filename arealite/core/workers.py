@@ -33,6 +33,7 @@ from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.trajectory import split_batch
 from arealite.utils.distributed import join_default_group, leave_default_group
+from arealite.utils.secret import ensure_secret
 from arealite.utils.sentences import listed
 from arealite.utils.tensors import split_rows
 
@@ -48,6 +49,11 @@ class Workers:
     def __init__(self, config: BaseExperimentConfig) -> None:
         if config.workers is None:
             raise ConfigError("workers must be given to a script of a master: got nothing. Add `workers: {}`.")
+        if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"a script with workers must be one process, the master: got {num_ranks} of torchrun. Use "
+                "--nproc-per-node 1, and set workers.<role>.ranks."
+            )
         self._config, self._limits = config, config.workers
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
@@ -59,10 +65,19 @@ class Workers:
         if os.environ.get("RAY_ADDRESS"):
             connect()
         else:
+            self._give_token()
             _start_ray(sum(group.num_gpus for group in self._layout))
+        self._env = forwarded_environment()  # before the master chooses its own network interface, which is loopback
         signal.signal(signal.SIGTERM, handler)  # Ray's own aborts
         join_default_group(COLLECTIVE_TIMEOUT_S)
         return self
+
+    def _give_token(self) -> None:
+        """Let Ray admit who shows the run's secret, as it listens on all interfaces and runs what it is sent."""
+        folder = RunFolder(self._config)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        ensure_secret(folder.path)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(folder.secret)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -98,7 +113,7 @@ class Workers:
             gpus=float(group.gpus_per_rank),
             memory=launcher.trainer_mem_per_gpu << 20,
             num_threads=group.threads or torch.get_num_threads(),
-            env=forwarded_environment(),
+            env=self._env,
             log_folder=str(RunFolder(self._config).logs),
             call_timeout_s=self._limits.call_timeout,
             max_restarts=self._limits.restarts,
@@ -181,10 +196,16 @@ def _start_ray(num_gpus: int) -> None:
         num_gpus=num_gpus,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,
     )
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if (mode := os.environ.get("RAY_AUTH_MODE")) != "token":  # Ray sets it if nobody does
+        ray.shutdown()
+        raise ConfigError(
+            "Ray must ask for a token, as whoever connects to it can run code here: got "
+            f"RAY_AUTH_MODE={mode or ''} and Ray {ray.__version__}. Set RAY_AUTH_MODE=token, with Ray 2.52 or later."
+        )
 
 
 def _fetched(pieces: Pieces) -> list[Any]:

@@ -31,6 +31,7 @@ logger = logging.getLogger("arealite.core")
 _PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
 _LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on which they agree
 _DEATH_S = 2.0  # in which Ray notices the death that made another rank fail
+_AT_START = ("PYTHON", "PYTORCH", "TORCH")  # variables that a process must start with; Ray writes these to its logs
 
 
 Redo = Literal["never", "until_done", "in_step", "always"]
@@ -118,6 +119,8 @@ class World:
     def _spawn(self, rank: int, placement: Any) -> Any:
         spec, bundle = self.spec, _bundle(self.spec)
         options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "memory": bundle.get("memory")}
+        at_start = {name: value for name, value in spec.env.items() if name.startswith(_AT_START)}
+        others = {name: value for name, value in spec.env.items() if name not in at_start}
         return (
             ray.remote(Worker)
             .options(
@@ -125,9 +128,9 @@ class World:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
                 max_restarts=0,
                 max_task_retries=0,
-                runtime_env={"env_vars": dict(spec.env) | {"OMP_NUM_THREADS": str(spec.num_threads)}},
+                runtime_env={"env_vars": at_start | {"OMP_NUM_THREADS": str(spec.num_threads)}},
             )
-            .remote(f"{spec.name}-{rank}", spec.log(rank), spec.num_threads)
+            .remote(f"{spec.name}-{rank}", spec.log(rank), spec.num_threads, others)
         )
 
     def meet(self) -> None:
