@@ -223,7 +223,9 @@ class World:
                     patience_s = _LAST_WORD_S if outcomes[one].is_agreed else _DEATH_S
                     deadline = min(deadline, time.monotonic() + patience_s)
         if failed is not None:
-            raise self._failure(call, failed, outcomes[references[failed]], is_whole=not left)
+            kinds = {type(one.error) for one in outcomes.values()}
+            is_of_all = not left and (outcomes[references[failed]].is_agreed or len(kinds) == 1)
+            raise self._failure(call, failed, outcomes[references[failed]], is_of_all=is_of_all)
         return [outcomes[one] for one in references]
 
     def _outcome(self, call: Call, rank: int, reference: Any) -> Outcome:
@@ -236,12 +238,12 @@ class World:
             raise LossError(f"rank {rank} died in {call.name}: {_cause_of_death(error)}", rank=rank) from error
         return outcome
 
-    def _failure(self, call: Call, rank: int, outcome: Outcome, *, is_whole: bool) -> BaseException:
-        """Return the error of a call; one on which not all ranks agree is a loss."""
+    def _failure(self, call: Call, rank: int, outcome: Outcome, *, is_of_all: bool) -> BaseException:
+        """Return the error of a call; one that not all ranks have raised is a loss."""
         error = outcome.error
         assert error is not None
         error.add_note(f"in {call.name} on a worker of group {self.spec.name}:\n{outcome.trace}")
-        if is_whole and (outcome.is_agreed or self.spec.num_ranks == 1):
+        if is_of_all:
             vars(error)["is_agreed"] = True
             return error
         what = f"rank {rank} failed alone in {call.name} with {type(error).__name__}: {error}"

@@ -138,6 +138,15 @@ def test_the_same_error_twice_ends_the_run(start: Start, tmp_path: Path) -> None
         value(group, "add", 1.0)
 
 
+def test_what_all_ranks_raise_is_the_callers_error_at_once(start: Start, incidents: list[str]) -> None:
+    group = start("alike")
+    wrong = Call("alike.wrong", "alike", lambda engine: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        group.submit(wrong).values.result(timeout=120)
+    assert is_agreed(raised.value) and (incidents, group.num_respawns) == ([], 0)
+    assert value(group, "add", 1.5) == value(start("calm too"), "add", 1.5)
+
+
 def test_no_more_restarts_than_allowed_and_a_checkpoint_gives_them_back(start: Start) -> None:
     group = start(restarts=1)
     assert value(group, "add", 1.0, fault="killed") > 0
