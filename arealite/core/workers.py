@@ -190,6 +190,7 @@ def _start_ray(num_gpus: int) -> None:
         )
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:num_gpus])
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
     ray.init(
         address="local",  # and not one that somebody else runs on this node
         num_cpus=max(64, os.cpu_count() or 1),

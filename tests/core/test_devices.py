@@ -64,7 +64,7 @@ def run(folder: Path, *overrides: str, **variables: str) -> dict[str, Any]:
         env=env | {"PYTHONPATH": str(REPOSITORY)} | variables,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
