@@ -157,7 +157,7 @@ def test_the_error_of_a_pending_column_comes_with_the_next_call_that_needs_it(ma
     with pytest.raises(ValueError, match="the reward must be finite: got nan") as caught:
         master.engines[role].call("train", batch)
     (note,) = caught.value.__notes__
-    assert "in actor.fail on a worker of group actor" in note and "in fail\n" in note
+    assert "in actor.fail on a worker of group actor" in note and "in Sleeper.fail: raise ValueError" in note
     sound = master.workers.scatter(new_batch(step=1))
     column = master.engines[role].call("echo", sound, output="more")
     assert (master.workers.fetch(column, sound) == 2).all()
