@@ -64,6 +64,10 @@ def main(argv: list[str] | None = None) -> int:
                 from arealite.cli.ledger import show_ledger
 
                 return show_ledger(args.run_folder, as_json=args.json)
+            case "plan-core":
+                from arealite.cli.plan_core.plan_core import plan_core
+
+                return plan_core(args.config, args.overrides, args.costs, args.devices)
             case "report":
                 from arealite.trainer.report.report import write_report
 
@@ -183,6 +187,20 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html for a run folder")
     report.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
 
+    plan_core = commands.add_parser(
+        "plan-core",
+        help="predict which layout of worker groups makes the steps of a run with a graph shorter",
+        usage="arealite plan-core CONFIG.yaml --costs RUN_FOLDER [--costs ...] [--devices N] [key=value ...]",
+        description="Simulate a step of training/ scripts in every layout: which roles share workers, and how many "
+        "ranks each group has. Seconds of calls are those that runs of the same work measured (calls.jsonl); runs on "
+        "different numbers of ranks tell how much of a call more ranks don't shorten, which is assumed otherwise.",
+        epilog="Memory is not judged: `arealite check` plans it.",
+    )
+    plan_core.add_argument("config", metavar="CONFIG.yaml", help="config whose workers to lay out")
+    plan_core.add_argument("--costs", metavar="RUN_FOLDER", action="append", required=True, help="a run to learn from")
+    plan_core.add_argument("--devices", metavar="N", type=_positive, help="of all groups (default: the config's)")
+    plan_core.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
+
     ledger = commands.add_parser(
         "ledger",
         help="account for every prompt of a run: lost, repeated, dropped and why",
@@ -192,6 +210,13 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
     ledger.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _positive(text: str) -> int:
+    """Read a whole number above 0."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0: got {text}")
+    return int(text)
 
 
 def _example(name: str) -> ModuleType:

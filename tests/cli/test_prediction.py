@@ -1,0 +1,210 @@
+"""Predicted steps: worked by hand, and equal to what a run of known costs would have measured."""
+
+import math
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from testing_plans import SECONDS, ppo_config, record, write_run
+
+from arealite.api.cli_args import PPOConfig
+from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
+from arealite.cli.plan_core.prediction import (
+    Cost,
+    Layout,
+    busiest_share,
+    costs,
+    critical_path,
+    layouts,
+    measure,
+    not_fitted,
+    simulate,
+)
+from arealite.core.experiments import ppo
+from arealite.core.records import CallLog, read_calls
+from arealite.launcher.plan.layout import make_layout
+
+CONFIG = ppo_config()
+GRAPH = ppo(CONFIG)
+PARALLEL = {name: Cost(0.0, seconds) for name, seconds in SECONDS.items()}
+ranks = st.integers(1, 4)
+seconds = st.floats(0.01, 100.0)
+prices = st.fixed_dictionaries({name: st.builds(Cost, serial=seconds, parallel=seconds) for name in SECONDS})
+
+
+@cache
+def layout(*workers: str) -> Layout:
+    return make_layout(ppo_config(*(f"workers.{one}" for one in workers)), GRAPH.engines)
+
+
+def graph_s(on: Layout, price: dict[str, Cost]) -> float:
+    return max(one.end for one in simulate(GRAPH, on, price).values())
+
+
+def test_a_step_of_ppo_by_hand() -> None:
+    together, apart = layout("actor.ranks=1"), layout("actor.ranks=1", "critic.ranks=1")
+    assert graph_s(together, PARALLEL) == 2 + 3 + 1 + 4 + 5
+    assert critical_path(simulate(GRAPH, together, PARALLEL)) == [*SECONDS]
+    spans = simulate(GRAPH, apart, PARALLEL)
+    assert {name: (one.begin, one.end) for name, one in spans.items()} == {
+        "actor_inf": (0, 2),
+        "critic_inf": (0, 3),
+        "advantages": (3, 4),
+        "actor_train": (4, 8),
+        "critic_train": (4, 9),
+    }
+    assert critical_path(spans) == ["critic_inf", "advantages", "critic_train"]
+    assert graph_s(layout("actor.ranks=2"), PARALLEL) == 15 / 2
+    halves = {name: Cost(one / 2, one / 2) for name, one in SECONDS.items()}
+    assert graph_s(layout("actor.ranks=2"), halves) == 15 * 3 / 4
+
+
+def test_a_group_whose_ranks_have_unequal_numbers_of_parts_is_as_slow_as_the_busiest() -> None:
+    two, three = layout("actor.ranks=3", "critic.ranks=2")[::-1]
+    assert (two.name, busiest_share((three, two), two)) == ("critic", 2 / 3), "three parts on two ranks"
+    assert busiest_share((two,), two) == 1 / 2
+
+
+@given(ranks, prices)
+def test_one_group_does_one_call_after_the_other(num_ranks: int, price: dict[str, Cost]) -> None:
+    all_calls = sum(one.serial + one.parallel / num_ranks for one in price.values())
+    assert graph_s(layout(f"actor.ranks={num_ranks}"), price) == pytest.approx(all_calls)
+
+
+@given(ranks, ranks, st.integers(2, 4), prices)
+def test_more_ranks_for_every_group_are_never_slower(
+    actor: int, critic: int, factor: int, price: dict[str, Cost]
+) -> None:
+    few = layout(f"actor.ranks={actor}", f"critic.ranks={critic}")
+    many = tuple(replace(group, num_ranks=factor * group.num_ranks) for group in few)
+    assert graph_s(many, price) < graph_s(few, price)
+
+
+@settings(max_examples=15, deadline=None)
+@given(ranks, st.one_of(st.none(), ranks), prices, st.floats(0.0, 1.0))
+def test_the_layout_of_a_run_is_predicted_as_measured(
+    actor: int, critic: int | None, price: dict[str, Cost], serial_share: float
+) -> None:
+    config = ppo_config(f"workers.actor.ranks={actor}", f"workers.critic.ranks={critic or 'null'}")
+    with tempfile.TemporaryDirectory() as folder:
+        run = measure(write_run(Path(folder) / "run", config, GRAPH, price), config, GRAPH)
+    expected = graph_s(run.layout, price)
+    assert run.num_steps == 3, "all but the first"
+    assert run.graph_s == pytest.approx(expected, abs=1e-5)
+    assert graph_s(run.layout, costs(GRAPH, [run], serial_share=serial_share)) == pytest.approx(expected, abs=1e-5)
+    assert run.step_s(0.0) == pytest.approx(20.0 + expected + 1.0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(prices)
+def test_runs_on_two_numbers_of_ranks_tell_the_serial_part(price: dict[str, Cost]) -> None:
+    configs = [ppo_config(f"workers.actor.ranks={number}") for number in (1, 4)]
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            measure(write_run(Path(folder) / str(number), config, GRAPH, price), config, GRAPH)
+            for number, config in enumerate(configs)
+        ]
+    assert not_fitted(GRAPH, runs) == []
+    assert not_fitted(GRAPH, runs[:1]) == [*SECONDS]
+    for name, cost in costs(GRAPH, runs, serial_share=0.9).items():
+        assert cost.serial == pytest.approx(price[name].serial, abs=1e-4)
+        assert cost.parallel == pytest.approx(price[name].parallel, abs=1e-4)
+
+
+def test_neither_part_of_a_cost_is_below_0(tmp_path: Path) -> None:
+    for on_two, serial, parallel in ((5.0, 4.5, 0.0), (1.0, 0.0, (4 + 1 / 2) / (1 + 1 / 4))):
+        runs = []
+        for num_ranks, call_s in ((1, 4.0), (2, on_two)):
+            config = ppo_config(f"workers.actor.ranks={num_ranks}")
+            run = write_run(tmp_path / f"{on_two}-{num_ranks}", config, GRAPH, dict.fromkeys(SECONDS, Cost(call_s, 0)))
+            runs.append(measure(run, config, GRAPH))
+        cost = costs(GRAPH, runs, serial_share=0.0)["advantages"]
+        assert (cost.serial, cost.parallel) == pytest.approx((serial, parallel), abs=1e-5)
+
+
+def test_steps_of_the_warm_up_of_another_config_and_with_a_repeated_call_are_left_out(tmp_path: Path) -> None:
+    config = ppo_config("critic_warmup_steps=2", "workers={}")
+    run = write_run(tmp_path / "run", config, GRAPH, PARALLEL, factors=(1, 1, 2, 3, 4, 50, 1))
+    records = read_calls(run.calls)
+    log = CallLog(run.calls)
+    for one in records:
+        log.append(one)
+        if (one.step, one.call) == (5, "critic_inf"):
+            log.append(replace(one, attempt=2))
+        if (one.step, one.call) == (6, "critic_inf"):
+            break  # the step that runs now
+    assert measure(run, config, GRAPH).num_steps == 3, "steps 2 to 4"
+    (run.path / "config_until_3.yaml").touch()
+    measured = measure(run, config, GRAPH)
+    assert measured.num_steps == 2, "steps 3 and 4"
+    assert measured.graph_s == pytest.approx(3.5 * 15)
+    assert measured.timers == {"rollout": 20.0, "weights": 0.5, "step": pytest.approx(20 + 3.5 * 15 + 1)}
+
+
+def test_a_run_that_waits_for_servers_that_never_pause_gets_no_shorter_steps(tmp_path: Path) -> None:
+    change = {}
+    for kind, async_training, rollout_s in (("sync", "false", 20), ("waits", "true", 20), ("busy", "true", 0.1)):
+        config = ppo_config(f"async_training={async_training}", "workers={}")
+        run = measure(
+            write_run(tmp_path / kind, config, GRAPH, PARALLEL, rollout_s=rollout_s, factors=(1, 1)), config, GRAPH
+        )
+        change[kind] = [round(run.step_s(seconds) - run.step_s(0.0), 6) for seconds in (-6.0, 6.0, 26.0)]
+    assert change == {"sync": [-6, 6, 26], "waits": [0, 0, 6], "busy": [-6, 6, 26]}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 6])
+def test_every_layout_on_some_devices_is_tried_once(num_devices: int) -> None:
+    config = ppo_config("ref={}", "actor.kl_ctl=0.1")
+    found = [on for _, on in layouts(config, ppo(config), num_devices)]
+    shapes = [tuple(sorted((sorted(group.roles), group.num_ranks) for group in on)) for on in found]
+    ways = {1: 1, 2: 3, 3: 1}  # to put three roles into so many groups
+    expected = sum(number * math.comb(num_devices, groups) for groups, number in ways.items())
+    assert len(shapes) == expected and max(Counter(map(str, shapes)).values()) == 1
+    assert all(sum(group.num_ranks for group in on) <= num_devices for on in found)
+
+
+def test_layouts_keep_strategies_and_fit_the_cluster() -> None:
+    cluster = ("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", "allocation_mode=sglang.d2p1t1+d1p1t1")
+    config = ppo_config(*cluster, "workers.actor.strategy=STRICT_PACK", "workers.restarts=7")
+    found = [*layouts(config, GRAPH, 8)]
+    assert {(workers.actor.strategy, workers.restarts) for workers, _ in found} == {("STRICT_PACK", 7)}
+    assert max(on[0].num_ranks for _, on in found) == 4, "on one node"
+    assert max(sum(group.num_ranks for group in on) for _, on in found) == 6, "beside two servers"
+
+
+def test_many_devices_are_tried_in_units() -> None:
+    found = [on for _, on in layouts(CONFIG, GRAPH, 64)]
+    assert {group.num_ranks for on in found for group in on} == {*range(4, 65, 4)}
+
+
+def test_runs_without_what_a_prediction_needs_are_refused(tmp_path: Path) -> None:
+    config = ppo_config("workers={}")
+    run = write_run(tmp_path / "run", config, GRAPH, PARALLEL, factors=(1,))
+    complaint = refusal(run, config)
+    assert complaint == (
+        "costs must hold a complete step, from step 1 on and without a call that was run again: got 1 steps in "
+        f"{run.path}. Let the run do more steps."
+    )
+    CallLog(run.calls).append(record("actor_inf", 0, "actor", "actor", 0.0, 1.0))
+    assert refusal(run, config) == (
+        "costs must hold the calls of the config's graph, actor_inf, actor_train, advantages, critic_inf and "
+        f"critic_train: got actor_inf in {run.path}. Give the costs of a run with the same roles, or correct the "
+        "config."
+    )
+    run.calls.unlink()
+    assert refusal(run, config) == (
+        f"costs must be a run folder with calls.jsonl: got none in {run.path}. Name the folder of a run with workers "
+        "and a declared graph."
+    )
+
+
+def refusal(run: RunFolder, config: PPOConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        measure(run, config, GRAPH)
+    return str(error.value)
