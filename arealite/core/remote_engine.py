@@ -8,6 +8,7 @@ computed from it comes back as a tensor.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,7 +59,9 @@ class RemoteEngine:
         self.model_config = self._value(_model_config)
 
     def destroy(self) -> None:
-        """Free the model on every worker."""
+        """Free the model on every worker; after an error not, as the workers end and another call may hang on them."""
+        if sys.exc_info()[0] is not None:
+            return
         with contextlib.suppress(GroupLostError):  # nothing is left to free
             self._value("destroy", redo="never")
 

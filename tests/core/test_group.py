@@ -1,8 +1,10 @@
 """Groups on a real Ray that lose workers or a node: callers get what they would have got, or one error with a cause."""
 
+import contextlib
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from arealite.api.errors import GroupLostError
 from arealite.core.batch import Column, Pieces, RemoteBatch, pack
 from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.records import CallRecord
+from arealite.core.remote_engine import RemoteEngine
 from arealite.core.world import Call, GroupSpec, Redo
 from arealite.launcher.place.ray import connect
 from arealite.utils.distributed import is_agreed
@@ -145,6 +148,18 @@ def test_what_all_ranks_raise_is_the_callers_error_at_once(start: Start, inciden
         group.submit(wrong).values.result(timeout=120)
     assert is_agreed(raised.value) and (incidents, group.num_respawns) == ([], 0)
     assert value(group, "add", 1.5) == value(start("calm too"), "add", 1.5)
+
+
+def test_after_an_error_nobody_waits_for_a_call_that_hangs(start: Start, tmp_path: Path) -> None:
+    group = start("hung", timeout_s=600.0)
+    workers: Any = None  # which only batches need
+    engine = RemoteEngine(workers, group, "spare", functools.partial(Tally, tmp_path), None)
+    group.submit(Call("hung.add", "hung", "add", (1.0,), {"fault": "hangs"}))
+    began = time.monotonic()
+    with pytest.raises(KeyError), contextlib.ExitStack() as cleanup:
+        cleanup.callback(engine.destroy)
+        raise KeyError
+    assert time.monotonic() - began < 300  # the call has 600
 
 
 def test_no_more_restarts_than_allowed_and_a_checkpoint_gives_them_back(start: Start) -> None:
