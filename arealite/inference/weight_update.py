@@ -252,6 +252,7 @@ class WeightReceiver:
     async def _wait_for_sender(self) -> None:
         """Wait until the sender is done, e.g. the checkpoint is complete."""
         sender = asyncio.wrap_future(self._update.meta.uploaded)
+        sender.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may fail when nobody waits
         left_s = self._update.deadline - asyncio.get_running_loop().time()
         await asyncio.wait([sender], timeout=max(0.0, left_s))
         if not sender.done():
