@@ -2,8 +2,9 @@
 
 A piece is one object: some keys of one part, as numpy arrays of the real tokens (numpy crosses the store without a
 copy; a TensorDict would be pickled). Invariants: a part is never cut again, so that a group of as many ranks as there
-are parts gets the shares of a script of ranks; what is restored equals what was sent, padding included, so sums keep
-their order. Pieces are copied when they are restored: arrays of the store belong to every reader.
+are parts gets the shares of a script of ranks; what is restored has the real tokens and the width of what was sent, so
+sums keep their order, and the usual padding (-1 in `versions`, else 0). Pieces are copied when they are restored:
+arrays of the store belong to every reader.
 """
 
 # B rows of a part, S padded tokens, N real tokens

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
 from arealite.core.batch import Column, RemoteBatch
@@ -28,6 +29,7 @@ from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.hf import load_hf_tokenizer
+from arealite.utils.sentences import listed
 
 _PAGE_S = 2.0  # between two versions of the page
 
@@ -40,6 +42,12 @@ class Master:
     ) -> None:
         """`make_workflow` may be the name of an agent: one of `register_agent`, `module:CLASS` or `FILE.py:CLASS`."""
         graph.check(config)
+        kept = (graph.publishes, "critic")  # what savers and checkpoints of scripts have
+        if lost := sorted({call.role for call in graph.train_steps} - set(kept)):
+            raise ConfigError(
+                f"roles that train must be {listed(dict.fromkeys(kept))}, which checkpoints hold: got {listed(lost)}. "
+                "Rename it to critic, or train it in a loop of your own."
+            )
         self.config, self.graph = config, graph
         if isinstance(make_workflow, str):
             make_workflow = named("agent", make_workflow, key="make_workflow")
