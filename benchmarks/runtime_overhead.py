@@ -38,7 +38,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import ModelRequest
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.workflow.rlvr import trajectory_from_response
+from arealite.workflow.trajectory import trajectory_from_response
 
 PROMPT_TOKENS = 32
 TOKENS = 64

@@ -17,7 +17,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.executor import RolloutExecutor
 from arealite.utils.tensors import concat_padded_tensors
-from arealite.workflow.rlvr import trajectory_from_response
+from arealite.workflow.trajectory import trajectory_from_response
 
 
 class SamplingWorkflow(RolloutWorkflow):

@@ -26,12 +26,17 @@ MAX_LOGPROB = 1e-3
 
 @dataclass
 class ModelRequest:
-    """One completion to sample from a server. Requests with the same `rid` stay on one server."""
+    """One completion to sample from a server. Requests with the same `rid` stay on one server.
+
+    `seed_key` says which run of the episode asks. Its sampling seeds then depend on what it asks, and not on the order
+    in which the requests of an episode arrive; None: on that order.
+    """
 
     input_ids: list[int] = field(default_factory=list)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: dict[str, Any] = field(default_factory=dict)
+    seed_key: str | None = None
 
 
 @dataclass
@@ -48,6 +53,8 @@ class ModelResponse:
     output_kept: list[list[int]] | None = None
     """The ids that each token was sampled from under top_p and top_k, over which its logprob is; None if the server did
     not return them, or sampled from all."""
+    matched_stop: str | None = None
+    """The stop string that ended it; its tokens are among the output's."""
     num_interrupts: int = 0
     """How often generation was aborted and continued."""
     latency_s: float = 0.0

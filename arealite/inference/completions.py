@@ -109,7 +109,7 @@ class Completions:
         """Sample one completion. Raises ValueError for token ids that the model does not have."""
         self._check_ids(req.input_ids)
         started = progressed = time.monotonic()
-        sample, seed = self._next_sample()
+        sample, seed = self._next_sample(req)
         episode = current_episode.get()
         max_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
         tokens: list[int] = []
@@ -176,6 +176,7 @@ class Completions:
             stop_reason="stop" if segment.finish == "stop" else "length",
             server=server.address,
             output_kept=kept if all(kept) else None,
+            matched_stop=segment.matched_stop,
             num_interrupts=num_interrupts,
             latency_s=latency_s,
         )
@@ -256,11 +257,11 @@ class Completions:
                 f"{smallest if smallest < 0 else largest}. Use the model's own tokenizer."
             )
 
-    def _next_sample(self) -> tuple[int, int]:
+    def _next_sample(self, req: ModelRequest) -> tuple[int, int]:
         """Return number and sampling seed of the next completion."""
         episode = current_episode.get()
         if episode is not None:
-            return episode.next_sample()
+            return episode.next_sample(req)
         self._num_loose_requests += 1
         return 0, sampling_seed(self.config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 

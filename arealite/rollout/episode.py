@@ -10,7 +10,8 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections import deque
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from tensordict import TensorDict
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError, TrajectoryError
-from arealite.api.io_struct import PromptId
+from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, first, kind_of
 from arealite.rollout.loop_watch import running
@@ -42,6 +43,7 @@ class Episode:
     head_version: int
     seed: int  # seed of the run
     num_samples: int = 0  # completions requested so far
+    num_asked: Counter[str] = field(default_factory=Counter)  # by seed_key and digest of the prompt
     servers: set[str] = field(default_factory=set)  # addresses that sampled a token of it
     newest_version: int = -1  # of the tokens that they sampled
     is_narrowed: bool = False  # whether top_p or top_k have narrowed a completion
@@ -71,19 +73,24 @@ class Episode:
                 with contextlib.suppress(RuntimeError):  # the attempt has ended
                     deadline.reschedule(loop.time() + self.left_s)
 
-    def next_sample(self) -> tuple[int, int]:
+    def next_sample(self, req: ModelRequest) -> tuple[int, int]:
         """Return number and sampling seed of the next completion."""
-        self.num_samples, sample = self.num_samples + 1, self.num_samples
-        return sample, sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
+        self.num_samples, number = self.num_samples + 1, self.num_samples
+        sample: int | str = number
+        if req.seed_key is not None:
+            asked = f"{req.seed_key}/{hashlib.blake2b(array('q', req.input_ids).tobytes(), digest_size=16).hexdigest()}"
+            sample = f"{asked}/{self.num_asked[asked]}"
+            self.num_asked[asked] += 1
+        return number, sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
 
 
 current_episode: ContextVar[Episode | None] = ContextVar("current_episode", default=None)
 
 
-def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int, attempt: int) -> int:
+def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int | str, attempt: int) -> int:
     """Derive 48 bits (exact in JSON everywhere) from what names a completion.
 
-    Timing can't change them as long as a workflow starts its samples in a fixed order.
+    Timing can't change them as long as a workflow starts its samples in a fixed order, or names its runs (`seed_key`).
     """
     key = f"{run_seed}/{prompt_id.epoch}/{prompt_id.index}/{sample}/{attempt}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")

@@ -4,28 +4,23 @@ The group is sampled concurrently, and each completion is scored when it ends. I
 and the episode fails with the original error: a group is trained on as a whole or not at all.
 """
 
-# B = 1 sequence, S tokens
-
-import asyncio
-import itertools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError, TrajectoryError
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.functions import check_signature
 from arealite.reward.runner import RewardRunner
 from arealite.utils.chat_template import prompt_tokens
-from arealite.utils.tensors import concat_padded_tensors
+from arealite.workflow.trajectory import sample_group, trajectory_from_response
 
 _NOT_FOR_REWARDS = {"prompt_id", "messages", "prompt", "completions", "prompt_ids", "completion_ids"}
 
@@ -67,14 +62,7 @@ class RLVRWorkflow(RolloutWorkflow):
         (prompt_ids,) = prompt_tokens(self.tokenizer, [data["messages"]], enable_thinking=self.enable_thinking)
         request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1), rid=uuid.uuid4().hex)
         prompt = self.tokenizer.decode(prompt_ids)
-        samples = [
-            asyncio.create_task(self._sample(engine, request, data, prompt)) for _ in range(self.gconfig.n_samples)
-        ]
-        try:
-            return concat_padded_tensors(await asyncio.gather(*samples))
-        finally:
-            for sample in samples:
-                sample.cancel()
+        return await sample_group(lambda _: self._sample(engine, request, data, prompt), self.gconfig.n_samples)
 
     def close(self) -> None:
         """End the reward function's processes."""
@@ -108,45 +96,3 @@ class RLVRWorkflow(RolloutWorkflow):
 def reward_columns(data: dict[str, Any]) -> dict[str, Any]:
     """Return the columns of a row that a reward function gets by name."""
     return {key: value for key, value in data.items() if key not in _NOT_FOR_REWARDS}
-
-
-def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:
-    """Return one completion as a trajectory with a single row: tensors `[1, S]`, rewards and no_eos `[1]`."""
-    return trajectory_from_turns([response], reward)
-
-
-def trajectory_from_turns(turns: Sequence[ModelResponse], reward: float) -> TensorDict:
-    """Return a conversation as a trajectory with a single row, in which only what was sampled is trained on."""
-    ids: list[int] = []
-    loss_mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    kept: list[list[int]] = []
-    for number, turn in enumerate(turns, start=1):
-        if turn.input_tokens[: len(ids)] != ids:
-            raise TrajectoryError(
-                "the prompt of a turn must begin with the tokens of the turns before it: got others in turn "
-                f"{number}. Make it with arealite.utils.chat_template.next_prompt."
-            )
-        num_given, ids = turn.input_len - len(ids), turn.input_tokens + turn.output_tokens
-        loss_mask += [0] * num_given + [1] * turn.output_len
-        logprobs += [0.0] * num_given + turn.output_logprobs
-        versions += [-1] * num_given + turn.output_versions
-        kept += [[]] * num_given + (turn.output_kept or [])
-    trajectory = {
-        "input_ids": _tensor([ids], np.int64),
-        "attention_mask": _tensor([[True] * len(ids)], np.bool_),
-        "loss_mask": _tensor([loss_mask], np.int64),
-        "logprobs": _tensor([logprobs], np.float32),
-        "versions": _tensor([versions], np.int64),
-        "rewards": _tensor([reward], np.float32),
-        "no_eos": _tensor([turns[-1].stop_reason == "length"], np.bool_),
-    }
-    if all(turn.output_kept is not None for turn in turns):
-        trajectory["kept_counts"] = _tensor([list(map(len, kept))], np.int32)
-        trajectory["kept_ids"] = _tensor([list(itertools.chain(*kept))], np.int32)
-    return TensorDict(trajectory, batch_size=[1])
-
-
-def _tensor(values: list[Any], dtype: type[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(np.array(values, dtype=dtype))  # numpy reads lists faster than torch

@@ -134,6 +134,7 @@ def test_completions_end_at_stop_tokens(recorded: Recorded, backend: Backend) ->
     stop = whole.tokens[5]
     assert stopped.finish == "stop" and stopped.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
     by_string = parse(recorded, backend, "stop string")
+    assert (stopped.matched_stop, by_string.matched_stop) == (None, "g")
     assert by_string.finish == "stop" and by_string.tokens == whole.tokens[: len(by_string.tokens)]
     assert 1 < len(by_string.tokens) < 16
     kept = parse(recorded, backend, "min tokens")

@@ -148,7 +148,7 @@ class CuttingServer(ScriptedServer):
         for token in self.text[start : start + max_tokens]:
             tokens.append(token)
             if stops.matched(tokens) is not None:
-                finish = {"type": "stop"}
+                finish = {"type": "stop", "matched": stops.matched(tokens)}
                 break
         pairs = [[-float(start + index), token, None] for index, token in enumerate(tokens)]
         meta = {"finish_reason": finish, "output_token_logprobs": pairs, "weight_version": str(len(self.requests))}
@@ -168,7 +168,8 @@ def test_a_stop_string_is_found_wherever_interruptions_fall(tmp_path: Path, leng
     with connected(server, tokenizer_path=str(tmp_path)) as engine:
         response = generate(engine, max_new_tokens=50, stop=["anab"], top_k=2)
     end = "bananxanab"
-    assert tokenizer.decode(response.output_tokens) == end and response.stop_reason == "stop"
+    assert tokenizer.decode(response.output_tokens) == end
+    assert (response.stop_reason, response.matched_stop) == ("stop", "anab")
     assert response.output_logprobs == [-index / 2 for index in range(len(end))], "those over the kept sets"
     assert response.output_kept == [[text[index], 100 + index] for index in range(len(end))]
     assert len(response.output_versions) == len(end)

@@ -34,7 +34,7 @@ from arealite.api.errors import (
     TrajectoryError,
     UnreachableError,
 )
-from arealite.api.io_struct import PromptId
+from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.store import RolloutStore
@@ -319,7 +319,7 @@ def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngin
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
             episode = current_episode.get()
             assert episode is not None
-            seeds.extend(episode.next_sample()[1] for _ in range(2))
+            seeds.extend(episode.next_sample(ModelRequest([1]))[1] for _ in range(2))
             if episode.attempt == 0:
                 raise OSError("flaky")
             return await super().arun_episode(engine, data)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from testing_workflows import waiting_trajectory
 
-from arealite.api.io_struct import PromptId
-from arealite.rollout.episode import sampling_seed
+from arealite.api.io_struct import ModelRequest, PromptId
+from arealite.rollout.episode import Episode, sampling_seed
+from arealite.rollout.prompts import Prompt
 from arealite.rollout.trajectory import assemble_batch, split_batch
 from arealite.utils.tensors import concat_padded_tensors
 
@@ -67,3 +70,19 @@ def test_sampling_seeds_differ_by_what_names_a_completion() -> None:
     assert sampling_seed(1, PromptId(0, 0), sample=0, attempt=0) == sampling_seed(
         1, PromptId(0, 0), sample=0, attempt=0
     )
+
+
+def test_seeds_of_named_runs_do_not_depend_on_the_order_of_their_requests() -> None:
+    asked = [(run, ids) for run in ("0", "1") for ids in ([5], [5, 6], [5], [0, 5])]  # [5] twice
+
+    def seeds(order: list[tuple[str, list[int]]], attempt: int = 0) -> dict[tuple[str, str], list[int]]:
+        episode, found = Episode(Prompt(PromptId(0, 1)), attempt, 0, seed=3), defaultdict(list)
+        for run, ids in order:
+            found[run, str(ids)].append(episode.next_sample(ModelRequest(ids, seed_key=run))[1])
+        return found
+
+    first = seeds(asked)
+    assert first == seeds(list(reversed(asked)))
+    flat = [seed for values in first.values() for seed in values]
+    assert len(set(flat)) == len(flat) == 8
+    assert set(flat).isdisjoint(seed for values in seeds(asked, attempt=1).values() for seed in values)

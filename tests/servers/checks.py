@@ -29,7 +29,7 @@ from arealite.utils.fingerprint import fingerprints
 from arealite.utils.tensors import concat_padded_tensors
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 from arealite.weights.canary import check_canary
-from arealite.workflow.rlvr import trajectory_from_response
+from arealite.workflow.trajectory import trajectory_from_response
 from servers.models import Scored, end_ids
 from servers.programs import CONTEXT, REPOSITORY
 from servers.subject import Flight, Subject, prompt, requests

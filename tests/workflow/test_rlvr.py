@@ -1,6 +1,6 @@
 import asyncio
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,13 @@ from testing_quickstart import make_tiny_model
 
 from arealite.api.cli_args import GenerationHyperparameters, GRPOConfig, load_expr_config
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError, RewardError, ServerError, TrajectoryError
+from arealite.api.errors import ConfigError, RewardError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.api.workflow_api import own_metrics
 from arealite.dataset import load_datasets
 from arealite.reward import gsm8k_reward_fn, load_rewards
 from arealite.utils.hf import load_hf_tokenizer
-from arealite.workflow.rlvr import RLVRWorkflow, trajectory_from_response, trajectory_from_turns
+from arealite.workflow.rlvr import RLVRWorkflow
 
 torch.set_num_threads(1)
 SHIPPED = Path(__file__).parents[2] / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
@@ -199,35 +199,3 @@ async def test_a_failing_sample_cancels_the_rest_of_the_group(tokenizer) -> None
     await asyncio.sleep(0)
     assert engine.cancelled == 2 and engine.running == 0
     workflow.close()
-
-
-def test_of_a_conversation_only_what_was_sampled_is_trained_on() -> None:
-    first = ModelResponse([1, 2], [3, 9], [-0.5, -0.25], [4, 5], "stop", "", output_kept=[[3], [5, 9]])
-    second = ModelResponse([1, 2, 3, 9, 6, 7], [8], [-1.0], [6], "length", "", output_kept=[[8]])
-    row = trajectory_from_turns([first, second], 0.5)
-    assert row["input_ids"].tolist() == [[1, 2, 3, 9, 6, 7, 8]]
-    assert row["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 0, 1]]
-    assert row["logprobs"].tolist() == [[0, 0, -0.5, -0.25, 0, 0, -1]]
-    assert row["versions"].tolist() == [[-1, -1, 4, 5, -1, -1, 6]]
-    assert (row["kept_counts"].tolist(), row["kept_ids"].tolist()) == ([[0, 0, 1, 2, 0, 0, 1]], [[3, 5, 9, 8]])
-    assert (row["rewards"].tolist(), row["no_eos"].tolist()) == ([0.5], [True])
-    with pytest.raises(TrajectoryError, match=r"of the turns before it: got others in turn 2\. Make it with"):
-        trajectory_from_turns([first, ModelResponse([1, 2, 3, 6], [8], [-1.0], [6], "stop", "")], 0.5)
-
-
-def test_dtypes_of_a_trajectory() -> None:
-    response = ModelResponse([1, 2], [3], [-0.25], [7], "length", "localhost:1")
-    trajectory = trajectory_from_response(response, 0.5)
-    assert {key: value.dtype for key, value in trajectory.items()} == {
-        "input_ids": torch.int64,
-        "attention_mask": torch.bool,
-        "loss_mask": torch.int64,
-        "logprobs": torch.float32,
-        "versions": torch.int64,
-        "rewards": torch.float32,
-        "no_eos": torch.bool,
-    }
-    narrowed = trajectory_from_response(replace(response, output_kept=[[3, 9]]), 0.5)
-    assert narrowed["kept_counts"].tolist() == [[0, 0, 2]] and narrowed["kept_ids"].tolist() == [[3, 9]]
-    assert narrowed["kept_counts"].dtype == narrowed["kept_ids"].dtype == torch.int32
-    assert trajectory["versions"].tolist() == [[-1, -1, 7]] and trajectory["no_eos"].tolist() == [True]

@@ -45,6 +45,7 @@ class Segment:
     finish: Finish
     stale_kv_tokens: int = 0  # tokens sampled on keys and values of older weights than their version says
     kept: list[list[int]] | None = None  # the ids that each token was sampled from; None if the server has none
+    matched_stop: str | None = None  # the stop string that ended it
 
     @classmethod
     def checked(cls, tokens: Any, logprobs: list[Any], finish: Any, *, max_tokens: int) -> Self:
@@ -80,6 +81,10 @@ class Segment:
         require(set(map(type, ids)) <= {int} and min(ids, default=0) >= 0, "have kept ids that are ints of at least 0")
         require(all(map(operator.contains, kept, self.tokens)), "have each token among those that it was sampled from")
         return replace(self, kept=kept)
+
+    def with_stop(self, matched: Any) -> Self:
+        """Add the stop string that ended it, unless a token did."""
+        return replace(self, matched_stop=matched) if isinstance(matched, str) and self.finish == "stop" else self
 
     def kept_in_place(self) -> Self:
         """Count the tokens after a change of weights as stale: the server kept its keys and values."""

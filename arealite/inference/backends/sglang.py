@@ -85,10 +85,11 @@ class SGLangBackend(Backend):
         tokens, meta_info = reply["output_ids"], reply["meta_info"]
         pairs = meta_info.get("output_token_logprobs") or []
         kept = meta_info.get("output_token_sampling_mask")
-        finish, logprobs = meta_info["finish_reason"]["type"], [pair[0] for pair in pairs]
+        finish, logprobs = meta_info["finish_reason"], [pair[0] for pair in pairs]
         if kept is not None:
             logprobs = meta_info["output_token_sampling_logprobs"]  # over the kept ids; the others are over all
-        segment = Segment.checked(tokens, logprobs, finish, max_tokens=max_tokens).with_kept(kept)
+        segment = Segment.checked(tokens, logprobs, finish["type"], max_tokens=max_tokens).with_kept(kept)
+        segment = segment.with_stop(finish.get("matched"))
         require([pair[1] for pair in pairs] == tokens, "have the logprobs of its own tokens")
         whole = [{"version": meta_info.get("weight_version"), "start": 0, "end": len(tokens)}]
         segment = segment.with_versions(meta_info.get("weight_versions") or whole)

@@ -118,12 +118,13 @@ class VLLMBackend(Backend):
         tokens, returned = choice["token_ids"], choice["logprobs"] or {}
         if address not in self._has_generate:
             logprobs = returned.get("token_logprobs") or []
-            return Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
+            segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
+            return segment.with_stop(choice.get("stop_reason"))
         content, spans = returned.get("content") or [], choice.get("weight_versions")
         require([one["token_id"] for one in content] == tokens, "have the logprobs of its own tokens")
         logprobs = [one["logprob"] for one in content]
         segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
-        segment = segment.with_kept(choice.get("sampling_mask"))
+        segment = segment.with_kept(choice.get("sampling_mask")).with_stop(choice.get("stop_reason"))
         if spans is None:
             continues = self._pause_mode in ("retract", "in_place")
             require(not continues, "have weight_versions, as rollout.pause_mode needs")

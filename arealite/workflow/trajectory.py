@@ -1,0 +1,188 @@
+"""From completions to the rows that are trained on, so that no workflow writes masks, logprobs or versions by hand.
+
+A *run* is one sample of a prompt's group, with one reward. It has a single row as long as each prompt begins with the
+tokens before it; where it does not, as after a compaction or for a sub-agent, another row begins. Invariant: each
+sampled token is trained on in exactly one row, and is context in the others.
+"""
+
+# b rows of one run, S tokens
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from arealite.api.errors import TrajectoryError
+from arealite.api.io_struct import ModelResponse
+from arealite.utils.tensors import concat_padded_tensors
+
+
+async def sample_group(run: Callable[[int], Coroutine[Any, Any, TensorDict]], num_samples: int) -> TensorDict:
+    """Await `run(sample)` for all samples of a prompt at once and join their rows; the first error cancels the rest."""
+    samples = [asyncio.create_task(run(sample)) for sample in range(num_samples)]
+    try:
+        return concat_padded_tensors(await asyncio.gather(*samples))
+    finally:
+        for sample in samples:
+            sample.cancel()
+
+
+def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:
+    """Return one completion as a trajectory with a single row: tensors `[1, S]`, rewards and no_eos `[1]`."""
+    return trajectory_from_turns([response], reward)
+
+
+def trajectory_from_turns(
+    turns: Sequence[ModelResponse],
+    reward: float,
+    *,
+    turn_rewards: Sequence[float | None] | None = None,
+    trained: Sequence[bool] | None = None,
+) -> TensorDict:
+    """Return a conversation as a trajectory with a single row, in which only what was sampled is trained on.
+
+    Turns that are not `trained` are context, as what was given. `turn_rewards [1, S]` holds what each turn earned, on
+    its last token, also of context. Raises TrajectoryError if a turn does not begin with the tokens before it, or has a
+    reward and no token.
+    """
+    is_trained = [True] * len(turns) if trained is None else list(trained)
+    earned = [None] * len(turns) if turn_rewards is None else list(turn_rewards)
+    ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    kept: list[list[int]] = []
+    rewards: list[float] = []
+    for number, (turn, trains, gain) in enumerate(zip(turns, is_trained, earned, strict=True), start=1):
+        if turn.input_tokens[: len(ids)] != ids:
+            raise TrajectoryError(
+                "the prompt of a turn must begin with the tokens of the turns before it: got others in turn "
+                f"{number}. Make it with arealite.utils.chat_template.next_prompt."
+            )
+        if gain is not None and turn.output_len == 0:
+            raise TrajectoryError(
+                f"a turn with a reward must have sampled a token: got none in turn {number}. Add the reward to the "
+                "turn before it."
+            )
+        num_given, num_sampled = turn.input_len - len(ids), turn.output_len if trains else 0
+        num_given += turn.output_len - num_sampled
+        ids = turn.input_tokens + turn.output_tokens
+        loss_mask += [0] * num_given + [1] * num_sampled
+        logprobs += [0.0] * num_given + (turn.output_logprobs if trains else [])
+        versions += [-1] * num_given + (turn.output_versions if trains else [])
+        kept += [[]] * num_given + ((turn.output_kept or [[]] * num_sampled) if trains else [])
+        rewards += [0.0] * (len(ids) - len(rewards))
+        if gain is not None:
+            rewards[-1] = gain
+    last = next((turn for turn, trains in zip(reversed(turns), reversed(is_trained)) if trains), turns[-1])
+    trajectory = {
+        "input_ids": _tensor([ids], np.int64),
+        "attention_mask": _tensor([[True] * len(ids)], np.bool_),
+        "loss_mask": _tensor([loss_mask], np.int64),
+        "logprobs": _tensor([logprobs], np.float32),
+        "versions": _tensor([versions], np.int64),
+        "rewards": _tensor([reward], np.float32),
+        "no_eos": _tensor([last.stop_reason == "length"], np.bool_),
+    }
+    if turn_rewards is not None:
+        trajectory["turn_rewards"] = _tensor([rewards], np.float32)
+    if all(turn.output_kept is not None for turn, trains in zip(turns, is_trained) if trains):
+        trajectory["kept_counts"] = _tensor([list(map(len, kept))], np.int32)
+        trajectory["kept_ids"] = _tensor([list(itertools.chain(*kept))], np.int32)
+    return TensorDict(trajectory, batch_size=[1])
+
+
+class TrajectoryBuilder:
+    """Collects the tokens of one run, given and sampled, and makes its rows.
+
+    `builder.ids` is what the model is asked next:
+
+        builder = TrajectoryBuilder(prompt_ids)
+        builder.add(await engine.agenerate(ModelRequest(builder.ids, gconfig)))
+        builder.extend(feedback_ids)
+        builder.add(await engine.agenerate(ModelRequest(builder.ids, gconfig)))
+        return builder.finish(reward)
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._ids = list(prompt_ids)
+        self._turns: list[_Turn] = []  # of the row that grows
+        self._rows: list[list[_Turn]] = []  # rows that have ended
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of the row so far."""
+        return list(self._ids)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append given tokens, such as an environment's reply: context, never trained on."""
+        self._ids += ids
+
+    def add(self, response: ModelResponse, reward: float | None = None) -> None:
+        """Append what was sampled after `ids`, and what this turn earned by itself."""
+        if response.input_tokens != self._ids:
+            raise TrajectoryError(
+                f"a response must be to the {len(self._ids)} tokens of builder.ids: got one to {response.input_len} "
+                f"tokens, the same up to token {_num_common(response.input_tokens, self._ids)}. Generate with "
+                "ModelRequest(builder.ids, ...), or begin another row with builder.branch(ids)."
+            )
+        self._turns.append(_Turn(response, reward))
+        self._ids = response.input_tokens + response.output_tokens
+
+    def branch(self, ids: Sequence[int] | None = None) -> None:
+        """End the row, and begin another whose context is `ids` (None: the tokens so far), trained on in no row but
+        their own: turns that `ids` begins with keep what they earned."""
+        self._rows.append(self._turns)
+        self._ids = self.ids if ids is None else list(ids)
+        turns = [_Turn(turn.response, turn.reward, is_trained=False) for turn in self._turns]
+        self._turns = [turn for turn in turns if self._ids[: len(turn.ids)] == turn.ids]
+
+    def finish(self, reward: float | None = None, *, sample_index: int = 0) -> TensorDict:
+        """Return the rows `[b, S]` of the run, each with its `reward` as a whole (None: the sum of what turns earned).
+
+        `sample_index [b]` says which run of the group it is; `turn_rewards [b, S]` is there if any turn has a reward.
+        """
+        rows = [row for row in (*self._rows, self._turns) if any(turn.is_trained for turn in row)]
+        trained = [turn for row in rows for turn in row if turn.is_trained]
+        gains = [turn.reward for turn in trained if turn.reward is not None]
+        if not trained or (reward is None and not gains):
+            raise TrajectoryError(
+                f"a run must have a response and a reward: got {len(trained)} responses, reward {reward} and "
+                f"{len(gains)} rewards of turns. Add what was sampled, or return None to reject the episode."
+            )
+        total = sum(gains) if reward is None else reward
+        run = concat_padded_tensors([_row(row, total, has_turn_rewards=bool(gains)) for row in rows])
+        run["sample_index"] = torch.full((len(rows),), sample_index)
+        return run
+
+
+class _Turn:
+    """A completion in one row."""
+
+    def __init__(self, response: ModelResponse, reward: float | None, *, is_trained: bool = True) -> None:
+        self.response, self.reward, self.is_trained = response, reward, is_trained
+
+    @property
+    def ids(self) -> list[int]:
+        return self.response.input_tokens + self.response.output_tokens
+
+
+def _row(turns: Sequence[_Turn], reward: float, *, has_turn_rewards: bool) -> TensorDict:
+    return trajectory_from_turns(
+        [turn.response for turn in turns],
+        reward,
+        turn_rewards=[turn.reward for turn in turns] if has_turn_rewards else None,
+        trained=[turn.is_trained for turn in turns],
+    )
+
+
+def _num_common(some: Sequence[int], others: Sequence[int]) -> int:
+    return next((i for i, (one, other) in enumerate(zip(some, others)) if one != other), min(len(some), len(others)))
+
+
+def _tensor(values: list[Any], dtype: type[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=dtype))  # numpy reads lists faster than torch
