@@ -1,8 +1,11 @@
 """Chat templates in the style of well-known models, on a byte-level tokenizer with their special tokens."""
 
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
-from testing_quickstart import make_tiny_model
+from testing_quickstart import make_tiny_model, train_tokenizer
 
 from arealite.utils.hf import load_hf_tokenizer
 
@@ -54,4 +57,47 @@ def tokenizer_of(style: str, folder: Any) -> Any:
     tokenizer = load_hf_tokenizer(make_tiny_model(folder, ["What is 1+1? #### 2"], layers=1))
     tokenizer.chat_template, special = STYLES[style]
     tokenizer.add_special_tokens({"eos_token": special[0], "additional_special_tokens": special[1:]})
+    return tokenizer
+
+
+FAMILIES = {  # file in trl's folder of chat templates, as models ship them, and the token that ends an answer
+    "Qwen2.5": ("qwen2_5", "<|im_end|>"),
+    "Qwen3": ("qwen3", "<|im_end|>"),
+    "Qwen3-2507": ("qwen3_instruct_2507", "<|im_end|>"),
+    "Qwen3.5": ("qwen3_5_think", "<|im_end|>"),
+    "Qwen3.6": ("qwen3_6", "<|im_end|>"),
+    "Llama 3": ("llama3", "<|eot_id|>"),
+    "Llama 3.1": ("llama3_1", "<|eot_id|>"),
+    "Llama 3.2": ("llama3_2", "<|eot_id|>"),
+    "LFM2": ("lfm2_v2", "<|im_end|>"),
+    "LFM2.5": ("lfm2_2_5", "<|im_end|>"),
+    "Nemotron 3": ("nemotron_3_nano", "<|im_end|>"),
+    "GLM-4.5": ("glm4moe", "<|user|>"),
+    "DeepSeek-R1-0528": ("deepseekv3", "<｜end▁of▁sentence｜>"),
+    "DeepSeek-R1 distillates": ("deepseek_r1_distill", "<｜end▁of▁sentence｜>"),
+    "gpt-oss": ("gptoss", "<|return|>"),
+    "Gemma 1, 2": ("gemma", "<end_of_turn>"),
+    "Gemma 3": ("gemma3", "<end_of_turn>"),
+    "Gemma 4": ("gemma4", "<turn|>"),
+    "Phi-3": ("phi3", "<|end|>"),
+    "Phi-3.5": ("phi3_5", "<|end|>"),
+    "Command R": ("cohere", "<|END_OF_TURN_TOKEN|>"),
+    "Command A": ("cohere2", "<|END_OF_TURN_TOKEN|>"),
+    "SmolVLM": ("smolvlm", "<end_of_utterance>"),
+}
+_SPECIAL = re.compile(
+    r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_\w+>|<sop>|\[gMASK\]|\[/?[A-Z]{4,}(?:_[A-Z]+)*\]|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>"
+)
+_EXTRA = {"gpt-oss": ["<|constrain|>"], "Qwen3": ["<|endoftext|>"]}  # tokens of the models that templates don't write
+
+
+def real_tokenizer(family: str) -> Any:
+    """Return a small byte-level tokenizer with a family's own template and special tokens."""
+    name, end = FAMILIES[family]
+    tokenizer = train_tokenizer(["How much is 2 + 2?\n\n\nThe answer is 4."] * 20, vocab_size=512, max_position=512)
+    trl = importlib.util.find_spec("trl")
+    assert trl is not None and trl.origin is not None
+    tokenizer.chat_template = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    special = {*_SPECIAL.findall(tokenizer.chat_template), *_EXTRA.get(family, [])} - {end}
+    tokenizer.add_special_tokens({"eos_token": end, "bos_token": "<s>", "additional_special_tokens": sorted(special)})
     return tokenizer

@@ -1,0 +1,172 @@
+"""From messages to token ids and back, without ever encoding what was sampled again.
+
+The prompt of a turn is the tokens of the turn that it continues and what follows them. What follows is found by
+rendering the conversation as text with each answer put back as it was sampled. If the template rewrites history, the
+policy `history` decides: `keep` appends what the template writes after a dummy answer, so that the model sees what it
+sampled; `template` begins a branch with what the template writes, as stock servers do.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from arealite.agent.turns import Run, Turn, continues
+from arealite.api.io_struct import ModelResponse
+from arealite.utils.chat_answer import AnswerParser, MalformedCall, call_ids
+from arealite.utils.chat_text import ChatText, Message
+
+_JOINER = "\u200b"  # a space of no width: breaks up the text of a control token
+
+
+@dataclass(eq=False)
+class NextPrompt:
+    """What the model is asked next."""
+
+    ids: list[int]
+    text: str
+    """What the ids stand for, except for ends of answers: there the template's, where the model sampled another."""
+    parent: Turn | None
+    """The turn whose tokens the ids begin with."""
+    branch: Literal["edited", "template", "tools"] | None
+    """Why the ids do not continue the newest turn of the conversation."""
+    counts: Counter[str] = field(default_factory=Counter, repr=False)
+    """Of the run."""
+
+
+class Bridge:
+    """Writes prompts and reads answers for one model. Its methods compute for milliseconds; call them off the loop."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        history: Literal["keep", "template"] = "keep",
+        special_text: Literal["keep", "break"] = "keep",
+        enable_thinking: bool = False,
+    ) -> None:
+        self.history = history
+        self.special_text = special_text
+        self._tokenizer = tokenizer
+        self._chat = ChatText(tokenizer, enable_thinking=enable_thinking)
+        self._parser = AnswerParser(self._chat)
+        self._lock = threading.Lock()  # a tokenizer serves one thread at a time
+
+    def prompt(
+        self, run: Run, messages: list[Message], tools: list[Any] | None, *, parent: Turn | None = None
+    ) -> NextPrompt:
+        """Return the prompt of a whole conversation; `parent` is the turn that it continues, if that is known.
+
+        Raises ValueError, with a reason for the client, if the template refuses the messages or drops one of them.
+        """
+        with self._lock:
+            if parent is None or not continues(parent, messages):
+                parent = run.parent_of(messages)
+            is_edited = not run.is_known(messages) and run.is_edited(messages, parent)
+            shown = self._plain(run, messages, parent)
+            prompt = self._next(run, shown, tools or None, parent)
+            prompt.branch = "edited" if is_edited else prompt.branch
+            run.branches.update([prompt.branch] if prompt.branch else [])
+            return prompt
+
+    def parse(self, response: ModelResponse, prompt: NextPrompt, tools: list[Any] | None) -> tuple[str, Message]:
+        """Return what was sampled as text, and the message that the client is given.
+
+        A call of a tool that can't be read stays text, and is counted.
+        """
+        with self._lock:
+            raw_text = str(self._tokenizer.decode(response.output_tokens[: -1 if self._end(response) else None]))
+            shown = raw_text
+            if response.matched_stop:
+                shown = raw_text.partition(response.matched_stop)[0]
+            for one in (tools, None):  # what can't be read with calls is read without
+                try:
+                    message = self._parser.parse(shown, prompt_text=prompt.text, tools=one)
+                    break
+                except MalformedCall:
+                    prompt.counts["malformed_calls"] += 1
+                    message = {"role": "assistant", "content": shown}
+            calls = message.get("tool_calls", [])
+            ids = call_ids([*response.input_tokens, *response.output_tokens], len(calls))
+            for call, name in zip(calls, ids, strict=True):
+                call["id"] = name
+            return raw_text, message
+
+    def _next(self, run: Run, messages: list[Message], tools: list[Any] | None, parent: Turn | None) -> NextPrompt:
+        if parent is None:
+            return self._fresh(run, messages, tools, None)
+        new = messages[len(parent.conversation) :]
+        for text in self._candidates(parent, messages, tools):
+            if text.startswith(parent.text) and (prompt := self._continued(run, parent, text[len(parent.text) :], new)):
+                return prompt
+        if tools != parent.tools:
+            return self._fresh(run, messages, tools, "tools")
+        if self.history == "template":
+            return self._fresh(run, messages, tools, "template")
+        glue = self._chat.glue(parent.message, new, tools)
+        kept = self._continued(run, parent, glue, new, is_glue=True)
+        assert kept is not None, glue
+        return kept
+
+    def _candidates(self, parent: Turn, messages: list[Message], tools: list[Any] | None) -> Iterator[str]:
+        """Yield the conversation as the template writes it, each answer as it was sampled or as it was read."""
+        opening = self._chat.opening
+        answers = {len(turn.messages): turn for turn in parent.path}
+        forms = [
+            {at: turn.raw_text for at, turn in answers.items()},
+            {at: opening + turn.raw_text for at, turn in answers.items()} if opening else {},
+        ]
+        for form in filter(None, forms):
+            raw = {at: {"role": "assistant", "content": text} for at, text in form.items()}
+            yield from self._rendered([raw.get(at, message) for at, message in enumerate(messages)], tools)
+        read = {at: turn.message for at, turn in answers.items()}
+        yield from self._rendered([read.get(at, message) for at, message in enumerate(messages)], tools)
+
+    def _rendered(self, messages: list[Message], tools: list[Any] | None) -> Iterator[str]:
+        try:
+            yield self._chat.render(messages, tools)
+        except ValueError:
+            return  # such as a template that wants a call before a tool's result
+
+    def _continued(
+        self, run: Run, parent: Turn, rest: str, new: list[Message], *, is_glue: bool = False
+    ) -> NextPrompt | None:
+        """Append to a turn's tokens the text that follows its answer."""
+        if (ids := self._chat.append(self._end(parent.response), rest, is_glue=is_glue)) is None:
+            return None
+        self._refuse_hidden(new, rest)
+        return NextPrompt(parent.ids + ids, parent.text + rest, parent, None, run.counts)
+
+    def _fresh(self, run: Run, messages: list[Message], tools: list[Any] | None, branch: Any) -> NextPrompt:
+        text = self._chat.render(messages, tools)
+        self._refuse_hidden(messages, text)
+        return NextPrompt(self._chat.encode(text), text, None, branch, run.counts)
+
+    def _refuse_hidden(self, messages: list[Message], text: str) -> None:
+        if (hidden := self._chat.hidden(messages, text)) is not None:
+            raise ValueError(
+                f"the model must see every message: got a chat template that drops those of role {hidden['role']!r}. "
+                "Use a model whose template writes them, or send their content as the user's."
+            )
+
+    def _plain(self, run: Run, messages: list[Message], parent: Turn | None) -> list[Message]:
+        """Count control tokens in new messages of others, and break them up everywhere if that is the policy."""
+        num_known = len(parent.conversation) if parent else 0
+        plain: list[Message] = []
+        for at, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, str) and message["role"] != "assistant":
+                found = [text for text in self._chat.special.values() if text in content]
+                run.counts["special_text"] += bool(found) and at >= num_known
+                for text in found if self.special_text == "break" else []:
+                    content = content.replace(text, text[:1] + _JOINER + text[1:])
+                message = {**message, "content": content}
+            plain.append(message)
+        return plain
+
+    def _end(self, response: ModelResponse) -> int | None:
+        """The special token with which the model ended its answer."""
+        last = response.output_tokens[-1] if response.output_tokens else None
+        ends = response.stop_reason == "stop" and not response.matched_stop
+        return last if ends and last in self._chat.special else None

@@ -1,0 +1,244 @@
+"""From what a model sampled to a message: thoughts, calls of tools, text. By transformers' response parser.
+
+Which format a model calls tools in is read off its chat template: the first of `_CALLS` that reads back a call as the
+template writes it. A tokenizer that brings a `response_template` of its own is believed. What the parser would get
+wrong in silence (calls without a name, text that belongs to no argument, calls that were cut off) is an error here.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.utils.chat_parsing.response_parser import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from arealite.utils.chat_text import ChatText, Message
+
+_FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_JSON = {"content": "json", "repeats": True, "transform": _FUNCTION}
+_THOUGHTS = (  # how models frame what they think, if their chat template says so too
+    {"open": "<think>", "close": "</think>"},
+    {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>|$"},
+    {"open": "[THINK]", "close": "[/THINK]"},
+)
+_CALLS: tuple[dict[str, Any], ...] = (
+    {  # <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+        **_JSON,
+        "open_pattern": r"\s*<tool_call>",
+        "close": "</tool_call>",
+        "transform": {"type": "function", "function": "{content}"},
+    },
+    {  # <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
+        "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        "repeats": True,
+        "transform": _FUNCTION,
+    },
+    {  # <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
+        "open_pattern": r"\s*<tool_call>(?P<name>[^<\s{]+)",
+        "close": "</tool_call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+        "repeats": True,
+        "transform": _FUNCTION,
+    },
+    {  # to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>, the channel before or after the recipient
+        **_JSON,
+        "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)? ?to=functions\.(?P<name>[^\s<]+)"
+        r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+        "close_pattern": r"<\|call\|>|$",
+    },
+    {  # [TOOL_CALLS]f[ARGS]{"a": 1}
+        **_JSON,
+        "open_pattern": r"\[TOOL_CALLS\] ?(?P<name>[^\[{\s]+)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]",
+        "close_pattern": r"(?=\[TOOL_CALLS\])|$",
+    },
+    {  # [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
+        "open": "[TOOL_CALLS]",
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        "transform_each": True,
+    },
+    {  # <｜tool▁call▁begin｜>function<｜tool▁sep｜>f ```json {"a": 1} ```<｜tool▁call▁end｜>
+        **_JSON,
+        "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+        r"(?P<name>\S+)\s*```json",
+        "close_pattern": r"```\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+    },
+    {  # <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>
+        **_JSON,
+        "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>\S+?)<｜tool▁sep｜>",
+        "close_pattern": r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+    },
+    {  # <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
+        **_JSON,
+        "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?"
+        r"(?P<name>[^\s:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+        "close_pattern": r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+    },
+    {  # <|tool_call>call:f{a:<|"|>text<|"|>}<tool_call|>
+        **_JSON,
+        "open_pattern": r"\s*<\|tool_call>call:(?P<name>[^\s{]+)",
+        "close": "<tool_call|>",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+    },
+    {  # <|tool_call_start|>[f(a=1)]<|tool_call_end|>, one call
+        "open_pattern": r"\s*<\|tool_call_start\|>\[(?P<name>\w+)\(",
+        "close_pattern": r"\)\]<\|tool_call_end\|>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"(?P<key>\w+)=(?P<value>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\[[^\[\]]*\]|\{[^{}]*\}"
+            r"|[^,'\"\[\]{}()]+)(?:,\s*|$)",
+            "value_parser": {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+        },
+        "repeats": True,
+        "transform": _FUNCTION,
+    },
+    {  # {"name": "f", "parameters": {"a": 1}}, and nothing else
+        **_JSON,
+        "open_pattern": r'(?:<\|python_tag\|>)?(?=\{\s*"name"\s*:\s*"[^"]+"\s*,\s*"parameters"\s*:)',
+        "repeats": False,
+        "transform": [
+            {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}}
+        ],
+    },
+)
+_SPOKEN: dict[str, dict[str, Any]] = {  # what is neither thought nor call; a format may frame it
+    "to=functions": {
+        "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>",
+        "close_pattern": r"<\|(?:return|end)\|>|$",
+        "content": "text",
+    },
+}
+_PROBE_ARGUMENTS = {"city": "Old Town", "days": 3, "near": ["a", "b"], "is_open": True}
+_TYPES = {"city": "string", "days": "integer", "near": "array", "is_open": "boolean"}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": kind, "description": name} for name, kind in _TYPES.items()},
+            "required": list(_TYPES),
+        },
+    },
+}
+
+
+class MalformedCall(ValueError):
+    """A call of a tool that can't be read; it stays text."""
+
+
+class AnswerParser:
+    """Reads the answers of one model; `call_format` is None if its calls of tools can't be read."""
+
+    def __init__(self, chat: ChatText) -> None:
+        self._own = getattr(chat.tokenizer, "response_template", None)
+        self._thoughts = next((one for one in _THOUGHTS if one["open"] in chat.tokenizer.chat_template), None)
+        self.call_format: dict[str, Any] | None = None
+        if self._own is None:
+            self.call_format = next((one for one in _CALLS if self._reads_back(chat, one)), None)
+
+    def parse(self, raw_text: str, *, prompt_text: str, tools: list[Any] | None) -> Message:
+        """Return the message of an answer: content, and reasoning_content and tool_calls if it has any.
+
+        Calls are read if there are tools. Raises MalformedCall.
+        """
+        template = self._template(has_tools=bool(tools))
+        if template is None:
+            return {"role": "assistant", "content": raw_text}
+        parsed = _parsed(template, raw_text, prompt_text if self._own else self._begun(prompt_text), tools)
+        thoughts, calls = parsed.get("reasoning_content") or parsed.get("thinking"), parsed.get("tool_calls") or []
+        content = parsed.get("content") or ""
+        if content == raw_text.strip() or not (content or thoughts or calls):
+            content = raw_text  # the parser strips, and drops what no format frames
+        message: Message = {"role": "assistant", "content": content}
+        message |= {"reasoning_content": thoughts} if thoughts else {}
+        return message | ({"tool_calls": _checked(calls)} if calls else {})
+
+    def _begun(self, prompt_text: str) -> str:
+        """Return the thoughts that a prompt ends with, such as `<think>` or empty ones."""
+        if self._thoughts is None:
+            return ""
+        _, opened, rest = prompt_text.rpartition(self._thoughts["open"])
+        is_end = not rest.replace(self._thoughts.get("close", ""), "").strip()
+        return opened + rest if is_end else ""
+
+    def _template(self, *, has_tools: bool, calls: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """The response template of transformers, without the calls if there are no tools."""
+        if self._own is not None:
+            fields = {name: field for name, field in self._own["fields"].items() if has_tools or name != "tool_calls"}
+            return {**self._own, "fields": fields}
+        calls = calls or self.call_format
+        framed = next((one for mark, one in _SPOKEN.items() if mark in (calls or {}).get("open_pattern", "")), None)
+        if self._thoughts is None and not (has_tools and calls) and framed is None:
+            return None
+        fields = {"content": framed or {"content": "text"}}
+        fields |= {"reasoning_content": {"content": "text", **self._thoughts}} if self._thoughts else {}
+        fields |= {"tool_calls": calls} if calls and has_tools else {}
+        return {"start_anchor_pattern": "^", "fields": fields}
+
+    def _reads_back(self, chat: ChatText, calls: dict[str, Any]) -> bool:
+        """Whether a format reads a call as the chat template writes it."""
+        function = {"name": "look_up", "arguments": _PROBE_ARGUMENTS}
+        call = {"id": "call00000", "type": "function", "function": function}
+        asked = {"role": "user", "content": "zqquestionqz"}
+        template = self._template(has_tools=True, calls=calls)
+        assert template is not None, "calls make a template"
+        try:
+            written = chat.render([asked, {"role": "assistant", "content": "", "tool_calls": [call]}], asks=False)
+            answer = written.rpartition("zqquestionqz")[2]
+            if chat.closing is not None:
+                answer = answer.rstrip().removesuffix(chat.special[chat.closing])
+            found = _checked(_parsed(template, answer, "", [_PROBE_TOOL]).get("tool_calls") or [])
+        except (ValueError, KeyError):
+            return False
+        return [one["function"] for one in found] == [function]
+
+
+def call_ids(ids: Sequence[int], num_calls: int) -> list[str]:
+    """Return ids for the calls of one answer, of nine letters and digits, as some templates demand.
+
+    They follow from the answer's token ids, since templates may write them into the next prompt.
+    """
+    digest = hashlib.blake2b(",".join(map(str, ids)).encode()).hexdigest()
+    return [hashlib.blake2b(f"{digest}/{number}".encode()).hexdigest()[:9] for number in range(num_calls)]
+
+
+def _parsed(template: dict[str, Any], text: str, prefix: str, tools: list[Any] | None) -> dict[str, Any]:
+    """Parse, and verify that everything between the ends of a call was understood."""
+    parser = ResponseParser(template, prefix=prefix, tools=tools)
+    try:
+        events = [*parser.initial_events, *parser.feed(text)]
+        parsed, last = parser.finalize()
+    except (ValueError, KeyError) as error:
+        raise MalformedCall(f"calls of tools must be such as the chat template shows: got {error}") from error
+    if (calls := load_response_template(template).fields.get("tool_calls")) is not None:
+        bodies: list[str] = []
+        for event in (one for one in (*events, *last) if one["field"] == "tool_calls"):
+            bodies += [""] if event["type"] == "region_open" else []
+            bodies[-1] += event["text"] if event["type"] == "region_chunk" else ""
+        if calls.content == "xml-inline":
+            rests = [re.sub(calls.content_args["tag_pattern"], "", body, flags=re.DOTALL) for body in bodies]
+            if rest := "".join(rests).strip():
+                raise MalformedCall(f"calls of tools must consist of their arguments: got also {rest!r}")
+        if calls.close_re is not None and len(calls.close_re.findall(text)) < len(bodies):
+            raise MalformedCall(f"calls of tools must be complete: got {bodies[-1]!r}")
+    return dict(parsed)
+
+
+def _checked(calls: list[Any]) -> list[Message]:
+    """Return calls that each have a name and arguments."""
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        name, arguments = (
+            (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else ("", 0)
+        )
+        if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
+            raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
+    functions = [{key: call["function"][key] for key in ("name", "arguments")} for call in calls]
+    return [{"type": "function", "function": function} for function in functions]

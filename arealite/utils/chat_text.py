@@ -1,0 +1,200 @@
+"""What a chat template writes around answers, found by rendering dummies: nothing here knows a model family.
+
+The text of a conversation so far is never rendered again: `ChatText.glue` is what the template writes between an answer
+and the next one, `ChatText.append` its token ids after those that were sampled.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+SENTINEL = "zqsentinelqz"
+_ASKED = {"role": "user", "content": "How much is 2 + 2?"}
+_AGAIN = {"role": "user", "content": "And how much is 3 + 3?"}
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    KeyError,
+    AttributeError,
+)  # what templates raise for what they can't write
+
+Message = dict[str, Any]
+
+
+class ChatText:
+    """A tokenizer's chat template, in one thinking mode.
+
+    `closing` is the special token that ends an answer in the middle of a conversation (None: answers have no end of
+    their own, the next message's first token ends generation). `opening` is what the template writes at the start of
+    the answer that it asks for but not in earlier ones, such as `<think>`.
+    """
+
+    def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "agents must have a tokenizer with a chat template: got one without. Add chat_template.jinja to "
+                "tokenizer_path."
+            )
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {token: str(text) for token, text in added if text.special}
+        self._takes_text = self._takes_objects = True
+        self._takes_text = SENTINEL in self._attempt([{"role": "user", "content": SENTINEL}])
+        self._takes_objects = self._wants_objects()
+        answered = [_ASKED, {"role": "assistant", "content": SENTINEL}]
+        before, _, after = self.render([*answered, _AGAIN]).partition(SENTINEL)
+        asked, own = self.render([_ASKED]), self.render(answered, asks=False).partition(SENTINEL)[2]
+        self.opening = asked[len(_common(before, asked)) :]
+        self.closing = self._last(_common(own, after))
+        if self.closing is None and self._first(own) is not None:  # one end in the middle, another at the very end
+            self.closing = self._first(after)
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, asks: bool = True) -> str:
+        """Return a conversation as text; `asks` adds the start of the next answer.
+
+        Raises ValueError, with the template's own reason, if the template refuses it.
+        """
+        written = [self._as_written(message) for message in messages]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    written,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=asks,
+                    enable_thinking=self.enable_thinking,
+                )
+            )
+        except _REFUSALS as error:
+            raise ValueError(
+                f"messages must be such as the chat template of the model takes: got {error}. Change their roles, "
+                "their order or their content."
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return token ids of a text from its beginning on."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def append(self, end: int | None, rest: str, *, is_glue: bool = False) -> list[int] | None:
+        """Return the ids that follow an answer's; None if the template writes something between the two.
+
+        `end` is the special token that the model ended its answer with (None: it was cut off), `rest` the text from the
+        end of the answer on, or glue. The model's own end stands for that of the template.
+        """
+        first = self._first(rest)
+        anchor = self.special[first] if first is not None else self.tokenizer.eos_token or ""
+        # After a special token, because SentencePiece puts a space before what it takes for the start of a text.
+        ids = self.encode(rest) if first is not None or not anchor else self.encode(anchor + rest)[1:]
+        if end is None:
+            return ids
+        if first is not None and (first in (end, self.closing) or (is_glue and self.closing is not None)):
+            return ids[1:]
+        return ids if self.closing is None else None
+
+    def glue(self, answer: Message, new: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """Return what the template writes after an answer, its end included, if `new` messages follow.
+
+        It comes from a short conversation with a dummy in place of the answer, which calls the same tools.
+        Raises ValueError if the template refuses the messages.
+        """
+        refusal: ValueError | None = None
+        for dummy in self._dummies(answer):
+            try:
+                text = self.render([_ASKED, dummy, *new], tools)
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            if SENTINEL in text:
+                return self._from_end(text.rpartition(SENTINEL)[2], dummy, tools)
+        raise refusal or ValueError(
+            "the chat template must write the answers of the assistant: got one that drops them. Use another one."
+        )
+
+    def hidden(self, messages: Sequence[Message], text: str) -> Message | None:
+        """Return the first of the messages whose content is not in the text, as some templates drop tools' results."""
+        for message in messages:
+            content = text_of(message).strip()
+            forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+            if message["role"] != "assistant" and not any(form in text for form in forms):
+                return message
+        return None
+
+    def _from_end(self, after: str, dummy: Message, tools: list[Any] | None) -> str:
+        """Cut off what belongs to the dummy: the rest of its call."""
+        own = self.render([_ASKED, dummy], tools, asks=False).rpartition(SENTINEL)[2]
+        shared = _common(own, after)
+        if self.closing is None:
+            return after[len(shared) :]
+        end = self._last(shared)
+        return after[
+            shared.rfind(self.special[end]) if end is not None else max(after.find(self.special[self.closing]), 0) :
+        ]
+
+    def _dummies(self, answer: Message) -> list[Message]:
+        """A dummy with the answer's calls, as results belong to calls, then one that only speaks."""
+        plain: Message = {"role": "assistant", "content": SENTINEL}
+        if not (calls := answer.get("tool_calls")):
+            return [plain]
+        named = [{**call, "function": {**call["function"], "arguments": {SENTINEL: SENTINEL}}} for call in calls]
+        return [{"role": "assistant", "content": "", "tool_calls": named}, plain]
+
+    def _last(self, text: str) -> int | None:
+        """Return the last special token in a text."""
+        return max(
+            (token for token, written in self.special.items() if written in text),
+            key=lambda token: text.rfind(self.special[token]),
+            default=None,
+        )
+
+    def _first(self, text: str) -> int | None:
+        """Return the special token that a text begins with."""
+        return max(
+            (token for token, written in self.special.items() if text.startswith(written)),
+            key=lambda token: len(self.special[token]),
+            default=None,
+        )
+
+    def _wants_objects(self) -> bool:
+        """Whether the template wants the arguments of a call as an object, or as JSON."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {SENTINEL: SENTINEL}}}
+        self._takes_objects = True
+        if SENTINEL in self._attempt([_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], asks=False):
+            return True
+        self._takes_objects = False
+        text = self._attempt([_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], asks=False)
+        return SENTINEL not in text
+
+    def _attempt(self, messages: list[Message], *, asks: bool = True) -> str:
+        try:
+            return self.render(messages, asks=asks)
+        except ValueError:
+            return ""
+
+    def _as_written(self, message: Message) -> Message:
+        """Text as a string or as a part, and the arguments of calls as an object or as JSON, as the template wants."""
+        content = message.get("content")
+        if not self._takes_text and isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        elif self._takes_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):
+            message = {**message, "content": text_of(message)}
+        if self._takes_objects or not message.get("tool_calls"):
+            return message
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+        calls = [{**call, "function": one} for call, one in zip(message["tool_calls"], texts, strict=True)]
+        return {**message, "tool_calls": calls}
+
+
+def _common(one: str, other: str) -> str:
+    """Return what both texts begin with."""
+    return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message: of its parts, if it has several."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
