@@ -60,7 +60,42 @@ def tokenizer_of(style: str, folder: Any) -> Any:
     return tokenizer
 
 
-FAMILIES = {  # file in trl's folder of chat templates, as models ship them, and the token that ends an answer
+MISTRAL_NEMO = """<s>{% set last = namespace(user=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}
+{%- if tools and loop.index0 == last.user %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+[INST]{{ m.content }}[/INST]
+{%- elif m.role == 'tool' %}
+{%- if m.tool_call_id | length != 9 %}{{ raise_exception('ids of calls have 9 characters') }}{% endif -%}
+[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]
+{%- elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}{{ c.function | tojson }}
+{%- if not loop.last %}, {% endif %}{% endfor %}]</s>{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"""
+
+KIMI_K2 = """{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for m in messages %}<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>{{ m.name or m.role -}}
+<|im_middle|>{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}
+{% endif %}{{ m.content or '' }}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls -%}
+<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>
+{%- endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
+
+DEEPSEEK_V3_1 = """<s>{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}
+{%- if tools %}## Tools
+{{ tools | tojson }}
+{% endif %}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}
+{%- if not loop.last and messages[loop.index0 + 1].role == 'assistant' %}<｜Assistant｜></think>{% endif %}
+{%- elif m.role == 'assistant' %}{{ (m.content or '').split('</think>')[-1] }}
+{%- if m.tool_calls %}<｜tool▁calls▁begin｜>{% for c in m.tool_calls -%}
+<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ '' + c.function.arguments }}<｜tool▁call▁end｜>
+{%- endfor %}<｜tool▁calls▁end｜>{% endif %}<｜end▁of▁sentence｜>
+{%- elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role == 'user' %}<｜Assistant｜>
+{{- '<think>' if enable_thinking else '</think>' }}{% endif %}"""
+
+BEHAVIOURS = {"Mistral Nemo": MISTRAL_NEMO, "Kimi-K2": KIMI_K2, "DeepSeek-V3.1": DEEPSEEK_V3_1}
+"""Templates of our own that treat turns as those models' do."""
+
+FAMILIES = {  # file in trl's folder of templates, as models ship them ("": ours), and the token that ends an answer
     "Qwen2.5": ("qwen2_5", "<|im_end|>"),
     "Qwen3": ("qwen3", "<|im_end|>"),
     "Qwen3-2507": ("qwen3_instruct_2507", "<|im_end|>"),
@@ -84,11 +119,18 @@ FAMILIES = {  # file in trl's folder of chat templates, as models ship them, and
     "Command R": ("cohere", "<|END_OF_TURN_TOKEN|>"),
     "Command A": ("cohere2", "<|END_OF_TURN_TOKEN|>"),
     "SmolVLM": ("smolvlm", "<end_of_utterance>"),
+    "Mistral Nemo": ("", "</s>"),
+    "Kimi-K2": ("", "<|im_end|>"),
+    "DeepSeek-V3.1": ("", "<｜end▁of▁sentence｜>"),
 }
 _SPECIAL = re.compile(
     r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_\w+>|<sop>|\[gMASK\]|\[/?[A-Z]{4,}(?:_[A-Z]+)*\]|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>"
 )
-_EXTRA = {"gpt-oss": ["<|constrain|>"], "Qwen3": ["<|endoftext|>"]}  # tokens of the models that templates don't write
+_EXTRA = {
+    "Kimi-K2": ["<|im_user|>", "<|im_assistant|>"],
+    "gpt-oss": ["<|constrain|>"],
+    "Qwen3": ["<|endoftext|>"],
+}  # tokens of the models that templates don't write
 
 
 def real_tokenizer(family: str) -> Any:
@@ -97,7 +139,8 @@ def real_tokenizer(family: str) -> Any:
     tokenizer = train_tokenizer(["How much is 2 + 2?\n\n\nThe answer is 4."] * 20, vocab_size=512, max_position=512)
     trl = importlib.util.find_spec("trl")
     assert trl is not None and trl.origin is not None
-    tokenizer.chat_template = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    file = Path(trl.origin).parent / "chat_templates" / f"{name}.jinja"
+    tokenizer.chat_template = file.read_text() if name else BEHAVIOURS[family]
     special = {*_SPECIAL.findall(tokenizer.chat_template), *_EXTRA.get(family, [])} - {end}
     tokenizer.add_special_tokens({"eos_token": end, "bos_token": "<s>", "additional_special_tokens": sorted(special)})
     return tokenizer

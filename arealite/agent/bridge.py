@@ -48,9 +48,8 @@ class Bridge:
     ) -> None:
         self.history = history
         self.special_text = special_text
-        self._tokenizer = tokenizer
-        self._chat = ChatText(tokenizer, enable_thinking=enable_thinking)
-        self._parser = AnswerParser(self._chat)
+        self.chat = ChatText(tokenizer, enable_thinking=enable_thinking)
+        self.parser = AnswerParser(self.chat)
         self._lock = threading.Lock()  # a tokenizer serves one thread at a time
 
     def prompt(
@@ -76,13 +75,12 @@ class Bridge:
         A call of a tool that can't be read stays text, and is counted.
         """
         with self._lock:
-            raw_text = str(self._tokenizer.decode(response.output_tokens[: -1 if self._end(response) else None]))
-            shown = raw_text
-            if response.matched_stop:
-                shown = raw_text.partition(response.matched_stop)[0]
+            num_said = response.output_len - (self._end(response) is not None)
+            raw_text = self.chat.decode(response.input_tokens, response.output_tokens[:num_said])
+            shown = raw_text.partition(response.matched_stop)[0] if response.matched_stop else raw_text
             for one in (tools, None):  # what can't be read with calls is read without
                 try:
-                    message = self._parser.parse(shown, prompt_text=prompt.text, tools=one)
+                    message = self.parser.parse(shown, prompt_text=prompt.text, tools=one)
                     break
                 except MalformedCall:
                     prompt.counts["malformed_calls"] += 1
@@ -90,7 +88,7 @@ class Bridge:
             calls = message.get("tool_calls", [])
             ids = call_ids([*response.input_tokens, *response.output_tokens], len(calls))
             for call, name in zip(calls, ids, strict=True):
-                call["id"] = name
+                call.setdefault("id", name)
             return raw_text, message
 
     def _next(self, run: Run, messages: list[Message], tools: list[Any] | None, parent: Turn | None) -> NextPrompt:
@@ -100,18 +98,18 @@ class Bridge:
         for text in self._candidates(parent, messages, tools):
             if text.startswith(parent.text) and (prompt := self._continued(run, parent, text[len(parent.text) :], new)):
                 return prompt
-        if tools != parent.tools:
+        if tools != (parent.tools or None):
             return self._fresh(run, messages, tools, "tools")
         if self.history == "template":
             return self._fresh(run, messages, tools, "template")
-        glue = self._chat.glue(parent.message, new, tools)
+        glue = self.chat.glue(parent.message, new, tools)
         kept = self._continued(run, parent, glue, new, is_glue=True)
         assert kept is not None, glue
         return kept
 
     def _candidates(self, parent: Turn, messages: list[Message], tools: list[Any] | None) -> Iterator[str]:
         """Yield the conversation as the template writes it, each answer as it was sampled or as it was read."""
-        opening = self._chat.opening
+        opening = self.chat.opening
         answers = {len(turn.messages): turn for turn in parent.path}
         forms = [
             {at: turn.raw_text for at, turn in answers.items()},
@@ -125,7 +123,7 @@ class Bridge:
 
     def _rendered(self, messages: list[Message], tools: list[Any] | None) -> Iterator[str]:
         try:
-            yield self._chat.render(messages, tools)
+            yield self.chat.render(messages, tools)
         except ValueError:
             return  # such as a template that wants a call before a tool's result
 
@@ -133,18 +131,20 @@ class Bridge:
         self, run: Run, parent: Turn, rest: str, new: list[Message], *, is_glue: bool = False
     ) -> NextPrompt | None:
         """Append to a turn's tokens the text that follows its answer."""
-        if (ids := self._chat.append(self._end(parent.response), rest, is_glue=is_glue)) is None:
+        ids = self.chat.append(self._end(parent.response), rest, is_glue=is_glue)
+        if is_glue:
+            self._refuse_hidden(new, rest)
+        if ids is None or self.chat.hidden(new, rest) is not None:
             return None
-        self._refuse_hidden(new, rest)
         return NextPrompt(parent.ids + ids, parent.text + rest, parent, None, run.counts)
 
     def _fresh(self, run: Run, messages: list[Message], tools: list[Any] | None, branch: Any) -> NextPrompt:
-        text = self._chat.render(messages, tools)
+        text = self.chat.render(messages, tools)
         self._refuse_hidden(messages, text)
-        return NextPrompt(self._chat.encode(text), text, None, branch, run.counts)
+        return NextPrompt(self.chat.encode(text), text, None, branch, run.counts)
 
     def _refuse_hidden(self, messages: list[Message], text: str) -> None:
-        if (hidden := self._chat.hidden(messages, text)) is not None:
+        if (hidden := self.chat.hidden(messages, text)) is not None:
             raise ValueError(
                 f"the model must see every message: got a chat template that drops those of role {hidden['role']!r}. "
                 "Use a model whose template writes them, or send their content as the user's."
@@ -157,7 +157,7 @@ class Bridge:
         for at, message in enumerate(messages):
             content = message.get("content")
             if isinstance(content, str) and message["role"] != "assistant":
-                found = [text for text in self._chat.special.values() if text in content]
+                found = [text for text in self.chat.special.values() if text in content]
                 run.counts["special_text"] += bool(found) and at >= num_known
                 for text in found if self.special_text == "break" else []:
                     content = content.replace(text, text[:1] + _JOINER + text[1:])
@@ -169,4 +169,4 @@ class Bridge:
         """The special token with which the model ended its answer."""
         last = response.output_tokens[-1] if response.output_tokens else None
         ends = response.stop_reason == "stop" and not response.matched_stop
-        return last if ends and last in self._chat.special else None
+        return last if ends and last in self.chat.special else None

@@ -75,9 +75,10 @@ _CALLS: tuple[dict[str, Any], ...] = (
     },
     {  # <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
         **_JSON,
-        "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?"
-        r"(?P<name>[^\s:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+        "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*"
+        r"(?P<id>(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
         "close_pattern": r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+        "transform": {**_FUNCTION, "id": "{id}"},
     },
     {  # <|tool_call>call:f{a:<|"|>text<|"|>}<tool_call|>
         **_JSON,
@@ -114,6 +115,7 @@ _SPOKEN: dict[str, dict[str, Any]] = {  # what is neither thought nor call; a fo
     },
 }
 _PROBE_ARGUMENTS = {"city": "Old Town", "days": 3, "near": ["a", "b"], "is_open": True}
+_PROBE_IDS = ("call00000", "functions.look_up:0")  # some templates demand nine letters, others write the name like this
 _TYPES = {"city": "string", "days": "integer", "near": "array", "is_open": "boolean"}
 _PROBE_TOOL = {
     "type": "function",
@@ -134,14 +136,21 @@ class MalformedCall(ValueError):
 
 
 class AnswerParser:
-    """Reads the answers of one model; `call_format` is None if its calls of tools can't be read."""
+    """Reads the answers of one model.
+
+    `thoughts` is how the model frames them, `call_format` how it calls tools; None if that is unknown.
+    """
 
     def __init__(self, chat: ChatText) -> None:
         self._own = getattr(chat.tokenizer, "response_template", None)
-        self._thoughts = next((one for one in _THOUGHTS if one["open"] in chat.tokenizer.chat_template), None)
+        self.thoughts = next((one for one in _THOUGHTS if one["open"] in chat.tokenizer.chat_template), None)
         self.call_format: dict[str, Any] | None = None
         if self._own is None:
             self.call_format = next((one for one in _CALLS if self._reads_back(chat, one)), None)
+
+    @property
+    def reads_calls(self) -> bool:
+        return self.call_format is not None or "tool_calls" in (self._own or {}).get("fields", {})
 
     def parse(self, raw_text: str, *, prompt_text: str, tools: list[Any] | None) -> Message:
         """Return the message of an answer: content, and reasoning_content and tool_calls if it has any.
@@ -151,7 +160,7 @@ class AnswerParser:
         template = self._template(has_tools=bool(tools))
         if template is None:
             return {"role": "assistant", "content": raw_text}
-        parsed = _parsed(template, raw_text, prompt_text if self._own else self._begun(prompt_text), tools)
+        parsed = _parsed(template, raw_text, prompt_text if self._own else self.begun(prompt_text), tools)
         thoughts, calls = parsed.get("reasoning_content") or parsed.get("thinking"), parsed.get("tool_calls") or []
         content = parsed.get("content") or ""
         if content == raw_text.strip() or not (content or thoughts or calls):
@@ -160,12 +169,12 @@ class AnswerParser:
         message |= {"reasoning_content": thoughts} if thoughts else {}
         return message | ({"tool_calls": _checked(calls)} if calls else {})
 
-    def _begun(self, prompt_text: str) -> str:
+    def begun(self, prompt_text: str) -> str:
         """Return the thoughts that a prompt ends with, such as `<think>` or empty ones."""
-        if self._thoughts is None:
+        if self.thoughts is None:
             return ""
-        _, opened, rest = prompt_text.rpartition(self._thoughts["open"])
-        is_end = not rest.replace(self._thoughts.get("close", ""), "").strip()
+        _, opened, rest = prompt_text.rpartition(self.thoughts["open"])
+        is_end = not rest.replace(self.thoughts.get("close", ""), "").strip()
         return opened + rest if is_end else ""
 
     def _template(self, *, has_tools: bool, calls: dict[str, Any] | None = None) -> dict[str, Any] | None:
@@ -175,17 +184,20 @@ class AnswerParser:
             return {**self._own, "fields": fields}
         calls = calls or self.call_format
         framed = next((one for mark, one in _SPOKEN.items() if mark in (calls or {}).get("open_pattern", "")), None)
-        if self._thoughts is None and not (has_tools and calls) and framed is None:
+        if self.thoughts is None and not (has_tools and calls) and framed is None:
             return None
         fields = {"content": framed or {"content": "text"}}
-        fields |= {"reasoning_content": {"content": "text", **self._thoughts}} if self._thoughts else {}
+        fields |= {"reasoning_content": {"content": "text", **self.thoughts}} if self.thoughts else {}
         fields |= {"tool_calls": calls} if calls and has_tools else {}
         return {"start_anchor_pattern": "^", "fields": fields}
 
     def _reads_back(self, chat: ChatText, calls: dict[str, Any]) -> bool:
         """Whether a format reads a call as the chat template writes it."""
         function = {"name": "look_up", "arguments": _PROBE_ARGUMENTS}
-        call = {"id": "call00000", "type": "function", "function": function}
+        calls_written = [{"id": id, "type": "function", "function": function} for id in _PROBE_IDS]
+        return any(self._reads_call(chat, calls, call) for call in calls_written)
+
+    def _reads_call(self, chat: ChatText, calls: dict[str, Any], call: Message) -> bool:
         asked = {"role": "user", "content": "zqquestionqz"}
         template = self._template(has_tools=True, calls=calls)
         assert template is not None, "calls make a template"
@@ -197,7 +209,7 @@ class AnswerParser:
             found = _checked(_parsed(template, answer, "", [_PROBE_TOOL]).get("tool_calls") or [])
         except (ValueError, KeyError):
             return False
-        return [one["function"] for one in found] == [function]
+        return [one["function"] for one in found] == [call["function"]]
 
 
 def call_ids(ids: Sequence[int], num_calls: int) -> list[str]:
@@ -240,5 +252,11 @@ def _checked(calls: list[Any]) -> list[Message]:
         )
         if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
             raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
-    functions = [{key: call["function"][key] for key in ("name", "arguments")} for call in calls]
-    return [{"type": "function", "function": function} for function in functions]
+    return [
+        {
+            **({"id": call["id"]} if isinstance(call.get("id"), str) else {}),
+            "type": "function",
+            "function": {key: call["function"][key] for key in ("name", "arguments")},
+        }
+        for call in calls
+    ]

@@ -17,15 +17,13 @@ _PLAIN = "The answer is 4."
 _THOUGHT = f"<think>\nTwo and two make four.\n</think>\n\n{_PLAIN}"
 _AROUND = 12  # tokens shown after a difference
 PLAIN = "plain answers"
-_KINDS = {  # what the system says, who asks again, every answer
-    PLAIN: ("", "user", _PLAIN),
-    "empty answers": ("", "user", ""),
-    "answers with a <think> block": ("", "user", _THOUGHT),
-    "answers that begin with an empty line": ("", "user", f"\n\n{_PLAIN}"),
-    "answers that end with whitespace": ("", "user", f"{_PLAIN} \n"),
-    "a system message": ("Answer in one sentence.", "user", _PLAIN),
-    "results of tools": ("", "tool", _PLAIN),
-    "results of tools after a <think> block": ("", "tool", _THOUGHT),
+_KINDS = {  # what the system says, every answer
+    PLAIN: ("", _PLAIN),
+    "empty answers": ("", ""),
+    "answers with a <think> block": ("", _THOUGHT),
+    "answers that begin with an empty line": ("", f"\n\n{_PLAIN}"),
+    "answers that end with whitespace": ("", f"{_PLAIN} \n"),
+    "a system message": ("Answer in one sentence.", _PLAIN),
 }
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")  # with which a template says what the model writes
 _NO_TEMPLATE = (
@@ -123,6 +121,8 @@ def _render(
 def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:
     """Render growing conversations and compare their token ids; `end_ids` are those that end generation.
 
+    Conversations with tools, and what agents make of all this, are certified by `arealite.agent.certificate`.
+
     Raises jinja2.TemplateError or ValueError if the template can't write plain questions and answers.
     """
     answered = [_message("user", _QUESTIONS[0]), _message("assistant", _PLAIN)]
@@ -131,9 +131,9 @@ def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:
     end = next((token for token in _encode(tokenizer, tail) if token in end_ids), None)
     breaks: dict[str, str] = {}
     refused: dict[str, str] = {}
-    for kind, (system, asker, answer) in _KINDS.items():
+    for kind, (system, answer) in _KINDS.items():
         try:
-            broken = _first_break(tokenizer, system, asker, answer, [] if end is None else [end])
+            broken = _first_break(tokenizer, system, answer, [] if end is None else [end])
         except jinja2.TemplateError as error:
             if kind == PLAIN:
                 raise
@@ -145,12 +145,12 @@ def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:
     return Certificate(breaks, refused, tail, end, garbled)
 
 
-def _first_break(tokenizer: Any, system: str, asker: str, answer: str, end: list[int]) -> str:
+def _first_break(tokenizer: Any, system: str, answer: str, end: list[int]) -> str:
     """Grow one conversation; every prompt must begin with the prompt before it and the answer sampled there."""
     messages = [_message("system", system)] if system else []
     kept: list[int] = []
     for turn, question in enumerate(_QUESTIONS):
-        messages.append(_message(asker if turn else "user", question))
+        messages.append(_message("user", question))
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
         )

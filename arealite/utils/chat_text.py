@@ -49,7 +49,7 @@ class ChatText:
         before, _, after = self.render([*answered, _AGAIN]).partition(SENTINEL)
         asked, own = self.render([_ASKED]), self.render(answered, asks=False).partition(SENTINEL)[2]
         self.opening = asked[len(_common(before, asked)) :]
-        self.closing = self._last(_common(own, after))
+        self.closing = self.last_special(_common(own, after))
         if self.closing is None and self._first(own) is not None:  # one end in the middle, another at the very end
             self.closing = self._first(after)
 
@@ -78,6 +78,12 @@ class ChatText:
     def encode(self, text: str) -> list[int]:
         """Return token ids of a text from its beginning on."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of ids that follow others: SentencePiece strips the space of what begins a text."""
+        anchor = str(self.tokenizer.decode(list(before[-1:])))
+        whole = str(self.tokenizer.decode([*before[-1:], *ids]))
+        return whole[len(anchor) :] if whole.startswith(anchor) else str(self.tokenizer.decode(list(ids)))
 
     def append(self, end: int | None, rest: str, *, is_glue: bool = False) -> list[int] | None:
         """Return the ids that follow an answer's; None if the template writes something between the two.
@@ -129,7 +135,7 @@ class ChatText:
         shared = _common(own, after)
         if self.closing is None:
             return after[len(shared) :]
-        end = self._last(shared)
+        end = self.last_special(shared)
         return after[
             shared.rfind(self.special[end]) if end is not None else max(after.find(self.special[self.closing]), 0) :
         ]
@@ -142,7 +148,7 @@ class ChatText:
         named = [{**call, "function": {**call["function"], "arguments": {SENTINEL: SENTINEL}}} for call in calls]
         return [{"role": "assistant", "content": "", "tool_calls": named}, plain]
 
-    def _last(self, text: str) -> int | None:
+    def last_special(self, text: str) -> int | None:
         """Return the last special token in a text."""
         return max(
             (token for token, written in self.special.items() if written in text),

@@ -88,7 +88,7 @@ def test_a_run_that_works(check, tiny) -> None:
         "ok model Qwen3ForCausalLM: 0.115 million parameters in 2 layers, tied embeddings",
         "ok weights all 24 tensors in 1 safetensors file",
         "ok tokenizer 261 tokens of 261 that the model has",
-        "ok template append-only ok data",
+        "ok template append-only ok template turns of agents: answer, user: ok;",
         "train_dataset: the first 16 prompts have",
         "ok memory the run needs about 0.",
     ):
@@ -190,7 +190,9 @@ def test_a_template_that_rewrites_turns(check, model) -> None:
     assert (
         status == 0 and "warning template not append-only: with plain answers, turn 1 changes when question 2" in shown
     )
-    assert "the model saw '<|assistant|>The answ" in shown and "Fix: No matter for single-turn workflows" in shown
+    assert "the model saw '<|assistant|>The answ" in shown and "Fix: No matter for workflows like this run's" in shown
+    assert "ok template turns of agents: answer, user: refuses; tool cycle: refuses;" in shown
+    assert "(refuses: the template refuses such messages;" in shown
     status, shown = check(model, entry=ENTRY.replace("RLVRWorkflow", "MyWorkflow"))
     assert status == 1 and "PROBLEM template not append-only" in shown and "may be multi-turn" in shown
 

@@ -11,8 +11,7 @@ from arealite.utils.chat_template import PLAIN, certify, demonstration, next_pro
 THINK = "answers with a <think> block"
 EMPTY_LINE = "answers that begin with an empty line"
 WHITESPACE = "answers that end with whitespace"
-TOOLS, TOOLS_THINK = "results of tools", "results of tools after a <think> block"
-ALL_KINDS = {PLAIN, "empty answers", THINK, EMPTY_LINE, WHITESPACE, "a system message", TOOLS, TOOLS_THINK}
+ALL_KINDS = {PLAIN, "empty answers", THINK, EMPTY_LINE, WHITESPACE, "a system message"}
 
 TURN = "<|{{ m.role }}|>{{ m.content }}<|end|>"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
@@ -70,7 +69,7 @@ def test_earlier_thoughts_are_stripped_once_another_question_follows(judge) -> N
         "<|{{ m.role }}|>{{ text }}<|end|>{% endfor %}"
     )
     breaks = judge(strips + PROMPT).breaks
-    assert breaks.keys() == {THINK, EMPTY_LINE}, "thoughts between tools stay"
+    assert breaks.keys() == {THINK, EMPTY_LINE}
     assert breaks[THINK].startswith("turn 1 changes when question 2 follows it: the model saw '<think>\\n")
     assert "the template writes 'The answer is 4." in breaks[THINK]
 

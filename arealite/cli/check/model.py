@@ -10,9 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from arealite.agent.certificate import OUTCOMES, by_mode
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import RWEngineConfig
-from arealite.cli.check.findings import Findings, counted
+from arealite.cli.check.findings import Findings, Level, counted
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier, pick_attention
@@ -23,6 +24,8 @@ from arealite.utils.chat_template import Certificate, certify, prompt_tokens
 from arealite.utils.hf import load_hf_tokenizer
 from arealite.utils.memory_plan import model_shape
 
+_KEEP_TOKENS = {"RLVRWorkflow", "MultiTurnWorkflow", "ToolWorkflow", "EnvWorkflow", "AgentWorkflow"}
+"""Workflows that append to what was sampled, whatever the template makes of it."""
 _MAX_ROWS = 256  # of a data set that are read
 
 
@@ -99,24 +102,35 @@ def check_template(found: Findings, config: Config, model: PreTrainedModel, toke
     end_ids = _end_ids(config, model, tokenizer)
     certificate = certify(tokenizer, end_ids=end_ids)
     workflows = {name for name in calls if name.endswith("Workflow")}
-    is_single_turn = config.rollout is None or workflows == {"RLVRWorkflow"}
+    keeps_tokens = config.rollout is None or workflows <= _KEEP_TOKENS
     refused = f"; no {', '.join(certificate.refused)}" if certificate.refused else ""
     if certificate.breaks:
         (kind, change), *others = certificate.breaks.items()
         same = f" The same with {', '.join(other for other, _ in others)}." if others else ""
-        need = "No matter for single-turn workflows like this run's" if is_single_turn else "This run may be multi-turn"
+        need = "No matter for workflows like this run's" if keeps_tokens else "This run may be multi-turn"
         found.add(
-            "warning" if is_single_turn else "problem",
+            "warning" if keeps_tokens else "problem",
             f"not append-only: with {kind}, {change}{same}{refused}",
             f"{need}. A multi-turn workflow must keep the sampled tokens and append only what is new to them, or use a "
             "template that never rewrites a turn (tokenizer_path=<folder with another chat_template.jinja>).",
         )
     else:
         found.add("ok", f"append-only{refused}")
+    _check_turns(found, tokenizer, is_agent="AgentWorkflow" in workflows)
     _check_end(found, config, tokenizer, certificate, end_ids)
     for text, back in list(certificate.garbled.items())[:1]:
         told = f"{text!r} comes back from the tokenizer as {back!r}, so rewards see other text than was sampled"
         found.add("warning", told, "Use a tokenizer that keeps every character (byte-level).")
+
+
+def _check_turns(found: Findings, tokenizer: Any, *, is_agent: bool) -> None:
+    """What agents may do with this template: columns of its certificate by thinking mode."""
+    for mode, cells in by_mode(tokenizer):
+        shown = "; ".join(f"{column}: {cell}" for column, cell in cells.items())
+        seen = [f"{cell}: {meaning}" for cell, meaning in OUTCOMES.items() if cell in cells.values() and cell != "ok"]
+        meaning = f" ({'; '.join(seen)})" if seen else ""
+        level: Level = "problem" if is_agent and cells["answer, user"] == "refuses" else "ok"
+        found.add(level, f"turns of agents{f' {mode}' if mode else ''}: {shown}{meaning}")
 
 
 def _check_end(found: Findings, config: Config, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
