@@ -63,6 +63,7 @@ def write_samples(path: Path, prompts: list[str], version: int, **changes: objec
     rows = [
         {
             "prompt_id": prompt,
+            "row": sample,
             "sample": sample,
             "loss_mask": [0, 1, 1],
             "versions": [-1, version, version],

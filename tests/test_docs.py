@@ -51,7 +51,7 @@ def test_own_columns_and_weighted_rewards(folder: Path) -> None:
     def numbers(pattern: str) -> set[int]:
         """Return the n of the rows that were sampled."""
         files = (folder / "runs/own/first/rollouts").glob(pattern)
-        prompts = {json.loads(line)["prompt"] for file in files for line in file.read_text().splitlines()}
+        prompts = {json.loads(line)["segments"][0]["given"] for file in files for line in file.read_text().splitlines()}
         asked = re.compile(r"<\|user\|>Tom has (\d+) .* How many\? Think\.<\|end\|><\|assistant\|>")
         found = [asked.fullmatch(prompt) for prompt in prompts]
         return {int(match[1]) for match in found if match is not None}
@@ -77,7 +77,8 @@ def test_a_second_turn_follows_a_wrong_answer(folder: Path) -> None:
     rows = (folder / "runs/own/turns/rollouts/step_0.jsonl").read_text().splitlines()
     assert len(rows) == 64
     for row in map(json.loads, rows):
-        assert again.fullmatch(row["prompt"] + row["completion"]), row
+        texts = [text for part in row["segments"] for text in part.values()]
+        assert len(texts) == 4 and again.fullmatch("".join(texts)), row
 
 
 def test_every_key_of_the_table_exists() -> None:

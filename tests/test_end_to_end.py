@@ -40,10 +40,17 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run_rl(model: Path, fileroot: Path, num_steps: int, *overrides: str, example: str = "gsm8k_grpo") -> Path:
-    """Run a few small steps of an example and return the run folder."""
+def run_rl(
+    model: Path,
+    fileroot: Path,
+    num_steps: int,
+    *overrides: str,
+    example: str = "gsm8k_grpo",
+    script: Path | None = None,
+) -> Path:
+    """Run a few small steps of an example, or of a script with its config, and return the run folder."""
     run(
-        *("-m", "arealite.launcher.local", str(REPOSITORY / "examples" / "arealite" / f"{example}.py")),
+        *("-m", "arealite.launcher.local", str(script or REPOSITORY / "examples" / "arealite" / f"{example}.py")),
         *("--config", str(CONFIGS / f"{example}_cpu.yaml"), f"actor.path={model}", f"cluster.fileroot={fileroot}"),
         *("experiment_name=e2e", "trial_name=t", f"total_train_steps={num_steps}", "train_dataset.batch_size=6"),
         *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10"),
@@ -146,6 +153,52 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
         *("actor.ppo_n_minibatches=2", "tokenizer_path=${actor.path}"),
     )
     check_run(folder, num_steps=3, bound=0, num_servers=1)
+
+
+BRANCHING = """
+from arealite.api.io_struct import ModelRequest
+from arealite.utils.chat_template import prompt_tokens
+from arealite.workflow.rlvr import RLVRWorkflow
+from arealite.workflow.trajectory import TrajectoryBuilder, sample_group
+
+
+class Branching(RLVRWorkflow):
+    async def arun_episode(self, engine, data):
+        return await sample_group(lambda sample: self.converse(engine, data, sample), self.gconfig.n_samples)
+
+    async def converse(self, engine, data, sample):
+        gconfig = self.gconfig.new(n_samples=1, max_new_tokens=6 + sample)
+        (prompt,) = prompt_tokens(self.tokenizer, [data["messages"]])
+        builder = TrajectoryBuilder(prompt)
+        for _ in range(1 + sample):
+            response = await engine.agenerate(ModelRequest(builder.ids, gconfig, seed_key=str(sample)))
+            builder.add(response, reward=response.output_len / 10)
+            builder.branch([*prompt, *response.output_tokens[:2]])
+        return builder.finish(sample_index=sample)
+"""
+
+
+@pytest.mark.slow
+def test_runs_of_several_rows_are_trained_audited_and_replayed(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "branching.py").write_text(BRANCHING)
+    script = (REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py").read_text()
+    of_rlvr, of_branching = "from arealite.workflow.rlvr import RLVRWorkflow", "from branching import Branching"
+    (tmp_path / "grpo.py").write_text(script.replace(of_rlvr, f"{of_branching} as RLVRWorkflow"))
+    two_ranks = "allocation_mode=lite.d2p1t1+d2p1t1"
+    folder = run_rl(
+        model, tmp_path, 3, two_ranks, "recover.mode=auto", "recover.freq_steps=2", script=tmp_path / "grpo.py"
+    )
+    rows = rows_of(folder / "metrics.jsonl")
+    for step in range(3):
+        lines = rows_of(folder / "rollouts" / f"step_{step}.jsonl")
+        assert [line["sample"] for line in lines] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3] * 6
+        assert [line["row"] for line in lines] == [*range(10)] * 6
+        runs = {(line["prompt_id"], line["sample"]): line["reward"] for line in lines}
+        assert rows[step]["reward/mean"] == pytest.approx(sum(runs.values()) / 24, rel=1e-5)
+        assert all(set(line["segments"][-1]) == {"sampled"} and len(line["segments"]) == 2 for line in lines)
+    assert "\nlost 0\nrepeated 0\n" in run("-m", "arealite.cli.main", "ledger", str(folder))
+    for step in ("1", "2"):
+        assert "are bit-identical" in run("-m", "arealite.cli.main", "replay", str(folder), "--step", step)
 
 
 @pytest.mark.slow

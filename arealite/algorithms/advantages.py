@@ -110,12 +110,26 @@ def scale_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: f
 
 
 def token_rewards(
-    scores: torch.Tensor, loss_mask: torch.Tensor, kl: torch.Tensor | None = None, *, kl_ctl: float = 0.0
+    scores: torch.Tensor,
+    loss_mask: torch.Tensor,
+    kl: torch.Tensor | None = None,
+    *,
+    kl_ctl: float = 0.0,
+    turn_rewards: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `[B, T]`: `scores [B]` on the last trained token of each row, minus `kl_ctl * kl [B, T]` on every one."""
+    """Return `[B, T]`: `scores [B]` on the last trained token of each row, minus `kl_ctl * kl [B, T]` on every one.
+
+    Beside them `turn_rewards [B, T]` come when they were earned, on the last trained token until then. What a row's
+    context earned, before any trained token, is over.
+    """
     mask_BT = loss_mask.bool()
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(dim=1).flip(1) == 1)
-    rewards_BT = torch.where(is_last_BT, scores[:, None], 0.0)
+    rewards_BT = torch.zeros_like(mask_BT, dtype=scores.dtype)
+    if turn_rewards is not None:
+        places_BT = torch.where(mask_BT, torch.arange(mask_BT.shape[1], device=mask_BT.device), -1).cummax(dim=1).values
+        earned_BT = torch.where(places_BT >= 0, turn_rewards, 0.0)
+        rewards_BT = rewards_BT.scatter_add(1, places_BT.clamp(min=0), earned_BT)
+    rewards_BT = rewards_BT + torch.where(is_last_BT, scores[:, None], 0.0)
     if kl is not None:
         rewards_BT = rewards_BT - torch.where(mask_BT, kl_ctl * kl, 0.0)
     return rewards_BT

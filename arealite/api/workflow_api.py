@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from arealite.api.engine_api import InferenceEngine
 
 
-_KEYS_OF_ROWS = ("rewards", "no_eos", "group_index")
+KEYS_OF_ROWS = ("rewards", "no_eos", "group_index", "sample_index")
 
 
 class RolloutWorkflow(abc.ABC):
@@ -30,6 +31,11 @@ class RolloutWorkflow(abc.ABC):
         (the weights that sampled the token; -1 elsewhere), `rewards [B]`, and optionally `no_eos [B]` bool (the
         answer was cut off at the token limit).
 
+        A run, one sample of the group, has one row unless `sample_index [B]` int64 gives several rows the same number;
+        they then share `rewards`, and group statistics and metrics count the run once. `turn_rewards [B, S]` is what
+        each turn earned, on its last token: sums from a turn on are its return, and take the place of `rewards` for a
+        critic and without a baseline. Baselines of groups compare `rewards` and leave them out.
+
         Any other key `[B]` is a metric of the workflow: its mean is logged as `workflow/<key>` (as `<key>` if that has
         a `/`) and in evaluations as `eval/<key>`.
         """
@@ -37,4 +43,40 @@ class RolloutWorkflow(abc.ABC):
 
 def own_metrics(batch: TensorDict) -> dict[str, torch.Tensor]:
     """Return the metrics of the workflow `[B]` by key."""
-    return {key: value for key, value in batch.items() if value.dim() == 1 and key not in _KEYS_OF_ROWS}
+    return {key: value for key, value in batch.items() if value.dim() == 1 and key not in KEYS_OF_ROWS}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The R runs, each one sample of a group, that B rows belong to."""
+
+    of_rows: torch.Tensor
+    """`[B]`, from 0 on, in the order of `first_rows`."""
+    first_rows: torch.Tensor
+    """`[R]`"""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `[R]` sums of `values [B]`."""
+        return values.new_zeros(len(self.first_rows)).index_add(0, self.of_rows, values)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `[R]` means of `values [B]` in float64."""
+        return self.sum(values.double()) / self.of_rows.bincount(minlength=len(self.first_rows))
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `[R]` maxima of `values [B]`."""
+        return values[self.first_rows].scatter_reduce(0, self.of_rows, values, "amax")
+
+
+def runs_of(batch: TensorDict, groups: torch.Tensor | None = None) -> Runs:
+    """Return the runs of a batch by `sample_index`, without which each row is one, within `groups [B]` (None: one)."""
+    rows = range(len(batch["rewards"]))
+    samples = batch["sample_index"].tolist() if "sample_index" in set(batch.keys()) else rows
+    names = list(zip([0] * len(rows) if groups is None else groups.tolist(), samples, strict=True))
+    first_rows = {name: row for row, name in reversed(list(enumerate(names)))}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    like = batch["rewards"].long()
+    return Runs(
+        like.new_tensor([numbers[name] for name in names]),
+        like.new_tensor([first_rows[name] for name in numbers]),
+    )

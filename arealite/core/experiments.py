@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from arealite.api.cli_args import GRPOConfig, PPOConfig
 
 TOKENS = ("input_ids", "attention_mask", "kept_ids?", "kept_counts?")
-ROLLOUT = (*TOKENS, "loss_mask", "logprobs", "versions", "rewards", "group_index", "no_eos?")
+RUNS = ("group_index", "sample_index?", "turn_rewards?")
+ROLLOUT = (*TOKENS, "loss_mask", "logprobs", "versions", "rewards", "no_eos?", *RUNS)
 
 
 def grpo(config: GRPOConfig) -> DataFlowGraph:

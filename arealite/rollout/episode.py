@@ -23,6 +23,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError, TrajectoryError
 from arealite.api.io_struct import ModelRequest, PromptId
+from arealite.api.workflow_api import runs_of
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, first, kind_of
 from arealite.rollout.loop_watch import running
@@ -143,7 +144,7 @@ class EpisodeRunner:
         try:
             needs_kept = episode.is_narrowed and not self.is_evaluation
             trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
-            self.sampled_rewards.extend(trajectory["rewards"].tolist())
+            self.sampled_rewards.extend(trajectory["rewards"][runs_of(trajectory).first_rows].tolist())
             if prompt.should_accept is not None and not prompt.should_accept(trajectory):
                 return BY_FILTER
             self.columns.check(trajectory, prompt.workflow)

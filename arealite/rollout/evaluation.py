@@ -1,6 +1,6 @@
 """What an evaluation has measured: means over prompts, each with its interval; a prompt without a result counts too."""
 
-# B samples, P prompts
+# B rows, R runs of a workflow, each one sample, P prompts
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,37 +8,40 @@ from collections.abc import Mapping, Sequence
 import torch
 from tensordict import TensorDict
 
-from arealite.api.workflow_api import own_metrics
+from arealite.api.workflow_api import own_metrics, runs_of
 
 _Z = 1.96  # of a 95 % interval
 
 
 def evaluation_metrics(batch: TensorDict, num_prompts: int) -> dict[str, float]:
     """Summarize trajectories `[B, T]` of those of `num_prompts` prompts that have a result by `sample_metrics`."""
-    columns = own_metrics(batch) | {"completion_tokens": batch["loss_mask"].bool().sum(1)}
+    runs = runs_of(batch, batch["group_index"])
+    columns = {name: runs.mean(values) for name, values in own_metrics(batch).items()}
+    columns["completion_tokens"] = runs.sum(batch["loss_mask"].bool().sum(1))
     if "no_eos" in set(batch.keys()):
-        columns["truncated_ratio"] = batch["no_eos"]
-    return sample_metrics(batch["rewards"], batch["group_index"], columns, num_prompts)
+        columns["truncated_ratio"] = runs.max(batch["no_eos"].byte())
+    rewards_R, group_index_R = batch["rewards"][runs.first_rows], batch["group_index"][runs.first_rows]
+    return sample_metrics(rewards_R, group_index_R, columns, num_prompts)
 
 
 def sample_metrics(
-    rewards_B: torch.Tensor, group_index_B: torch.Tensor, columns: Mapping[str, torch.Tensor], num_prompts: int
+    rewards_R: torch.Tensor, group_index_R: torch.Tensor, columns: Mapping[str, torch.Tensor], num_prompts: int
 ) -> dict[str, float]:
-    """Summarize the samples of those of `num_prompts` prompts that have a result, and further columns `[B]` by name.
+    """Summarize the samples of those of `num_prompts` prompts that have a result, and further columns `[R]` by name.
 
     Samples of a prompt are averaged first. If every reward is 0 or 1, the mean is called `accuracy` and counts prompts
     without a result as wrong. Otherwise it is called `reward` and leaves them out: what no result is worth compared to
     a bad one, only the user can say. `<name>_low` and `<name>_high` are a 95 % interval.
     """
-    samples_P = group_index_B.bincount()
+    samples_P = group_index_R.bincount()
 
-    def per_prompt(values_B: torch.Tensor) -> torch.Tensor:
+    def per_prompt(values_R: torch.Tensor) -> torch.Tensor:
         sums_P = torch.zeros(len(samples_P), dtype=torch.float64)
-        return sums_P.index_add(0, group_index_B, values_B.double()) / samples_P
+        return sums_P.index_add(0, group_index_R, values_R.double()) / samples_P
 
-    rewards_P = per_prompt(rewards_B)
+    rewards_P = per_prompt(rewards_R)
     num_failed = num_prompts - len(samples_P)
-    if is_binary(rewards_B.tolist()):
+    if is_binary(rewards_R.tolist()):
         solved_P = [*rewards_P.tolist(), *[0.0] * num_failed]
         metrics = share_with_interval("accuracy", solved_P, max_information=int(samples_P.max()))
     else:
@@ -46,8 +49,8 @@ def sample_metrics(
         if len(rewards_P) > 1:
             half = _Z * rewards_P.std().item() / math.sqrt(len(rewards_P))
             metrics |= {"reward_low": value - half, "reward_high": value + half}
-    metrics |= {name: per_prompt(values_B).mean().item() for name, values_B in columns.items()}
-    return metrics | {"num_samples": float(len(rewards_B)), "num_failed": float(num_failed)}
+    metrics |= {name: per_prompt(values_R).mean().item() for name, values_R in columns.items()}
+    return metrics | {"num_samples": float(len(rewards_R)), "num_failed": float(num_failed)}
 
 
 def pass_metrics(num_right_P: Sequence[int], num_samples: int, pass_at_k: Sequence[int]) -> dict[str, float]:

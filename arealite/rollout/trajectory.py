@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import MAX_LOGPROB
-from arealite.api.workflow_api import own_metrics
+from arealite.api.workflow_api import own_metrics, runs_of
 from arealite.utils.tensors import concat_padded_tensors, split_balanced
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -29,6 +29,7 @@ _RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, A
     ("attention_mask", "be 0 or 1", lambda mask: mask == (mask != 0)),
     ("loss_mask", "be 0 or 1", lambda mask: mask == (mask != 0)),
     ("rewards", "be finite", np.isfinite),
+    ("turn_rewards", "be finite", np.isfinite),
     ("logprobs", "be finite and at most 0", lambda logprobs: (logprobs > -np.inf) & (logprobs <= MAX_LOGPROB)),
 )
 _CONVERT = "Convert it in arun_episode."
@@ -87,6 +88,8 @@ def check_trajectory(
         )
     _check_shapes(trajectory)
     _check_numbers(trajectory)
+    if "sample_index" in present:
+        _check_runs(trajectory)
     if present >= _KEPT:
         _check_kept(trajectory)
     _check_versions(trajectory, head_version, newest_version)
@@ -102,7 +105,8 @@ def _check_shapes(trajectory: TensorDict) -> None:
     if len(shape) != 2 or 0 in shape:
         rule = "be [B, S] with at least one row and token"
         raise _broken("input_ids", rule, list(shape), "Return None to reject an episode.")
-    expected = dict.fromkeys((*_PER_TOKEN, "kept_counts"), shape) | dict.fromkeys(("rewards", "no_eos"), shape[:1])
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys((*_PER_TOKEN, "kept_counts", "turn_rewards"), shape)
+    expected |= dict.fromkeys(("rewards", "no_eos", "sample_index"), shape[:1])
     for key, wanted in expected.items():
         if key in trajectory and (got := tuple(trajectory[key].shape)) != wanted:
             raise _broken(key, f"have the shape {list(wanted)}", list(got), "Give every sample one row.")
@@ -118,12 +122,24 @@ def _check_numbers(trajectory: TensorDict) -> None:
         if (dtype := _array(trajectory, key).dtype).kind not in "iu":
             raise _broken(key, "be integers", dtype, _CONVERT)
     for key, rule, is_right in _RULES:
+        if key not in trajectory:
+            continue
         values = _array(trajectory, key)
         if not (right := is_right(values)).all():
             raise _broken(key, rule, values[~right][0], "Reject the episode or fix what computes it.")
     for key in own_metrics(trajectory):
         if not np.isfinite(values := _array(trajectory, key)).all():
             raise _broken(key, "be finite, as it is a metric", values, "Use a number that fits rows without one.")
+
+
+def _check_runs(trajectory: TensorDict) -> None:
+    """The rows of a run share its reward."""
+    if (samples_B := _array(trajectory, "sample_index")).dtype != np.int64:
+        raise _broken("sample_index", "be int64", samples_B.dtype, _CONVERT)
+    runs, rewards_B = runs_of(trajectory), _array(trajectory, "rewards")
+    if (other_B := rewards_B != rewards_B[runs.first_rows.numpy()[runs.of_rows.numpy()]]).any():
+        rule = f"be equal in the rows of one run (sample_index {samples_B[other_B][0]})"
+        raise _broken("rewards", rule, rewards_B[other_B][0], "Give each row what the whole run earned.")
 
 
 def _check_kept(trajectory: TensorDict) -> None:

@@ -1,10 +1,10 @@
 """Evaluates a model on a data set: servers' samples are kept in the run folder as they come, and measured from there.
 
-`rollouts/greedy.jsonl` and `rollouts/sampled.jsonl` have a line per sample, as in training. Invariants: a prompt all of
+`rollouts/greedy.jsonl` and `rollouts/sampled.jsonl` have a line per row, as in training. Invariants: a prompt all of
 whose samples are kept is not asked again by the same command; one version of the weights has sampled them all.
 """
 
-# B samples, P prompts
+# R samples, each a run of the workflow, P prompts
 
 import copy
 import json
@@ -23,7 +23,7 @@ from arealite.api.cli_args import EvalConfig, to_yaml
 from arealite.api.errors import EpisodeError
 from arealite.api.io_struct import PromptId
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
-from arealite.api.workflow_api import RolloutWorkflow
+from arealite.api.workflow_api import KEYS_OF_ROWS, RolloutWorkflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Episode
@@ -103,19 +103,17 @@ class Evaluation:
                 logger.warning("%s serves %s: the report will call it %s", server.address, server.facts.model, path)
 
     def _measure(self, name: str, path: Path, size: int) -> dict[str, float]:
-        rewards_B: list[float] = []
+        rewards_R: list[float] = []
         columns: dict[str, list[float]] = defaultdict(list)
         versions: set[int] = set()
         num_groups = 0
         for group in _whole_groups(path, size):
-            rewards_B += [line["reward"] for line in group]
             num_groups += 1
-            for line in group:
-                numbers = {key: value for key, value in line["more"].items() if not isinstance(value, list)}
-                columns["truncated_ratio"].append(numbers.pop("no_eos"))
-                columns["completion_tokens"].append(sum(line["loss_mask"]))
-                for key, value in numbers.items():
+            for rows in _samples(group).values():
+                rewards_R.append(rows[0]["reward"])
+                for key, value in _numbers(rows).items():
                     columns[key].append(value)
+            for line in group:
                 versions |= {version for version, mask in zip(line["versions"], line["loss_mask"]) if mask}
         if num_groups == 0:
             raise EpisodeError(
@@ -128,11 +126,11 @@ class Evaluation:
                 "that nobody trains, and another trial_name."
             )
         tensors = {key: torch.tensor(values, dtype=torch.float64) for key, values in columns.items()}
-        group_index_B = torch.arange(num_groups).repeat_interleave(size)
+        group_index_R = torch.arange(num_groups).repeat_interleave(size)
         num_prompts = len(self._dataset)
-        metrics = sample_metrics(torch.tensor(rewards_B).double(), group_index_B, tensors, num_prompts)
-        if name == "sampled" and is_binary(rewards_B):
-            right_P = [int(sum(rewards_B[i : i + size])) for i in range(0, len(rewards_B), size)]
+        metrics = sample_metrics(torch.tensor(rewards_R).double(), group_index_R, tensors, num_prompts)
+        if name == "sampled" and is_binary(rewards_R):
+            right_P = [int(sum(rewards_R[i : i + size])) for i in range(0, len(rewards_R), size)]
             right_P += [0] * (num_prompts - num_groups)
             self.solved = [Counter(right_P)[c] for c in range(size + 1)]
             metrics |= pass_metrics(right_P, size, self._config.pass_at_k or ())
@@ -152,10 +150,28 @@ def _whole_groups(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
             if not text.endswith(b"\n"):
                 break
             group.append(line := json.loads(text))
-            if (line["prompt_id"], line["sample"]) != (group[0]["prompt_id"], len(group) - 1):
-                raise ValueError(f"sample {line['sample']} of {line['prompt_id']} out of order")
+            if (line["prompt_id"], line["row"]) != (group[0]["prompt_id"], len(group) - 1):
+                raise ValueError(f"row {line['row']} of {line['prompt_id']} out of order")
             end += len(text)
-            if len(group) == size:
+            if len(group) == line["num_rows"]:
+                if len(_samples(group)) != size:
+                    raise ValueError(f"{len(_samples(group))} samples of {line['prompt_id']}, and not {size}")
                 yield group
                 group, whole_end = [], end
     os.truncate(path, whole_end)
+
+
+def _samples(group: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """Return the rows of each sample of a group."""
+    samples: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for line in group:
+        samples[line["sample"]].append(line)
+    return samples
+
+
+def _numbers(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the metrics of one sample: the mean of its rows' own, and whether one of them was cut off."""
+    own = [key for key, value in rows[0]["more"].items() if not isinstance(value, list)]
+    numbers = {key: sum(row["more"][key] for row in rows) / len(rows) for key in own if key not in KEYS_OF_ROWS}
+    numbers["completion_tokens"] = sum(sum(row["loss_mask"]) for row in rows)
+    return numbers | {"truncated_ratio": max(row["more"]["no_eos"] for row in rows)}

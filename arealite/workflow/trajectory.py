@@ -144,7 +144,8 @@ class TrajectoryBuilder:
     def finish(self, reward: float | None = None, *, sample_index: int = 0) -> TensorDict:
         """Return the rows `[b, S]` of the run, each with its `reward` as a whole (None: the sum of what turns earned).
 
-        `sample_index [b]` says which run of the group it is; `turn_rewards [b, S]` is there if any turn has a reward.
+        `sample_index [b]` says which run of the group it is. `turn_rewards [b, S]` is there if any turn has a reward:
+        what each turn earned, with the rest of the run's reward on the last turn of the row.
         """
         rows = [row for row in (*self._rows, self._turns) if any(turn.is_trained for turn in row)]
         trained = [turn for row in rows for turn in row if turn.is_trained]
@@ -172,10 +173,14 @@ class _Turn:
 
 
 def _row(turns: Sequence[_Turn], reward: float, *, has_turn_rewards: bool) -> TensorDict:
+    earned = [turn.reward for turn in turns]
+    rest = reward - sum(one for one in earned if one is not None)
+    if has_turn_rewards and rest:
+        earned[-1] = (earned[-1] or 0.0) + rest
     return trajectory_from_turns(
         [turn.response for turn in turns],
         reward,
-        turn_rewards=[turn.reward for turn in turns] if has_turn_rewards else None,
+        turn_rewards=earned if has_turn_rewards else None,
         trained=[turn.is_trained for turn in turns],
     )
 

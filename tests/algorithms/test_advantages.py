@@ -253,3 +253,13 @@ def test_the_properties_that_an_advantage_function_of_the_user_must_have(baselin
 
     for seed, check in product(range(3), properties.ADVANTAGE_PROPERTIES.values()):
         check(advantages, properties.random_answers(seed))
+
+
+def test_rewards_of_turns_come_when_they_were_earned() -> None:
+    """In the first row a context earned 4 and a middle turn, that is not trained, 8; the second has none."""
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1, 0], [0, 1, 1, 0, 0, 0, 0]])
+    turns = torch.tensor([[0, 4.0, 0, 1, 8, 2, 0], [0, 0, 0, 0, 0, 0, 0]])
+    rewards = token_rewards(torch.tensor([5.0, 3.0]), mask, turn_rewards=turns)
+    assert rewards.tolist() == [[0, 0, 0, 9, 0, 2 + 5, 0], [0, 0, 3, 0, 0, 0, 0]]
+    to_go = gae(rewards, torch.zeros_like(rewards), mask, discount=1.0, gae_lambda=1.0)
+    assert to_go[0].tolist() == [0, 0, 16, 16, 0, 7, 0], "the sum without what is over"

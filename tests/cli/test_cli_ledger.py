@@ -39,7 +39,7 @@ def make_run(folder: Path) -> None:
     ledger.note_checkpoint(0, ledger.flush())
     ledger.close()
     (folder / "rollouts").mkdir()
-    lines = [json.dumps({"prompt_id": str(prompt.prompt_id), "sample": 0}) + "\n" for prompt in prompts[:36]]
+    lines = [json.dumps({"prompt_id": str(prompt.prompt_id), "row": 0}) + "\n" for prompt in prompts[:36]]
     (folder / "rollouts" / "step_0.jsonl").write_text("".join(lines))
 
 

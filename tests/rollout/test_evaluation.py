@@ -34,6 +34,17 @@ def test_every_prompt_has_one_vote() -> None:
     assert (metrics["accuracy"], metrics["completion_tokens"]) == (0.5, 5.0)
 
 
+def test_a_run_of_several_rows_is_one_sample() -> None:
+    """The first prompt has a right run of three rows and a wrong one, the second a wrong one."""
+    batch = batch_of([[1.0, 1.0, 1.0, 0.0], [0.0]], lengths=[1, 2, 3, 4, 5])
+    batch["sample_index"] = torch.tensor([0, 0, 0, 1, 0])
+    batch["no_eos"] = torch.tensor([False, True, False, False, True])
+    batch["turns"] = torch.tensor([3, 3, 3, 1, 8])
+    metrics = evaluation_metrics(batch, num_prompts=2)
+    assert (metrics["accuracy"], metrics["num_samples"], metrics["turns"]) == (0.25, 3, 5)
+    assert (metrics["completion_tokens"], metrics["truncated_ratio"]) == (5.0, 0.75)
+
+
 def test_metrics_of_the_workflow_are_averaged_per_prompt() -> None:
     batch = batch_of([[1.0] * 4, [0.0]])
     batch["turns"] = torch.tensor([1, 1, 2, 2, 4])

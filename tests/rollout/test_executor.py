@@ -37,7 +37,7 @@ from arealite.api.errors import (
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
-from arealite.rollout.account.store import RolloutStore
+from arealite.rollout.account.store import RolloutStore, read_batches
 from arealite.rollout.episode import current_episode, sampling_seed
 from arealite.rollout.trajectory import has_spread
 from arealite.utils import stop
@@ -664,6 +664,18 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         changed(versions=torch.tensor([[-1, 4, 999]])),
         r"\['versions'\] must be at most 5.*: got 999",
     ),
+    "turn reward nan": (changed(turn_rewards=torch.full((1, 3), torch.nan)), r"\['turn_rewards'\] must be finite"),
+    "turn rewards of another shape": (
+        changed(turn_rewards=torch.zeros(1)),
+        r"'turn_rewards'\] must have the shape \[1, 3",
+    ),
+    "runs that are floats": (changed(sample_index=torch.zeros(1)), r"\['sample_index'\] must be int64: got float32"),
+    "two rewards of a run": (
+        lambda one: torch.cat([one, changed(rewards=torch.tensor([0.5]))(one.clone())]).set(
+            "sample_index", torch.tensor([3, 3])
+        ),
+        r"\['rewards'\] must be equal in the rows of one run \(sample_index 3\): got 0.5. Give each row",
+    ),
     "half of the kept sets": (changed(kept_ids=torch.ones(1, 2)), "got no kept_counts"),
     "kept sets of another shape": (kept([[1]], [[1, 0]]), r"\['kept_counts'\] must have the shape \[1, 3\]"),
     "kept ids that are floats": (kept([[1.0]], [[0, 1, 0]]), r"\['kept_ids'\] must be two-dimensional integers"),
@@ -971,10 +983,11 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
     lines = [json.loads(line) for line in (folder / "step_0.jsonl").read_text().splitlines()]
     assert lines[1] == {
         "prompt_id": "0-1",
+        "row": 0,
+        "num_rows": 1,
         "sample": 0,
         "attempt": 0,
-        "prompt": "1",
-        "completion": "1 1",
+        "segments": [{"given": "1"}, {"sampled": "1 1"}],
         "input_ids": [1, 1, 1],
         "logprobs": [0.0, -1.0, -1.0],
         "versions": [-1, 0, 0],
@@ -987,9 +1000,38 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
         "dtypes": {"no_eos": "bool"},
     }
     untexted = json.loads((folder / "step_1.jsonl").read_text().splitlines()[0])
-    assert untexted["prompt"] is None and untexted["trained_step"] == 1
+    assert untexted["segments"] is None and untexted["trained_step"] == 1
     evaluated = json.loads((folder / "eval_step_1.jsonl").read_text())
     assert evaluated["prompt_id"] == "0-7" and evaluated["trained_step"] is None
+
+
+def test_runs_of_several_rows_are_accounted_for_and_come_back_bit_for_bit(
+    start: Callable[..., IdleEngine], tmp_path: Path
+) -> None:
+    """Each episode has a run of one row and one of as many as its index says; the latter is rewarded."""
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        index = row["prompt_id"].index
+        group = concat_padded_tensors([waiting_trajectory(index, 0, length) for length in range(2, index + 4)])
+        group["sample_index"] = (torch.arange(len(group)) > 0).long()
+        group["rewards"] = group["sample_index"].float()
+        return group
+
+    engine = start(consumer_batch_size=3, fileroot=str(tmp_path), experiment_name="e", trial_name="t")
+    workflow = WaitingWorkflow(act)
+    batches, loader = [], [rows(6)]
+    for version in range(2):
+        batches.append(engine.executor.prepare_batch(loader, workflow, has_spread))
+        engine.set_version(version + 1)
+    assert engine.executor.metrics()["reward/sampled_mean"] == 0.5, "a run counts once"
+    engine.executor.close()
+    found = audit(tmp_path / "e" / "t")
+    assert found.is_clean and (found.trained, found.repeated, found.lost) == (6, 0, None)
+    for version, batch in enumerate(batches):
+        assert batch["group_index"].tolist() == [group for group in range(3) for _ in range(version * 3 + group + 2)]
+        (stored,) = read_batches(tmp_path / f"e/t/rollouts/step_{version}.jsonl")
+        assert sorted(stored.keys()) == sorted(batch.keys())
+        assert all(torch.equal(stored[key], batch[key]) for key in stored.keys())  # noqa: SIM118
 
 
 def test_latency_counts_from_the_first_attempt(start: Callable[..., IdleEngine], tmp_path: Path) -> None:

@@ -104,7 +104,10 @@ def test_an_evaluation_is_what_its_lines_say(evaluate: Command, model: str) -> N
     right: dict[str, list[float]] = {}
     for line in [*greedy, *sampled]:
         ids, start = line["input_ids"], line["loss_mask"].index(1)
-        assert line["completion"] == tokenizer.decode(ids[start:]) and line["prompt"] == tokenizer.decode(ids[:start])
+        assert line["segments"] == [
+            {"given": tokenizer.decode(ids[:start])},
+            {"sampled": tokenizer.decode(ids[start:])},
+        ]
         assert line["reward"] == float("e" in tokenizer.decode(ids[start:], skip_special_tokens=True))
         with torch.no_grad():
             logits = policy(torch.tensor([ids])).logits[0, start - 1 : -1]

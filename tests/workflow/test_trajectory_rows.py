@@ -89,7 +89,7 @@ def test_a_branch_shares_its_context_and_trains_on_no_token_twice() -> None:
         [1, 6, 14, 0, 0, 0, 0],
     ]
     assert run["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0, 0]]
-    assert run["turn_rewards"].tolist() == [[0, 0, 0, 1, 0, 2, 0], [0, 0, 0, 1, 0, 0, 4], [0, 0, 0, 0, 0, 0, 0]]
+    assert run["turn_rewards"].tolist() == [[0, 0, 0, 1, 0, 2 + 4, 0], [0, 0, 0, 1, 0, 0, 4 + 2], [0, 0, 7, 0, 0, 0, 0]]
     assert run["rewards"].tolist() == [7.0, 7.0, 7.0] and run["sample_index"].tolist() == [3, 3, 3]
     assert run["sample_index"].dtype == torch.int64
     assert "turn_rewards" not in trajectory_from_turns([FIRST], 1.0)

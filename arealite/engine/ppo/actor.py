@@ -8,7 +8,7 @@ Tensors `[B, T]` are aligned with the token they are about (nothing is shifted).
 global batch.
 """
 
-# B rows of this rank, S rows of all ranks, T padded tokens, N packed tokens
+# B rows of this rank, R runs (samples of a group) of this rank, S of all ranks, T padded tokens, N packed tokens
 
 import dataclasses
 import functools
@@ -40,10 +40,10 @@ from arealite.algorithms.logprobs import LazyLogits, kept_sets, packed_logprobs,
 from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.errors import ConfigError
-from arealite.api.workflow_api import own_metrics
+from arealite.api.workflow_api import Runs, runs_of
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import finite_rewards, groups_of, require_key, require_no_negative
-from arealite.engine.ppo.metrics import MaskedMetrics
+from arealite.engine.ppo.metrics import MaskedMetrics, of_runs
 from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 from arealite.utils.tensors import RAGGED
@@ -107,23 +107,32 @@ class PPOActor:
         Needs `rewards [B]`, the masks and logprobs of a trajectory, `ref_logprobs` with a KL penalty in the reward,
         `values [B, T]` with `baseline: critic`, and `no_eos [B]` where cut-off answers are treated apart. With
         `baseline: teacher` it needs `teacher_logprobs [B, T]` and no rewards.
+
+        Groups compare runs: rows of one `sample_index` are one answer, and share its advantage. With `baseline: critic`
+        and `none`, `turn_rewards [B, T]` take the place of `rewards`; other baselines leave them out.
         """
         if self.config.baseline == "teacher":
             batch["advantages"] = self._teacher_advantages(batch)
             return
         config, (groups_B, num_groups) = self.choices, self._groups(batch)
+        runs = runs_of(batch, groups_B)
+        groups_R = groups_B[runs.first_rows]
         mask_BT = self._trained_tokens(batch)
-        scores_B = self._shaped_rewards(batch)
-        kl_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
+        scores_R = self._shaped_rewards(batch, runs)
+        kl_BT = torch.zeros_like(mask_BT, dtype=scores_R.dtype)
         if config.kl_ctl > 0 and config.kl_in == "reward":
             require_key(batch, "ref_logprobs", "kl_ctl > 0", "Set it to ref.compute_logprobs(batch)")
             log_ratio_BT = masked_log_ratio(self._whole_logprobs(batch), batch["ref_logprobs"], mask_BT)
             kl_BT = kl_estimates(log_ratio_BT, config.kl_estimator)
         if config.baseline == "leave_one_out":  # the KL of an answer is part of its reward, also for the others
-            scores_B = scores_B - config.kl_ctl * kl_BT.sum(dim=1)
+            scores_R = scores_R - config.kl_ctl * runs.sum(kl_BT.sum(dim=1))
             kl_BT = torch.zeros_like(kl_BT)
-        scores_B = self._relative_rewards(scores_B, groups_B, num_groups, mask_BT)
-        rewards_BT = token_rewards(scores_B, mask_BT, kl_BT, kl_ctl=config.kl_ctl)
+        scores_R = self._relative_rewards(scores_R, groups_R, num_groups, runs.sum(mask_BT.sum(dim=1)))
+        turn_rewards_BT = self._turn_rewards(batch)
+        if turn_rewards_BT is not None:  # of the scores remains what bias, penalties and clipping have changed
+            scores_R = scores_R - batch["rewards"][runs.first_rows] * config.reward_scaling
+        scores_B = scores_R[runs.of_rows]
+        rewards_BT = token_rewards(scores_B, mask_BT, kl_BT, kl_ctl=config.kl_ctl, turn_rewards=turn_rewards_BT)
         values_BT = torch.zeros_like(rewards_BT)
         if config.baseline == "critic":
             require_key(batch, "values", "baseline: critic", "Set it to critic.compute_values(batch)")
@@ -179,39 +188,44 @@ class PPOActor:
             student_BT = batch["proximal_logprobs"]
         return distillation_advantages(batch["teacher_logprobs"], student_BT, self._trained_tokens(batch))
 
-    def _shaped_rewards(self, batch: TensorDict) -> torch.Tensor:
-        """Return the rewards `[B]`: cut-off answers treated, long ones penalised, then scaled."""
-        config, rewards_B = self.choices, finite_rewards(batch)
+    def _shaped_rewards(self, batch: TensorDict, runs: Runs) -> torch.Tensor:
+        """Return the rewards `[R]`: cut-off answers treated, long ones penalised, then scaled."""
+        config, rewards_R = self.choices, finite_rewards(batch)[runs.first_rows]
         if config.truncated == "zero":
             require_key(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
-            rewards_B = rewards_B.masked_fill(batch["no_eos"].bool(), 0.0)
+            rewards_R = rewards_R.masked_fill(runs.max(batch["no_eos"].byte()).bool(), 0.0)
         if config.overlong_buffer is not None:
-            lengths_B = batch["loss_mask"].sum(dim=1)
-            rewards_B = rewards_B + config.overlong_penalty * overlong_penalty(
-                lengths_B, longest=config.max_new_tokens, buffer=config.overlong_buffer
+            lengths_R = runs.sum(batch["loss_mask"].sum(dim=1))
+            rewards_R = rewards_R + config.overlong_penalty * overlong_penalty(
+                lengths_R, longest=config.max_new_tokens, buffer=config.overlong_buffer
             )
-        return scale_rewards(rewards_B, scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip)
+        return scale_rewards(rewards_R, scaling=config.reward_scaling, bias=config.reward_bias, clip=config.reward_clip)
+
+    def _turn_rewards(self, batch: TensorDict) -> torch.Tensor | None:
+        """Return what turns earned `[B, T]`; None if advantages are of runs as a whole."""
+        choices = (self.choices.baseline, self.choices.reward_scale)
+        is_of_turns = choices in (("critic", "none"), ("none", "none")) and self.advantage_fn is None
+        return batch["turn_rewards"] * self.choices.reward_scaling if "turn_rewards" in batch and is_of_turns else None
 
     def _relative_rewards(
-        self, scores_B: torch.Tensor, groups_B: torch.Tensor, num_groups: int, mask_BT: torch.Tensor
+        self, scores_R: torch.Tensor, groups_R: torch.Tensor, num_groups: int, num_tokens_R: torch.Tensor
     ) -> torch.Tensor:
-        """Return the rewards `[B]` minus the baseline and over the scale, or what the user's function makes of them."""
-        num_tokens_B = mask_BT.sum(dim=1)
+        """Return the rewards `[R]` minus the baseline and over the scale, or what the user's function makes of them."""
         if self.advantage_fn is not None:
-            of_ranks = [self._gather(values) for values in (scores_B, groups_B, num_tokens_B)]
+            of_ranks = [self._gather(values) for values in (scores_R, groups_R, num_tokens_R)]
             columns_S = [torch.cat(of_rank) for of_rank in of_ranks]
             advantages_S = checked_advantages(self.advantage_fn(*columns_S), columns_S[0])
             return advantages_S.split([len(one) for one in of_ranks[0]])[dist.get_rank(self.engine.parallelism_group)]
         baseline, scale = self.choices.baseline, self.choices.reward_scale
         if scale == "group_mean":
-            require_no_negative(scores_B)
+            require_no_negative(scores_R)
         return reward_advantages(
-            scores_B,
-            groups_B,
+            scores_R,
+            groups_R,
             num_groups,
             baseline="none" if baseline == "critic" else baseline,  # whose values enter token by token
             scale=scale,
-            lengths=num_tokens_B,
+            lengths=num_tokens_R,
             reduce=self._sum_over_ranks,
         )
 
@@ -353,14 +367,10 @@ class PPOActor:
         metrics, mask_BT = MaskedMetrics(), self._trained_tokens(batch)
         version, lengths_B = self.engine.get_version(), batch["attention_mask"].sum(dim=1)
         staleness_B = version - batch["versions"].masked_fill(~mask_BT, version).amin(dim=1)
-        sampled_B = batch["loss_mask"].sum(dim=1)
-        rows = {"reward/mean": batch["rewards"], "rollout/prompt_tokens": lengths_B - sampled_B}
-        rows |= dict.fromkeys(("staleness/mean", "staleness/max"), staleness_B)
-        rows |= {f"rollout/completion_tokens{suffix}": sampled_B for suffix in ("", "_min", "_max")}
-        if "no_eos" in batch:
-            rows["rollout/truncated_ratio"] = batch["no_eos"]
-        own = {name if "/" in name else f"workflow/{name}": values_B for name, values_B in own_metrics(batch).items()}
-        metrics.add(torch.ones_like(lengths_B), own | rows)
+        groups_B, num_groups = self._groups(batch)
+        runs = runs_of(batch, groups_B)
+        metrics.add(torch.ones_like(runs.first_rows), of_runs(batch, runs, staleness_B))
+        metrics.add(torch.ones_like(lengths_B), {"rollout/prompt_tokens": lengths_B - batch["loss_mask"].sum(dim=1)})
         if "proximal_logprobs" in batch:
             log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
             metrics.add(mask_BT, {"policy/mismatch_kl": k3(log_ratio_BT)})
@@ -369,10 +379,9 @@ class PPOActor:
             metrics.add(mask_BT, {"policy/ref_kl": k3(log_ratio_BT)})
         if self.config.baseline == "teacher":
             metrics.add(mask_BT, {"policy/teacher_kl": -batch["advantages"]})
-        groups_B, num_groups = self._groups(batch)
-        rewards_B = batch["rewards"].float()  # of which equal ones deviate by exactly 0
-        (deviation,) = spread(rewards_B, torch.zeros_like(groups_B), 1, reduce=self._sum_over_ranks)[1].tolist()
-        deviations_G = spread(rewards_B, groups_B, num_groups, reduce=self._sum_over_ranks)[1]
+        groups_R, rewards_R = groups_B[runs.first_rows], batch["rewards"].float()[runs.first_rows]
+        (deviation,) = spread(rewards_R, torch.zeros_like(groups_R), 1, reduce=self._sum_over_ranks)[1].tolist()
+        deviations_G = spread(rewards_R, groups_R, num_groups, reduce=self._sum_over_ranks)[1]
         unknown_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & ~mask_BT
         counts = [one.sum().item() for one in (lengths_B, mask_BT, unknown_BT)]
         num_tokens, num_trained, num_unknown = all_reduce_numbers(counts, group=self.engine.parallelism_group)

@@ -43,9 +43,10 @@ def groups_of(batch: TensorDict, group_size: int, group: dist.ProcessGroup) -> t
         groups_B = batch["group_index"]
     else:
         num_rows = batch.batch_size[0]
-        if num_rows % group_size:
+        if num_rows % group_size or "sample_index" in batch:
+            what = "with a sample_index, and so groups of any size" if "sample_index" in batch else num_rows
             raise ValueError(
-                f"the rows of a rank must be a multiple of group_size {group_size}: got {num_rows}. "
+                f"the rows of a rank must be a multiple of group_size {group_size}: got {what}. "
                 "Give the batch a group_index, as prepare_batch does."
             )
         counts = torch.zeros(dist.get_world_size(group))

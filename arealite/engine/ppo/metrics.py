@@ -1,11 +1,15 @@
 """Metrics of an update: means and extremes of values under masks, over micro-batches and ranks."""
 
+# B rows, R runs of a workflow
+
 import math
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
+from arealite.api.workflow_api import Runs, own_metrics
 from arealite.utils.stats import Reduction, reduction_of
 
 _Reduce = Callable[..., torch.Tensor]
@@ -38,6 +42,18 @@ class MaskedMetrics:
         for of_rank in of_ranks:
             _merge(totals, of_rank)
         return {name: total.item() / max(count.item(), 1.0) for name, (total, count) in totals.items()}
+
+
+def of_runs(batch: TensorDict, runs: Runs, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the metrics `[R]` of the runs of a batch with `staleness [B]`, also those of the workflow."""
+    found = {"reward/mean": batch["rewards"][runs.first_rows]}
+    found |= dict.fromkeys(("staleness/mean", "staleness/max"), runs.max(staleness))
+    sampled_R = runs.sum(batch["loss_mask"].sum(dim=1))
+    found |= {f"rollout/completion_tokens{suffix}": sampled_R for suffix in ("", "_min", "_max")}
+    if "no_eos" in batch:
+        found["rollout/truncated_ratio"] = runs.max(batch["no_eos"].byte())
+    own = {name: runs.mean(values) for name, values in own_metrics(batch).items()}
+    return {name if "/" in name else f"workflow/{name}": values for name, values in own.items()} | found
 
 
 def _merge(totals: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:

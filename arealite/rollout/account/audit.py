@@ -2,7 +2,7 @@
 
 The dataloader's cursor says which prompts the run was to train, `rollouts/step_<N>.jsonl` which ones it did. A prompt
 is *lost* if it lies before the cursor, is in no such file, and the ledger does not call it rejected, failed or pending
-(`trained` explains nothing). It is *repeated* if it is in the files of two steps, or a sample of it is twice in one.
+(`trained` explains nothing). It is *repeated* if it is in the files of two steps, or a row of it is twice in one.
 During a run, the batch handed out last can count as lost until its rollouts are written.
 """
 
@@ -26,7 +26,7 @@ from arealite.utils.files import reading, require_object
 
 _OPEN = ("issued", "running", "accepted")
 # How a line of a rollout file starts; the rest is large and not read.
-_LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "sample": (\d+)')
+_LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "row": (\d+)')
 Measure = Literal["latency_s", "tokens"]
 _Id = tuple[int, int]  # epoch and index of a prompt
 
@@ -139,10 +139,10 @@ def _read_trained(folder: Path) -> tuple[set[_Id], set[_Id]]:
     repeated = set()
     for path in sorted(folder.glob("step_*.jsonl")):
         in_file = set()
-        for name, sample in _read_lines(path):
-            if step_of.setdefault(name, path.stem) != path.stem or (name, sample) in in_file:
+        for name, row in _read_lines(path):
+            if step_of.setdefault(name, path.stem) != path.stem or (name, row) in in_file:
                 repeated.add(name)
-            in_file.add((name, sample))
+            in_file.add((name, row))
     return set(map(_parsed, step_of)), set(map(_parsed, repeated))
 
 
@@ -152,7 +152,7 @@ def _parsed(name: bytes) -> _Id:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield prompt and sample of each whole line, as they are written: a run has millions."""
+    """Yield prompt and row of each whole line, as they are written: a run has millions."""
     with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -160,7 +160,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
             found = _LINE.match(line)
             if found is None:
                 raise LedgerError(
-                    f"line {number} of {path} must start with its prompt_id and sample: got {line[:60]!r}. "
+                    f"line {number} of {path} must start with its prompt_id and row: got {line[:60]!r}. "
                     "Restore the file as the run wrote it."
                 )
             yield found[1], found[2]

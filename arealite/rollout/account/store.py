@@ -1,12 +1,14 @@
-"""The rollouts of a run on disk: one JSON line per sample, and batches read back bit for bit as they were handed out.
+"""The rollouts of a run on disk: one JSON line per row, and batches read back bit for bit as they were handed out.
 
 Invariant: lines of one file are in the order in which batches were handed out, and a write that failed raises at the
 next call, so a run never continues without its record. A line holds one row without its padding (batches that are read
-back are padded to their longest row, with zeros): `more` has the keys beyond the usual ones, `dtypes` the types that
-are not the usual ones.
+back are padded to their longest row, with zeros): `sample` says which run of the group it belongs to, `row` and
+`num_rows` its place in the episode, `segments` the texts of what was given and sampled in turn; `more` has the keys
+beyond the usual ones, `dtypes` the types that are not the usual ones.
 """
 
 import copy
+import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,18 +101,17 @@ class RolloutStore:
         tensors = dict(sorted(one.trajectory.items()))
         dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
         real = {key: real_entries(one.trajectory, key) for key in tensors}
-        for sample in range(one.trajectory.batch_size[0]):
-            row = {key: tensor[sample] for key, tensor in tensors.items()}
-            row |= {key: row[key][mask[sample]] for key, mask in real.items() if mask is not None}  # no padding
+        for number in range(num_rows := one.trajectory.batch_size[0]):
+            row = {key: tensor[number] for key, tensor in tensors.items()}
+            row |= {key: row[key][mask[number]] for key, mask in real.items() if mask is not None}  # no padding
             columns = {key: value.tolist() for key, value in row.items()}
-            tokens, loss_mask = columns["input_ids"], columns["loss_mask"]
-            start = loss_mask.index(1) if 1 in loss_mask else len(tokens)
             yield {
                 "prompt_id": str(one.prompt_id),
-                "sample": sample,
+                "row": number,
+                "num_rows": num_rows,
+                "sample": columns.get("sample_index", number),
                 "attempt": one.attempt,
-                "prompt": tokenizer and tokenizer.decode(tokens[:start]),
-                "completion": tokenizer and tokenizer.decode(tokens[start:]),
+                "segments": tokenizer and _segments(tokenizer, columns["input_ids"], columns["loss_mask"]),
                 **{key: columns[key] for key in _PER_TOKEN},
                 "reward": columns["rewards"],
                 "more": {key: value for key, value in columns.items() if key not in _DTYPES},
@@ -172,10 +173,20 @@ def read_batches(path: Path) -> list[TensorDict]:
         for line in iter_jsonl(path):
             if line["batch"] == len(batches):
                 batches.append([])
-            if line["sample"] == 0:
+            if line["row"] == 0:
                 batches[-1].append([])
             batches[-1][-1].append(_row(line))
         return [assemble_batch([concat_padded_tensors(rows) for rows in episodes]) for episodes in batches]
+
+
+def _segments(tokenizer: Any, tokens: list[int], loss_mask: list[int]) -> list[dict[str, str]]:
+    """Return the texts of a row, in turn what was given and what was sampled."""
+    segments, start = [], 0
+    for is_sampled, run in itertools.groupby(map(bool, loss_mask)):
+        end = start + len(list(run))
+        segments.append({"sampled" if is_sampled else "given": tokenizer.decode(tokens[start:end])})
+        start = end
+    return segments
 
 
 def _row(line: Mapping[str, Any]) -> TensorDict:

@@ -15,6 +15,7 @@ MAX_STEPS = 12
 MAX_SAMPLES = 300
 MAX_PAIRS_OF_A_KIND = 15
 MAX_CHARACTERS = 6000
+NO_TEXT = [{"given": "(no text was stored)"}]
 Answer = tuple[str, float, dict[str, str]]  # its name, reward and texts
 
 
@@ -63,7 +64,8 @@ def examples(folder: Path) -> dict[str, Any] | None:
         return None
     with reading(sampled):
         for prompt_id, group in itertools.groupby(iter_jsonl(sampled), key=lambda line: line["prompt_id"]):
-            answers = [(f"Sample {line['sample'] + 1}", float(line["reward"]), _texts(line)) for line in group]
+            last_rows = {line["sample"]: line for line in group}  # an answer is at the end of a run
+            answers = [(f"Sample {n + 1}", float(line["reward"]), _texts(line)) for n, line in last_rows.items()]
             rewards = {reward for _, reward, _ in answers}
             is_binary &= rewards <= {0.0, 1.0}
             kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
@@ -87,35 +89,38 @@ def examples(folder: Path) -> dict[str, Any] | None:
 
 
 def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the first sample of each prompt by its index in the data set."""
+    """Return the last row of the first sample of each prompt by its index in the data set."""
     with reading(path):
         lines = [line for line in iter_jsonl(path) if line["sample"] == 0]
-        numbered = [(int(line["prompt_id"].rsplit("-", 1)[1]), line) for line in lines]
-        return {index: {"reward": float(line["reward"]), **_texts(line)} for index, line in numbered}
+        numbered = {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in lines}
+        return {index: {"reward": float(line["reward"]), **_texts(line)} for index, line in numbered.items()}
 
 
 def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:
     sampled = [i for i, mask in enumerate(line["loss_mask"]) if mask]
     versions = [line["versions"][i] for i in sampled]
     logprobs = [line["logprobs"][i] for i in sampled]
-    copied = {key: line[key] for key in ("prompt_id", "sample", "attempt", "reward", "server")}
-    return (
-        copied
-        | _texts(line)
-        | {
-            "step": step,
-            "num_tokens": len(sampled),
-            "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
-            "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
-        }
-    )
+    parts = line["segments"] or NO_TEXT
+    limit = 2 * MAX_CHARACTERS // max(2, len(parts))  # so that a row of many turns is about as long as others
+    segments = [(kind, _cut(text, limit)) for part in parts for kind, text in part.items()]
+    return {key: line[key] for key in ("prompt_id", "sample", "row", "attempt", "reward", "server")} | {
+        "segments": segments,
+        "snippet": next((text for kind, text in segments if kind == "sampled"), ""),
+        "step": step,
+        "num_tokens": len(sampled),
+        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
+    }
 
 
 def _texts(line: dict[str, Any]) -> dict[str, str]:
-    """Return prompt and completion, cut to `MAX_CHARACTERS`."""
-    texts = {}
-    for key in ("prompt", "completion"):
-        text = "(no text was stored)" if line[key] is None else line[key].strip()
-        rest = len(text) - MAX_CHARACTERS
-        texts[key] = text if rest <= 0 else f"{text[:MAX_CHARACTERS]}\n... {rest} more characters"
-    return texts
+    """Return what was given first, and all that followed."""
+    first, *others = (text for part in line["segments"] or NO_TEXT for text in part.values())
+    return {"prompt": _cut(first, MAX_CHARACTERS), "completion": _cut("".join(others), MAX_CHARACTERS)}
+
+
+def _cut(text: str, limit: int) -> str:
+    """Return a text of at most `limit` characters, and how many it had more."""
+    text = text.strip()
+    rest = len(text) - limit
+    return text if rest <= 0 else f"{text[:limit]}\n... {rest} more characters"

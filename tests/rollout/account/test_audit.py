@@ -59,7 +59,7 @@ def make_run(folder: Path, cursor: dict | None = CURSOR) -> Path:
 
 
 def show(path: Path, *names: str, samples: int = 2) -> None:
-    lines = [json.dumps({"prompt_id": name, "sample": n, "input_ids": [1]}) for name in names for n in range(samples)]
+    lines = [json.dumps({"prompt_id": name, "row": n, "input_ids": [1]}) for name in names for n in range(samples)]
     with open(path, "a") as file:
         file.writelines(line + "\n" for line in lines)
 
@@ -166,7 +166,7 @@ def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
         audit(tmp_path)
     make_run(tmp_path)
     (tmp_path / "rollouts" / "step_0.jsonl").write_text('{"sample": 0}\n')
-    with pytest.raises(LedgerError, match=r"line 1 of .*step_0\.jsonl must start with its prompt_id and sample"):
+    with pytest.raises(LedgerError, match=r"line 1 of .*step_0\.jsonl must start with its prompt_id and row"):
         audit(tmp_path)
     (tmp_path / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + random.Random(1).randbytes(9000))
     with pytest.raises(LedgerError, match="must be"):

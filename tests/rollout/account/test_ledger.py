@@ -259,7 +259,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for ticket in tickets:
             fate = self.now.fates[ticket]
             with open(self.folder / "rollouts" / f"step_{fate.trained_version}.jsonl", "a") as file:
-                file.writelines(json.dumps({"prompt_id": str(fate.prompt_id), "sample": n}) + "\n" for n in range(2))
+                file.writelines(json.dumps({"prompt_id": str(fate.prompt_id), "row": n}) + "\n" for n in range(2))
 
     @rule()
     def compare_the_file(self) -> None:

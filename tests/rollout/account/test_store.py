@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def trajectory_of(generator: torch.Generator, num_rows: int, extra: bool) -> Ten
         "versions": torch.where(is_real, torch.randint(0, 9, shape, generator=generator), -1),
         "rewards": torch.randn(num_rows, generator=generator, dtype=torch.float64 if extra else torch.float32),
         "no_eos": torch.randint(0, 2, (num_rows,), generator=generator).bool(),
+        "sample_index": torch.randint(0, 3, (num_rows,), generator=generator).sort().values,
     }
     if extra:
         columns["attention_mask"] = is_real.long()
@@ -79,6 +81,30 @@ def test_batches_come_back_bit_for_bit(
         for key in one.keys():  # noqa: SIM118 - a TensorDict is iterated by rows
             assert one[key].dtype == other[key].dtype and one[key].shape == other[key].shape, key
             assert torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key
+
+
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_a_line_tells_what_was_given_and_sampled_in_turn_and_its_run(tmp_path: Path) -> None:
+    text, kinds = "ask.try.no.again", "0000111100011111"
+    length = len(text)
+    columns = {"input_ids": list(map(ord, text)), "loss_mask": list(map(int, kinds)), "logprobs": [0.0] * length}
+    columns |= {"versions": [-1] * length, "attention_mask": [True] * length, "rewards": 1.0, "sample_index": 4}
+    row = TensorDict({key: torch.tensor([value]) for key, value in columns.items()}, batch_size=[1])
+    workflow = NoWorkflow()
+    workflow.tokenizer = Letters()  # type: ignore[attr-defined]
+    episode = Episode(Prompt(PromptId(0, 1), workflow=workflow), attempt=0, head_version=0, seed=1)
+    episode.trajectory = torch.cat([row, row])  # type: ignore[assignment]
+    store = RolloutStore(tmp_path)
+    store.append("step_0", [episode], 0)
+    store.close()
+    lines = [json.loads(line) for line in (tmp_path / "step_0.jsonl").read_text().splitlines()]
+    assert [(line["sample"], line["row"], line["num_rows"]) for line in lines] == [(4, 0, 2), (4, 1, 2)]
+    expected = [{"given": "ask."}, {"sampled": "try."}, {"given": "no."}, {"sampled": "again"}]
+    assert [line["segments"] for line in lines] == [expected, expected]
 
 
 def test_files_of_later_versions_are_removed_from_a_folder_of_any_name(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ NASTY = "</script><script>alert(1)</script><!-- {{plotly}} & \u2028 <img src=x o
 
 def sample(index: int, *, step: int, reward: float, completion: str = "#### 4", sample: int = 0) -> dict[str, Any]:
     return {
-        "prompt_id": f"{step}-{index}", "sample": sample, "attempt": 0, "prompt": f"question {index}",
-        "completion": completion, "input_ids": [5, 6, 7, 8, 9], "logprobs": [0, 0, -1.0, -0.5, -0.3],
+        "prompt_id": f"{step}-{index}", "row": sample, "num_rows": 1, "sample": sample, "attempt": 0,
+        "segments": [{"given": f"question {index}"}, {"sampled": completion}], "input_ids": [5, 6, 7, 8, 9],
+        "logprobs": [0, 0, -1.0, -0.5, -0.3],
         "versions": [-1, -1, step - 1, step - 1, step], "loss_mask": [0, 0, 1, 1, 1], "reward": reward,
         "server": "127.0.0.1:1", "trained_step": step,
     }  # fmt: skip

@@ -132,14 +132,15 @@ function strip(row) {
 
 const versionsOf = (row) => row.versions.map(([version, count]) => `${count} tokens by version ${version}`).join(", then ");
 
+const TITLES = { given: "Given", sampled: "Sampled" };
+
 function details(row) {
   const logprob = row.mean_logprob === null ? "" : `mean logprob ${number(row.mean_logprob)}; `;
-  const facts = `Prompt ${row.prompt_id}, sample ${row.sample}, attempt ${row.attempt}, server ${row.server || "unknown"}; ${logprob}` +
+  const facts = `Prompt ${row.prompt_id}, sample ${row.sample}, row ${row.row}, attempt ${row.attempt}, server ${row.server || "unknown"}; ${logprob}` +
     `${versionsOf(row)}; trained at step ${row.step}.`;
   return element("div", "text", undefined, [
     element("p", "facts", facts),
-    element("div", "", undefined, [element("h4", "", "Prompt"), element("pre", "", row.prompt)]),
-    element("div", "", undefined, [element("h4", "", "Completion"), element("pre", "", row.completion)]),
+    ...row.segments.map(([kind, text]) => element("div", "", undefined, [element("h4", "", TITLES[kind]), element("pre", "", text)])),
   ]);
 }
 
@@ -147,7 +148,7 @@ function rowNode(row) {
   const summary = element("summary", "", undefined, [
     element("span", "step", String(row.step)), element("span", "prompt", row.prompt_id), element("span", "sample", String(row.sample)),
     element("span", isBinary ? `reward ${row.reward ? "correct" : "wrong"}` : "reward", number(row.reward)),
-    element("span", "tokens number", String(row.num_tokens)), strip(row), element("span", "snippet", row.completion),
+    element("span", "tokens number", String(row.num_tokens)), strip(row), element("span", "snippet", row.snippet),
   ]);
   const node = element("details", "row", undefined, [summary]);
   node.addEventListener("toggle", () => { if (node.open && node.children.length === 1) node.append(details(row)); });
