@@ -1,0 +1,192 @@
+"""How programs run and how they are judged. What needs bubblewrap is slow: `make test-sandbox`, which installs it."""
+
+import asyncio
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers.utils import get_json_schema
+
+from arealite.api.errors import ConfigError
+from arealite.reward import confinement
+from arealite.reward.code import Verdict, all_tests_reward, code_reward, judge, read_program, read_tests
+from arealite.reward.runner import RewardRunner
+from arealite.reward.sandbox import Limits, Sandbox, python_tool
+from arealite.reward.syscalls import syscall_filter
+
+LIMITED = Sandbox(Limits(time_s=30, cpu_s=20), isolation="process")
+ISOLATED = pytest.param(Sandbox(LIMITED.limits), marks=pytest.mark.slow, id="bubblewrap")
+both = pytest.mark.parametrize("sandbox", [ISOLATED, pytest.param(LIMITED, id="process")])
+ADD = "def add(a, b):\n    return a + b\n"
+ADDS = "print(sum(map(int, input().split())))"
+CALL = {"prompt": "", "prompt_ids": [], "completion_ids": []}
+
+
+@both
+def test_a_program_gets_its_files_and_input_and_tells_how_it_ended(sandbox: Sandbox) -> None:
+    program = (
+        "import os, sys\nfrom data.helper import double\nprint(double(int(input())), open('raw').read())\n"
+        "open('new', 'w').write('x')\nprint(sorted(os.listdir('.')), file=open('/dev/stderr', 'w'))\nsys.exit(7)"
+    )
+    files = {"data/helper.py": "def double(n): return 2 * n", "raw": b"\x41"}
+    result = sandbox.run_here(program, files=files, stdin="21\n")
+    assert (result.exit_status, result.stdout, result.reason, result.timed_out) == (7, "42 A\n", None, False)
+    assert result.stderr == "['data', 'main.py', 'new', 'raw']\n"
+    again = sandbox.run_here(["/bin/sh", "-c", "ls; kill -SEGV $$"])
+    assert (again.exit_status, again.stdout) == (139, ""), "an empty folder, and a signal"
+
+
+@both
+def test_what_is_written_is_kept_when_a_limit_ends_it(sandbox: Sandbox) -> None:
+    program = "import os, time\nprint('so far', flush=True)\nos.write(1, b'\\xff')\ntime.sleep(600)"
+    result = sandbox.run_here(program, limits=Limits(time_s=1.5))
+    assert result.timed_out and result.stdout == "so far\n�" and 1.5 <= result.seconds < 10
+    result = sandbox.run_here("while True: print('x' * 1000)", limits=Limits(output_kib=2))
+    assert (result.reason, len(result.stdout)) == ("output", 2048)
+    result = sandbox.run_here("import sys; sys.stdout.write('x' * 3000)", limits=Limits(output_kib=2))
+    assert (result.reason, len(result.stdout)) == ("output", 2048), "also if it has ended before we look"
+
+
+@pytest.mark.parametrize(
+    ("program", "limits", "reason"),
+    [
+        ("while True: pass", Limits(cpu_s=0.2, time_s=60), "cpu"),
+        ("import os, time\nfor _ in range(4): os.fork()\ntime.sleep(600)", Limits(processes=8), "processes"),
+        ("x = b'x' * (64 << 20); import time; time.sleep(600)", Limits(memory_mib=50), None),
+        ("import os, time\nos.fork()\nx = b'x' * (64 << 20); time.sleep(600)", Limits(memory_mib=100), "memory"),
+    ],
+)
+def test_limits_hold_without_isolation(program: str, limits: Limits, reason: str | None) -> None:
+    result = Sandbox(limits, isolation="process").run_here(program)
+    assert result.reason == reason
+    assert reason is not None or "MemoryError" in result.stderr
+
+
+async def test_at_most_so_many_programs_run_at_once(tmp_path: Path) -> None:
+    program = f"import os, time\nopen({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w')\ntime.sleep(0.3)"
+    sandbox = Sandbox(isolation="process", max_concurrent=2)
+    began = time.monotonic()
+    tasks = [asyncio.create_task(sandbox.run(program)) for _ in range(4)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert len(list(tmp_path.iterdir())) <= 3, "two at first, and the next one perhaps"
+    results = await asyncio.gather(*tasks)
+    assert [result.exit_status for result in results] == [0] * 4 and time.monotonic() - began > 0.6
+
+
+def test_what_was_never_isolated_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("setpriv", "prlimit", "choom", "unshare"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    confinement._bubblewrap.cache_clear()
+    with pytest.raises(ConfigError, match=r"must be installed for a sandbox: got no bwrap.*apt-get install bub"):
+        Sandbox().run_here("print(1)")
+    (tmp_path / "bwrap").write_text('#!/bin/sh\n[ "$1" = --help ] && echo --size && exit\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    with pytest.raises(ConfigError, match="bubblewrap must know --disable-userns: got an old"):
+        Sandbox().run_here("print(1)")
+    (tmp_path / "bwrap").write_text('#!/bin/sh\n[ "$1" != --help ] && exit 1\necho --size --disable-userns')
+    try:
+        with pytest.raises(ConfigError, match=r"a sandbox must start: got '.*'. Allow user namespaces: .*sysctl"):
+            Sandbox().run_here("print(1)")
+    finally:
+        confinement._bubblewrap.cache_clear()
+
+
+def test_missing_isolation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    confinement._tell_that_nothing_is_isolated.cache_clear()
+    for _ in range(2):
+        LIMITED.run_here(["true"])
+    (told,) = [record.message for record in caplog.records if record.name == "arealite.sandbox"]
+    assert "may read, write and send whatever you may" in told
+
+
+def test_mistakes_are_told() -> None:
+    for name in ("/etc/x", "../x", "a/../../x", "", "a//b", "."):
+        with pytest.raises(ValueError, match="must have a relative name"):
+            LIMITED.run_here("", files={name: ""})
+    with pytest.raises(ConfigError, match="time_s of a sandbox must be positive: got 0"):
+        Limits(time_s=0)
+    with pytest.raises(ConfigError, match="isolation must be bubblewrap or process: got 'none'"):
+        Sandbox(isolation="none")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_concurrent of a sandbox must be positive"):
+        Sandbox(max_concurrent=0)
+
+
+def test_the_filter_covers_both_processors() -> None:
+    filters = {machine: syscall_filter(machine) for machine in ("x86_64", "aarch64")}
+    assert len({len(one) for one in filters.values()}) == 1 and filters["x86_64"] != filters["aarch64"]
+    with pytest.raises(KeyError):
+        syscall_filter("riscv64")
+
+
+async def test_the_tool_shows_what_was_printed_and_how_it_ended() -> None:
+    tool = Sandbox(Limits(time_s=20, output_kib=1), isolation="process").python_tool
+    assert await tool("print(6 * 7)") == "42\n"
+    assert (await tool("print(1)\n1 / 0")).endswith("ZeroDivisionError: division by zero\n\n[exit status 1]")
+    assert (await tool("while True: print(1)")).endswith("1\n\n[ended: too much output]")
+    schema = get_json_schema(python_tool)["function"]
+    assert schema["name"] == "python_tool" and schema["parameters"]["required"] == ["code"]
+
+
+TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "4 5", "output": "9\n\n"}, {"input": "0 1", "output": "7"}]
+
+
+@both
+def test_programs_are_judged_test_by_test(sandbox: Sandbox) -> None:
+    passed, failed = Verdict(True, ""), Verdict(False, "output")
+    assert judge(ADDS, TESTS, sandbox=sandbox) == [passed, passed, failed]
+    asserted = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "x = add(2, 2)\nassert x == 4"]
+    assert judge(ADD, asserted, sandbox=sandbox) == [passed, Verdict(False, "exit status 1"), passed]
+
+
+def test_what_ends_early_has_not_passed() -> None:
+    """Whatever stops the process before the assertion, with a status of success."""
+    for trick in ("raise SystemExit(0)", "import os; os._exit(0)", "def add(a, b): exit()", "print('0' * 32); quit()"):
+        assert judge(trick, ["assert add(1, 2) == 4"], sandbox=LIMITED) == [Verdict(False, "output")], trick
+    assert judge("x = (", TESTS[:1], sandbox=LIMITED) == [Verdict(False, "exit status 1")]
+
+
+def test_tests_after_the_last_that_matters_do_not_run() -> None:
+    hanging = judge("import time; time.sleep(600)", TESTS, sandbox=Sandbox(Limits(time_s=0.5), isolation="process"))
+    assert [one.why for one in hanging] == ["time", "not run", "not run"]
+    assert [one.why for one in judge(ADDS, TESTS[::-1], sandbox=LIMITED, should_stop=True)] == [
+        "output",
+        *["not run"] * 2,
+    ]
+    assert [one.why for one in judge(ADDS, TESTS, sandbox=LIMITED, total_s=0)] == ["not run"] * 3
+
+
+def test_programs_and_tests_are_found() -> None:
+    assert read_program("Think.\n```python\na = 1\n```\nor\n```\nb = 2\n```\nDone.") == "b = 2\n"
+    assert read_program("c = 3") == "c = 3" and read_program("```py\nopen") == "```py\nopen"
+    assert read_tests('["assert f()"]') == ["assert f()"] and read_tests(TESTS) == TESTS
+    for column in (None, "no JSON", [], "{}", [{"input": "1"}], '{"input": "1", "output": "2"}', [3]):
+        with pytest.raises(ValueError, match="tests must be a list, or one in JSON"):
+            read_tests(column)
+
+
+@pytest.mark.slow
+async def test_rewards_for_code_run_in_the_workers_of_rewards() -> None:
+    assert pickle.loads(pickle.dumps(code_reward)) is code_reward
+    for reward, expected in ((code_reward, 2 / 3), (all_tests_reward, 0.0)):
+        runner = RewardRunner(reward, timeout=60)
+        try:
+            assert await runner(completions=f"```python\n{ADDS}\n```", answer=TESTS, **CALL) == pytest.approx(expected)
+            assert await runner(completions=ADDS, answer=TESTS[:2], **CALL) == 1.0
+        finally:
+            runner.close()
+
+
+@pytest.mark.slow
+def test_a_python_of_root_is_shown_to_nobody_else() -> None:
+    """A sandbox of root runs as nobody, and mounts nothing that this process sees."""
+    before = Path("/proc/self/mounts").read_text()
+    result = Sandbox().run_here("import os, sys; print(os.getuid(), sys.prefix)")
+    assert result.stdout == f"1000 {os.path.realpath(sys.prefix)}\n" and Path("/proc/self/mounts").read_text() == before
+    status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
+    assert os.geteuid() != 0 or "Uid:\t0" in status
