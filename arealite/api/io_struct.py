@@ -35,6 +35,10 @@ class ModelRequest:
     input_ids: list[int] = field(default_factory=list)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    image_data: list[str] = field(default_factory=list)
+    """Images in base64, in the order of their placeholders in `input_ids`, which has one per token of an image."""
+    image_token_id: int | None = None
+    """Id of the placeholders."""
     metadata: dict[str, Any] = field(default_factory=dict)
     seed_key: str | None = None
 
@@ -68,8 +72,8 @@ class ModelResponse:
         return len(self.output_tokens)
 
 
-LLMRequest = ModelRequest
-LLMResponse = ModelResponse
+LLMRequest = VLMRequest = ModelRequest
+LLMResponse = VLMResponse = ModelResponse
 
 
 @dataclass(frozen=True, order=True)
@@ -127,6 +131,8 @@ class SaveLoadMeta:
     weight_format: Literal["hf"] = "hf"
     with_optim: bool = False
     tokenizer: Any = None
+    processor: Any = None
+    """Image processor of a model that sees images."""
 
 
 @dataclass

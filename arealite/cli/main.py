@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
                 if Path(args.out).is_dir() and any(Path(args.out).iterdir()):
                     raise ConfigError(f"--out must be an empty or a new folder: got {args.out}, which holds files.")
                 write = _example("tiny_model").write_tiny_model
+                if args.vision:
+                    write = _example("tiny_vision_model").write_tiny_vision_model
                 print(write(out=args.out, corpus=args.corpus, seed=args.seed, tie=not args.untied))
             case "check":
                 from arealite.cli.check.check import check
@@ -172,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny_model.add_argument("--out", required=True, help="folder to write (Hugging Face format)")
     tiny_model.add_argument("--corpus", help="text or jsonl file for the tokenizer; default: generated word problems")
     tiny_model.add_argument("--seed", type=int, default=1, help="seed of the random weights (default 1)")
+    tiny_model.add_argument("--vision", action="store_true", help="let it see images, of the Qwen2.5-VL type")
     tiny_model.add_argument("--untied", action="store_true", help="give the output layer weights of its own")
 
     replay = commands.add_parser(

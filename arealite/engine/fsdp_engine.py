@@ -36,7 +36,9 @@ from arealite.engine import fsdp_weights, hf_model, lora, output_layer
 from arealite.engine.checkpointing import CheckpointedEngine
 from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.engine.vision import vision_inputs
 from arealite.utils import distributed, heartbeat
+from arealite.utils.images import sees_images
 from arealite.utils.logging import setup_logging
 from arealite.utils.seeding import seed_everything
 from arealite.utils.tensors import MicroBatch, count_micro_batches, pack_rows, split_rows, unit_lengths, unpack_rows
@@ -300,11 +302,14 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         """Return hidden states `[N, H]` of a micro-batch; an empty one runs on a single token, which is dropped."""
         packed = micro_batch.packed.to(self.device)
         num_tokens = micro_batch.num_tokens
-        input_ids, position_ids = packed["input_ids"], packed["position_ids"]
+        inputs: dict[str, Any] = {key: packed[key] for key in ("input_ids", "position_ids")}
         lengths = [length for length in micro_batch.packed["cu_seqlens"].diff().tolist() if length]
-        if num_tokens == 0:
-            input_ids = position_ids = torch.zeros(1, dtype=torch.long, device=self.device)
+        if sees_images(self.model.config):
+            inputs, lengths = vision_inputs(packed, lengths, self.model.config)
+        elif num_tokens == 0:
+            inputs = dict.fromkeys(inputs, torch.zeros(1, dtype=torch.long, device=self.device))
             lengths = [1]
+        inputs |= {"input_ids": inputs["input_ids"][None], "position_ids": inputs["position_ids"].unsqueeze(-2)}
         bounds: dict[str, Any] = {}  # of sequences; other attentions of transformers infer them from `position_ids`
         if self._attention == PACKED_SDPA:
             bounds = {"segment_lengths": lengths}
@@ -312,7 +317,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             ends, longest = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32), max(lengths)
             bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         with self._running():
-            hidden = self.model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
+            hidden = self.model(**inputs, use_cache=False, **bounds)
         heartbeat.tick()
         return hidden[0, :num_tokens], packed
 
@@ -336,7 +341,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
         if meta.with_optim:
             fsdp_weights.save_optimizer(self.model, self.optimizer, self.lr_schedule.num_steps, meta.path)
-        distributed.on_rank_0(lambda: meta.tokenizer and meta.tokenizer.save_pretrained(meta.path))
+        parts = [one for one in (meta.tokenizer, meta.processor) if one is not None]
+        distributed.on_rank_0(lambda: [one.save_pretrained(meta.path) for one in parts])
 
     @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def load(self, meta: SaveLoadMeta) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,8 +28,10 @@ from transformers.utils import logging as transformers_logging
 
 from arealite.engine.lora import ADAPTER, HEAD, base_parameters, is_adapter
 from arealite.engine.packed_attention import PACKED_SDPA, check_packable
+from arealite.engine.vision import attention_of_parts
 from arealite.utils.files import writing
-from arealite.utils.hf import as_in_checkpoint, load_model, sdpa_required
+from arealite.utils.hf import as_in_checkpoint, auto_class, load_model, sdpa_required
+from arealite.utils.images import sees_images
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
@@ -51,7 +52,8 @@ def build_meta_model(path: str, attention: str, *, has_value_head: bool = False)
         raise ValueError(f"path of a model must be an existing folder or a hub id: got {path!r}. Correct actor.path.")
     kind, config = _kind_and_config(path, has_value_head)
     with torch.device("meta"), sdpa_required():
-        model = kind.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
+        parts = attention_of_parts(attention) if sees_images(config) else attention
+        model = kind.from_config(config, attn_implementation=parts, dtype=torch.float32, trust_remote_code=False)
     check_packable(model)
     parameters = dict(model.named_parameters())
     if as_in_checkpoint(model, parameters).keys() != revert_weight_conversion(model, parameters).keys():
@@ -107,7 +109,7 @@ def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedCo
     """Return the auto class of a folder or hub id and the config for it."""
     config = model_config(path)
     if not has_value_head:
-        return AutoModelForCausalLM, config
+        return auto_class(config), config
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"a critic or reward model must have a sequence classifier in transformers: got {config.model_type}, which "

@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from arealite.algorithms.logprobs import LazyLogits
+from arealite.engine.vision import decoder_states
+from arealite.utils.images import sees_images
 
 _SMALL, _LARGE = 2.0**-20, 1e30  # a soft cap leaves the first as it is, and makes itself of the second
 
@@ -23,6 +25,9 @@ def return_hidden_states(model: PreTrainedModel) -> None:
 
     Its parameters in no layer stay gathered until the backward pass has run, the output layer's weight among them.
     """
+    if sees_images(model.config):
+        model.forward = functools.partial(decoder_states, model)
+        return
     is_lm = model.get_output_embeddings() is not None
     model.forward = functools.partial(_hidden_states, model.get_decoder() if is_lm else model.base_model)
 
@@ -59,7 +64,7 @@ def _probe(model: PreTrainedModel) -> tuple[float, float | None]:
     decoder.forward, layer.forward = lambda *_, **__: _Outputs([hidden]), read_probe
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+            logits = model(inputs_embeds=hidden, use_cache=False).logits
     finally:
         del decoder.forward, layer.forward
     scale, largest = logits[..., 0].item() / _SMALL, logits[..., -1].item()

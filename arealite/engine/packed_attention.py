@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from arealite.utils.hf import require_fixed_rope
+from arealite.utils.images import sees_images
 
 PACKED_SDPA = "packed_sdpa"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -67,8 +68,9 @@ def check_packable(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     require_fixed_rope(config)
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    layers = model.get_decoder() if sees_images(model.config) else model  # images attend within themselves
     if getattr(config, "is_decoder", None) is False and any(
-        getattr(module, "is_causal", None) is False for module in model.modules()
+        getattr(module, "is_causal", None) is False for module in layers.modules()
     ):
         others.add("attention to later tokens")  # an encoder; decoders such as GPT-NeoX also have is_decoder false
     if others or not model._supports_attention_backend or getattr(config, "attention_chunk_size", None):

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import MAX_LOGPROB
 from arealite.api.workflow_api import own_metrics, runs_of
+from arealite.utils.images import KEYS
 from arealite.utils.tensors import concat_padded_tensors, split_balanced
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -90,6 +91,7 @@ def check_trajectory(
     _check_numbers(trajectory)
     if "sample_index" in present:
         _check_runs(trajectory)
+    _check_images(trajectory)
     if present >= _KEPT:
         _check_kept(trajectory)
     _check_versions(trajectory, head_version, newest_version)
@@ -140,6 +142,20 @@ def _check_runs(trajectory: TensorDict) -> None:
     if (other_B := rewards_B != rewards_B[runs.first_rows.numpy()[runs.of_rows.numpy()]]).any():
         rule = f"be equal in the rows of one run (sample_index {samples_B[other_B][0]})"
         raise _broken("rewards", rule, rewards_B[other_B][0], "Give each row what the whole run earned.")
+
+
+def _check_images(trajectory: TensorDict) -> None:
+    """A row of `pixel_values` has the patches of all grids of `image_grid_thw` in turn."""
+    if not (found := [key for key in KEYS if key in trajectory]):
+        return
+    if len(found) < len(KEYS) or [trajectory[key].ndim for key in KEYS] != [3, 3]:
+        raise TrajectoryError(
+            "a trajectory with images must have pixel_values [B, P, D] and image_grid_thw [B, I, 3]: got "
+            f"{', '.join(f'{key} {list(trajectory[key].shape)}' for key in found)}. Use VisionRLVRWorkflow."
+        )
+    patches = int(_array(trajectory, "image_grid_thw").prod(-1).sum(-1).max(initial=0))
+    if patches > (got := trajectory["pixel_values"].shape[1]):
+        raise _broken("pixel_values", f"have {patches} patches in its longest row", got, "Copy all of an image.")
 
 
 def _check_kept(trajectory: TensorDict) -> None:

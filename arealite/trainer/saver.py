@@ -27,11 +27,13 @@ class Saver(Frequency):
         step: int,
         *,
         tokenizer: Any = None,
+        processor: Any = None,
         critic: TrainEngine | None = None,
         force: bool = False,
     ) -> Path | None:
         """Save after step `step` if due or forced, but no step twice; return the folder (collective).
 
+        `processor` is the image processor of a model that has one.
         A critic goes to `critic/` in it, with which `critic.path` of another run may start.
         """
         if not self.check(force=force):
@@ -41,7 +43,7 @@ class Saver(Frequency):
             return path
         unfinished = path.with_name(f".{path.name}.unfinished")
         on_rank_0(lambda: fresh_folder(unfinished))
-        engine.save(SaveLoadMeta(path=str(unfinished), tokenizer=tokenizer))
+        engine.save(SaveLoadMeta(path=str(unfinished), tokenizer=tokenizer, processor=processor))
         if critic is not None:
             critic.save(SaveLoadMeta(path=str(unfinished / "critic"), tokenizer=tokenizer))
         on_rank_0(lambda: _publish(unfinished, path))

@@ -27,7 +27,7 @@ _KINDS = {  # what the system says, every answer
 }
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")  # with which a template says what the model writes
 _NO_TEMPLATE = (
-    "conversations with an assistant's turns must have a chat template: got a tokenizer without one. "
+    "conversations with an assistant's turns or images must have a chat template: got a tokenizer without one. "
     "Add chat_template.jinja to tokenizer_path."
 )
 _HARD_TEXTS = ("Well , it is n't 4 .", "  for x in y:\n\t\tpass\n", "½ · 🙂 · 1234567")
@@ -51,7 +51,8 @@ def prompt_tokens(
     if tokenizer.chat_template is not None:
         rendered = [_render(tokenizer, one, asks=True, enable_thinking=enable_thinking) for one in conversations]
         return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    if any(message["role"] == "assistant" for messages in conversations for message in messages):
+    messages = [message for one in conversations for message in one]
+    if any(one["role"] == "assistant" or not isinstance(one["content"], str) for one in messages):
         raise ValueError(_NO_TEMPLATE)
     return list(tokenizer(["\n\n".join(message["content"] for message in one) for one in conversations])["input_ids"])
 

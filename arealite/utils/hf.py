@@ -7,8 +7,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
+
+from arealite.utils.images import image_processor_of, sees_images
 
 _WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -34,9 +43,15 @@ def sdpa_required() -> Iterator[None]:
         ) from error
 
 
+def auto_class(config: Any) -> Any:
+    """Return what makes a language model of a config, one that sees images among them."""
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
 def load_causal_lm(path: str, **options: Any) -> Any:
     """Load a language model from safetensors files."""
-    return load_model(AutoModelForCausalLM, path, **options)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return load_model(auto_class(config), path, config=config, **options)
 
 
 def load_model(kind: Any, path: str, **options: Any) -> Any:
@@ -69,6 +84,14 @@ def load_hf_tokenizer(path: str | Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_image_processor(path: str | Path) -> Any:
+    """Load what makes patches of images, computed by PIL and numpy: on every machine the same."""
+    try:
+        return image_processor_of(AutoImageProcessor.from_pretrained(str(path), backend="pil", trust_remote_code=False))
+    except ImportError as error:
+        raise ImportError("pillow must be installed for images: pip install 'arealite[vision]'.") from error
 
 
 def require_same_vocabulary(tokenizer: Any, path: str | Path) -> None:

@@ -3,9 +3,10 @@
 Padding is False in `attention_mask`, -1 in `versions`, and the caller's `pad_value` elsewhere. Packing drops it, and
 concatenates: `[B, S, ...]` tensors become `[N, ...]`, `[B]` tensors keep one entry per row. It adds `cu_seqlens` (int32
 `[B + 1]`), `position_ids [N]` (restarting at each row) and `segment_ids [N]` (row of a token). Keys of `RAGGED` are
-`[B, L]`, with several entries per token one after the other; packed `[M]`. Invariant: every row is in exactly one
-micro-batch; one longer than `max_tokens` gets a micro-batch of its own. Rows may come in units, such as pairs, which
-stay together.
+`[B, L, ...]`, with any number of entries per row (the kept sets of its tokens, the patches of its images) one after the
+other; packed `[M, ...]`. `image_grid_thw [B, I, 3]` stays as it is, 0 for images that a row lacks. Invariant: every
+row is in exactly one micro-batch; one longer than `max_tokens` gets a micro-batch of its own. Rows may come in units,
+such as pairs, which stay together.
 """
 
 # B rows, S padded tokens, N packed tokens; L padded and M packed entries of a ragged key
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 
-RAGGED = {"kept_ids": "kept_counts"}  # keys of several entries per token: the key `[B, S]` of how many
+# Keys of any number of entries per row: the key of how many a token `[B, S]` or, as a grid, an image `[B, I, 3]` has.
+RAGGED = {"kept_ids": "kept_counts", "pixel_values": "image_grid_thw"}
+INPUTS = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")  # of a model; only some see images
 ABSENT = {"attention_mask": 0, "versions": -1}
 
 
@@ -109,10 +112,15 @@ def unit_lengths(attention_mask: torch.Tensor, rows_per_unit: int = 1) -> list[i
 
 
 def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:
-    """Return the bool mask of what is no padding in a key, `[B, S]` or `[B, L]`; None for a key without padding."""
+    """Return the bool mask of what is no padding in a key, `[B, S]` or `[B, L]`; None for a key that keeps its padding
+    or has none."""
     tensor, mask_BS = batch[key], batch["attention_mask"].bool()
     if key in RAGGED:
-        return torch.arange(tensor.shape[1], device=tensor.device) < batch[RAGGED[key]].sum(dim=1, keepdim=True)
+        counts = batch[RAGGED[key]]
+        counts = counts.prod(-1) if counts.ndim == 3 else counts
+        return torch.arange(tensor.shape[1], device=tensor.device) < counts.sum(dim=1, keepdim=True)
+    if key == "image_grid_thw":
+        return None
     return mask_BS if tensor.ndim > 1 and tensor.shape[1] == mask_BS.shape[1] else None
 
 

@@ -8,7 +8,7 @@ are a prefix of those of every continuation, including the end-of-turn token tha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,17 @@ def write_tiny_model(
     *, out: str | Path, corpus: str | Path | None, seed: int, tie: bool = True, max_position: int = 2048
 ) -> Path:
     """Write the model to `out`; without a corpus its tokenizer is trained on word problems."""
+    return make_tiny_model(out, texts_for(out, corpus, seed), seed=seed, tie=tie, max_position=max_position)
+
+
+def texts_for(out: str | Path, corpus: str | Path | None, seed: int) -> Iterable[str]:
+    """Return the texts to train the tokenizer of a model on that will lie at `out`."""
     if Path(out).is_file():
         raise ConfigError(f"--out must be a folder: got {out}, which is a file. Choose another.")
     disable_progress_bar()
-    problems = word_problems.rows("train", seed=seed, train=NUM_PROBLEMS) if corpus is None else []
-    texts = [text for row in problems for text in row.values()] if corpus is None else _texts(Path(corpus))
-    return make_tiny_model(out, texts, seed=seed, tie=tie, max_position=max_position)
+    if corpus is not None:
+        return _texts(Path(corpus))
+    return [text for row in word_problems.rows("train", seed=seed, train=NUM_PROBLEMS) for text in row.values()]
 
 
 def make_tiny_model(
@@ -94,10 +99,12 @@ def make_tiny_model(
     return Path(out)
 
 
-def train_tokenizer(corpus: Iterable[str] | None, *, vocab_size: int, max_position: int) -> Any:
+def train_tokenizer(
+    corpus: Iterable[str] | None, *, vocab_size: int, max_position: int, specials: Sequence[str] = ()
+) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, special ones included."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = [PAD, END, *ROLES]
+    specials = [PAD, END, *ROLES, *specials]
     if vocab_size < len(alphabet) + len(specials):
         raise ValueError(
             f"vocab_size must be at least {len(alphabet) + len(specials)} (every byte and the special tokens): "
@@ -119,7 +126,7 @@ def train_tokenizer(corpus: Iterable[str] | None, *, vocab_size: int, max_positi
         tokenizer_object=bpe,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=list(ROLES),
+        additional_special_tokens=specials[2:],
         chat_template=CHAT_TEMPLATE,
         model_max_length=max_position,
         clean_up_tokenization_spaces=False,

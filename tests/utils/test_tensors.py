@@ -150,10 +150,23 @@ def test_without_a_limit_the_number_is_the_minimum_and_at_most_the_rows() -> Non
 def test_a_key_as_wide_as_the_rows_is_per_token_and_others_are_per_row() -> None:
     batch = padded([2, 3])
     batch["advantages"] = torch.zeros(2, 3)
-    batch["pixel_values"] = torch.arange(96).reshape(2, 6, 8)
+    batch["features"] = torch.arange(96).reshape(2, 6, 8)
     packed = pack_rows(batch, [1, 0]).packed
     assert packed["advantages"].shape == (5,)
-    assert torch.equal(packed["pixel_values"], batch["pixel_values"].flip(0))
+    assert torch.equal(packed["features"], batch["features"].flip(0))
+
+
+def test_patches_stay_with_their_images() -> None:
+    """Also where a row has as many images as the batch has columns."""
+    batch = padded([2, 3])
+    batch["image_grid_thw"] = torch.tensor([[[1, 2, 1], [1, 1, 1], [0, 0, 0]], [[1, 2, 2], [0, 0, 0], [0, 0, 0]]])
+    batch["pixel_values"] = torch.arange(20).reshape(2, 5, 2)
+    packed = pack_rows(batch, [1, 0]).packed
+    assert packed["pixel_values"][:, 0].tolist() == [10, 12, 14, 16, 0, 2, 4]
+    assert torch.equal(packed["image_grid_thw"], batch["image_grid_thw"].flip(0))
+    wider = batch.clone().set("pixel_values", torch.zeros(2, 9, 2, dtype=torch.int64))
+    joined = pack_rows(concat_padded_tensors([batch, wider]), [0, 1]).packed
+    assert joined["pixel_values"][:, 0].tolist() == [0, 2, 4, 10, 12, 14, 16]
 
 
 def with_kept(batch: TensorDict, counts: list[list[int]], width: int) -> TensorDict:

@@ -46,11 +46,11 @@ from arealite.engine.ppo.batch import finite_rewards, groups_of, require_key, re
 from arealite.engine.ppo.metrics import MaskedMetrics, of_runs
 from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
-from arealite.utils.tensors import RAGGED
+from arealite.utils.tensors import INPUTS
 
 # What scripts of the original call these; a key that nobody reads would change the objective silently.
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
-TOKENS = ("input_ids", "attention_mask", *RAGGED, *RAGGED.values())  # and what they were sampled from, if narrowed
+TOKENS = (*INPUTS, "kept_ids", "kept_counts")  # and what they were sampled from, if narrowed
 UNKNOWN_LOGPROB = -9999.0  # vLLM's, over HTTP, of a logprob that is not finite; such a token is not trained on
 
 TokenLossFn = Callable[[torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -89,7 +89,7 @@ class PPOActor:
         The softmax at `config.temperature` is over what each token was sampled from, where the batch has `kept_ids`
         (top-p, top-k); with `whole`, and always for a reference (no optimizer), over the whole vocabulary.
         """
-        keys = TOKENS[:2] if whole or self.config.optimizer is None else TOKENS
+        keys = INPUTS if whole or self.config.optimizer is None else TOKENS
         self.engine.eval()
         return self.engine.forward(
             batch.select(*keys, strict=False),

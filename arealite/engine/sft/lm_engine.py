@@ -15,6 +15,7 @@ from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens, packed_l
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.distributed import all_reduce_numbers
+from arealite.utils.tensors import INPUTS
 
 
 class LMEngine:
@@ -63,6 +64,6 @@ def sft_loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
 
 
 def _columns(batch: TensorDict) -> TensorDict:
-    columns = batch.select("input_ids", "attention_mask")
+    columns = batch.select(*INPUTS, strict=False)
     columns["loss_mask"] = trained_tokens(batch["attention_mask"], batch["loss_mask"])
     return columns

@@ -4,7 +4,8 @@ Invariant: lines of one file are in the order in which batches were handed out, 
 next call, so a run never continues without its record. A line holds one row without its padding (batches that are read
 back are padded to their longest row, with zeros): `sample` says which run of the group it belongs to, `row` and
 `num_rows` its place in the episode, `segments` the texts of what was given and sampled in turn; `more` has the keys
-beyond the usual ones, `dtypes` the types that are not the usual ones.
+beyond the usual ones, `dtypes` the types that are not the usual ones. Patches of images are left out, as they are a
+thousand times the size of all else.
 """
 
 import copy
@@ -30,6 +31,7 @@ from arealite.utils.files import iter_jsonl, reading, writing
 from arealite.utils.tensors import concat_padded_tensors, real_entries
 
 _FLUSH_S = 120.0  # deadline for writing what is queued
+_NOT_STORED = "pixel_values"
 _PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
 _DTYPES = {
     "input_ids": "int64",
@@ -98,7 +100,7 @@ class RolloutStore:
     def _lines(self, one: Episode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a trajectory as JSON values; `read_batches` inverts it."""
         tokenizer = self._tokenizer_of(one.prompt.workflow)
-        tensors = dict(sorted(one.trajectory.items()))
+        tensors = dict(sorted(one.trajectory.exclude(_NOT_STORED).items()))
         dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
         real = {key: real_entries(one.trajectory, key) for key in tensors}
         for number in range(num_rows := one.trajectory.batch_size[0]):
@@ -176,7 +178,10 @@ def read_batches(path: Path) -> list[TensorDict]:
             if line["row"] == 0:
                 batches[-1].append([])
             batches[-1][-1].append(_row(line))
-        return [assemble_batch([concat_padded_tensors(rows) for rows in episodes]) for episodes in batches]
+        found = [assemble_batch([concat_padded_tensors(rows) for rows in episodes]) for episodes in batches]
+    if any("image_grid_thw" in batch for batch in found):
+        raise ConfigError(f"a run that is replayed must have no images: got {path}, which lacks their patches.")
+    return found
 
 
 def _segments(tokenizer: Any, tokens: list[int], loss_mask: list[int]) -> list[dict[str, str]]:
