@@ -1,4 +1,4 @@
-"""What an agent acts in: tools with asynchronous calls."""
+"""What an agent acts in: tools with asynchronous calls, and environments with steps, as gymnasium has them."""
 
 import abc
 from typing import Any
@@ -20,3 +20,15 @@ class Environment(abc.ABC):
 
     async def aclose(self) -> None:  # noqa: B027
         """Release what `ainitialize` acquired."""
+
+
+class Agent(abc.ABC):
+    """Translates between a model and an environment with steps. One object serves all runs: it keeps no state."""
+
+    @abc.abstractmethod
+    def observe(self, observation: Any, info: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what the model is told of an observation, as messages `{"role", "content"}`."""
+
+    @abc.abstractmethod
+    def act(self, message: dict[str, Any]) -> Any:
+        """Return the action in a model's answer; ParseError if there is none, whose text the model is told."""

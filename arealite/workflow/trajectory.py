@@ -133,6 +133,10 @@ class TrajectoryBuilder:
         self._turns.append(_Turn(response, reward))
         self._ids = response.input_tokens + response.output_tokens
 
+    def earn(self, reward: float) -> None:
+        """Add to what the last turn earned."""
+        self._turns[-1].reward = (self._turns[-1].reward or 0.0) + reward
+
     def branch(self, ids: Sequence[int] | None = None) -> None:
         """End the row, and begin another whose context is `ids` (None: the tokens so far), trained on in no row but
         their own: turns that `ids` begins with keep what they earned."""

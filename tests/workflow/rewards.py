@@ -17,3 +17,11 @@ def brevity(completions: str, **_: Any) -> float:
 
 def failing_reward(**_: Any) -> float:
     raise KeyError("oops")
+
+
+def has_seven(completions: str, **columns: Any) -> float:
+    return float("7" in completions)
+
+
+def length_of_answer(completions: str, **columns: Any) -> float:
+    return float(len(completions))
