@@ -134,8 +134,9 @@ class Bridge:
         ids = self.chat.append(self._end(parent.response), rest, is_glue=is_glue)
         if is_glue:
             self._refuse_hidden(new, rest)
-        if ids is None or self.chat.hidden(new, rest) is not None:
+        elif ids is None or self.chat.hidden(new, rest) is not None:
             return None
+        assert ids is not None, rest
         return NextPrompt(parent.ids + ids, parent.text + rest, parent, None, run.counts)
 
     def _fresh(self, run: Run, messages: list[Message], tools: list[Any] | None, branch: Any) -> NextPrompt:

@@ -115,7 +115,7 @@ def says(bridge: Bridge, prompt_text: str, does: str, tools: list[Any] | None) -
     if does == "call" and parser.reads_calls:
         function = {"name": "look_up", "arguments": _ARGUMENTS}
         message = {"role": "assistant", "content": ""}
-        message["tool_calls"] = [{"id": "call00000", "type": "function", "function": function}]
+        message["tool_calls"] = [{"id": parser.probe_id, "type": "function", "function": function}]
     begun = parser.begun(prompt_text)
     frame = parser.thoughts or {}
     close = frame.get("close", "")

@@ -16,6 +16,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from arealite.utils.chat_text import ChatText, Message
 
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_TEXT = {"content": "text", "repeats": True, "join": "\n"}  # the parser would keep only the last piece of several
 _JSON = {"content": "json", "repeats": True, "transform": _FUNCTION}
 _THOUGHTS = (  # how models frame what they think, if their chat template says so too
     {"open": "<think>", "close": "</think>"},
@@ -111,7 +112,7 @@ _SPOKEN: dict[str, dict[str, Any]] = {  # what is neither thought nor call; a fo
     "to=functions": {
         "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>",
         "close_pattern": r"<\|(?:return|end)\|>|$",
-        "content": "text",
+        **_TEXT,
     },
 }
 _PROBE_ARGUMENTS = {"city": "Old Town", "days": 3, "near": ["a", "b"], "is_open": True}
@@ -144,9 +145,10 @@ class AnswerParser:
     def __init__(self, chat: ChatText) -> None:
         self._own = getattr(chat.tokenizer, "response_template", None)
         self.thoughts = next((one for one in _THOUGHTS if one["open"] in chat.tokenizer.chat_template), None)
-        self.call_format: dict[str, Any] | None = None
-        if self._own is None:
-            self.call_format = next((one for one in _CALLS if self._reads_back(chat, one)), None)
+        formats = [] if self._own else _CALLS
+        read = ((one, id) for one in formats for id in _PROBE_IDS if self._reads_back(chat, one, id))
+        found: tuple[dict[str, Any] | None, str] = next(read, (None, _PROBE_IDS[0]))
+        self.call_format, self.probe_id = found
 
     @property
     def reads_calls(self) -> bool:
@@ -162,7 +164,7 @@ class AnswerParser:
             return {"role": "assistant", "content": raw_text}
         parsed = _parsed(template, raw_text, prompt_text if self._own else self.begun(prompt_text), tools)
         thoughts, calls = parsed.get("reasoning_content") or parsed.get("thinking"), parsed.get("tool_calls") or []
-        content = parsed.get("content") or ""
+        content = (parsed.get("content") or "").strip()
         if content == raw_text.strip() or not (content or thoughts or calls):
             content = raw_text  # the parser strips, and drops what no format frames
         message: Message = {"role": "assistant", "content": content}
@@ -186,18 +188,15 @@ class AnswerParser:
         framed = next((one for mark, one in _SPOKEN.items() if mark in (calls or {}).get("open_pattern", "")), None)
         if self.thoughts is None and not (has_tools and calls) and framed is None:
             return None
-        fields = {"content": framed or {"content": "text"}}
-        fields |= {"reasoning_content": {"content": "text", **self.thoughts}} if self.thoughts else {}
+        fields = {"content": framed or {**_TEXT, "join": "", "content_args": {"strip": False}}}
+        fields |= {"reasoning_content": {**_TEXT, **self.thoughts}} if self.thoughts else {}
         fields |= {"tool_calls": calls} if calls and has_tools else {}
         return {"start_anchor_pattern": "^", "fields": fields}
 
-    def _reads_back(self, chat: ChatText, calls: dict[str, Any]) -> bool:
+    def _reads_back(self, chat: ChatText, calls: dict[str, Any], id: str) -> bool:
         """Whether a format reads a call as the chat template writes it."""
         function = {"name": "look_up", "arguments": _PROBE_ARGUMENTS}
-        calls_written = [{"id": id, "type": "function", "function": function} for id in _PROBE_IDS]
-        return any(self._reads_call(chat, calls, call) for call in calls_written)
-
-    def _reads_call(self, chat: ChatText, calls: dict[str, Any], call: Message) -> bool:
+        call = {"id": id, "type": "function", "function": function}
         asked = {"role": "user", "content": "zqquestionqz"}
         template = self._template(has_tools=True, calls=calls)
         assert template is not None, "calls make a template"
@@ -209,7 +208,7 @@ class AnswerParser:
             found = _checked(_parsed(template, answer, "", [_PROBE_TOOL]).get("tool_calls") or [])
         except (ValueError, KeyError):
             return False
-        return [one["function"] for one in found] == [call["function"]]
+        return [one["function"] for one in found] == [function]
 
 
 def call_ids(ids: Sequence[int], num_calls: int) -> list[str]:
@@ -238,7 +237,8 @@ def _parsed(template: dict[str, Any], text: str, prefix: str, tools: list[Any] |
             rests = [re.sub(calls.content_args["tag_pattern"], "", body, flags=re.DOTALL) for body in bodies]
             if rest := "".join(rests).strip():
                 raise MalformedCall(f"calls of tools must consist of their arguments: got also {rest!r}")
-        if calls.close_re is not None and len(calls.close_re.findall(text)) < len(bodies):
+        is_open = bool(last) and last[-1]["field"] == "tool_calls" and calls.close_re is not None
+        if is_open and not any(match.end() == len(text) for match in calls.close_re.finditer(text)):
             raise MalformedCall(f"calls of tools must be complete: got {bodies[-1]!r}")
     return dict(parsed)
 

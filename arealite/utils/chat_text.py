@@ -48,7 +48,9 @@ class ChatText:
         answered = [_ASKED, {"role": "assistant", "content": SENTINEL}]
         before, _, after = self.render([*answered, _AGAIN]).partition(SENTINEL)
         asked, own = self.render([_ASKED]), self.render(answered, asks=False).partition(SENTINEL)[2]
-        self.opening = asked[len(_common(before, asked)) :]
+        shared = _common(before, asked)
+        cut = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # not within a tag
+        self.opening = asked[cut:]
         self.closing = self.last_special(_common(own, after))
         if self.closing is None and self._first(own) is not None:  # one end in the middle, another at the very end
             self.closing = self._first(after)
@@ -99,7 +101,7 @@ class ChatText:
             return ids
         if first is not None and (first in (end, self.closing) or (is_glue and self.closing is not None)):
             return ids[1:]
-        return ids if self.closing is None else None
+        return ids if self.closing is None or is_glue else None
 
     def glue(self, answer: Message, new: Sequence[Message], tools: list[Any] | None = None) -> str:
         """Return what the template writes after an answer, its end included, if `new` messages follow.
