@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
@@ -55,6 +56,8 @@ def build_meta_model(path: str, attention: str, *, has_value_head: bool = False)
         parts = attention_of_parts(attention) if sees_images(config) else attention
         model = kind.from_config(config, attn_implementation=parts, dtype=torch.float32, trust_remote_code=False)
     check_packable(model)
+    conversions = get_model_conversion_mapping(model, add_legacy=False)  # found by the class, which sharding renames
+    model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
     parameters = dict(model.named_parameters())
     if as_in_checkpoint(model, parameters).keys() != revert_weight_conversion(model, parameters).keys():
         raise ValueError(

@@ -23,6 +23,7 @@ from arealite.generation.request import FinishReason, GenerationError, Generatio
 from arealite.generation.sampler import SamplingRows, kept_ids, sample
 from arealite.generation.scheduler import Scheduler, Sequence
 from arealite.utils import heartbeat
+from arealite.utils.images import placeholder_mask
 from arealite.utils.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class GenerationEngine:
         self.version = version
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.weight_shapes = runner.weight_shapes
+        self.image_token_id: int = getattr(runner.model.config, "image_token_id", -1)
         self.stopped: Future[None] = Future()  # done when the thread ends: None after `close`, or why it failed
         self._runner = runner
         self._eos_ids = eos_ids
@@ -102,6 +104,8 @@ class GenerationEngine:
             raise ValueError(
                 f"token ids must lie in [0, {self.vocab_size}): got {unknown[0]}. Use the tokenizer of this model."
             )
+        if request.images is not None:
+            placeholder_mask(torch.tensor(request.input_ids), sum(request.images.num_tokens), self.image_token_id)
         if params.stop and self._tokenizer is None:
             raise ValueError(
                 f"stop strings must have a tokenizer: got {list(params.stop)}. Serve a folder that has one."
@@ -255,7 +259,8 @@ class GenerationEngine:
         prefills = self._scheduler.admit()
         if prefills:
             self._rows = None
-            logits = self._runner.prefill([p.tokens for p in prefills], [p.first_slot for p in prefills])
+            images = [p.sequences[0].request.images for p in prefills]
+            logits = self._runner.prefill([p.tokens for p in prefills], [p.first_slot for p in prefills], images)
             for prefill in prefills:
                 copies = range(prefill.first_slot + 1, prefill.first_slot + len(prefill.sequences))
                 self._runner.cache.copy(prefill.first_slot, copies, len(prefill.tokens))
@@ -264,7 +269,10 @@ class GenerationEngine:
         running = self._scheduler.running
         if running:
             positions = np.array([sequence.length - 1 for sequence in running])
-            self._sample(self._runner.decode([sequence.output_ids[-1] for sequence in running], positions), 0)
+            shown = [one.request.images for one in running]
+            shifts = np.array([0 if images is None else images.position_shift for images in shown])
+            last = [sequence.output_ids[-1] for sequence in running]
+            self._sample(self._runner.decode(last, positions, shifts=shifts), 0)
 
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Sample a token for each sequence from slot `first` on, `logits` [n, V], and release those that end."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from arealite.generation.slot_attention import ATTENTION_NAME, PackedPrefill, SlotCache, SlotDecode, SlotStep
 from arealite.utils.hf import as_in_checkpoint, require_fixed_rope
+from arealite.utils.images import Images, placeholder_mask, rope_positions, sees_images
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class ModelRunner:
         meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in self._parameters.items()}
         required = as_in_checkpoint(model, meta)
         self._required = required.keys()
+        self._tied = {name: next(iter(as_in_checkpoint(model, {by: meta[by]}))) for name, by in self._tied.items()}
         # Of every weight that an update may contain, by its name in the checkpoint.
         weights = required | {name: every_parameter[name] for name in self._tied}
         self.weight_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -54,28 +56,63 @@ class ModelRunner:
         )
         self._check_against_reference()
 
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
-        """Fill the slots with the prompts; return the logits after each prompt's last token, `[n, V]`."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[Images | None] | None = None
+    ) -> torch.Tensor:
+        """Fill the slots with prompts and their images; return the logits after each prompt's last token, `[n, V]`."""
+        images = images or [None] * len(prompts)
         if self.deterministic and len(prompts) > 1:
-            return torch.cat([self.prefill([prompt], [slot]) for prompt, slot in zip(prompts, slots, strict=True)])
+            each = zip(prompts, slots, images, strict=True)
+            return torch.cat([self.prefill([prompt], [slot], [image]) for prompt, slot, image in each])
         step = PackedPrefill(self.cache, slots, [len(prompt) for prompt in prompts])
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt])
-        return self._forward(tokens_N[None], step.positions_N[None], step, torch.tensor(step.ends) - 1)[0]
+        positions, embeddings = step.positions_N[None], None
+        if any(images):
+            positions, embeddings = self._with_images(tokens_N.split(step.lengths), images)
+        return self._forward(tokens_N[None], positions, step, torch.tensor(step.ends) - 1, embeddings)[0]
 
-    def decode(self, tokens: Sequence[int], positions: np.ndarray, first_slot: int = 0) -> torch.Tensor:
-        """Append one token to each of the sequences in consecutive slots; return their next logits, `[n, V]`."""
+    def decode(
+        self, tokens: Sequence[int], positions: np.ndarray, first_slot: int = 0, shifts: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """Append one token to each of the sequences in consecutive slots; return their next logits, `[n, V]`.
+
+        `shifts` are added to the positions for rotary embeddings (`Images.position_shift`)."""
+        shifts = np.zeros_like(positions) if shifts is None else shifts
         if self.deterministic and len(tokens) > 1:
-            rows = range(len(tokens))
-            return torch.cat([self.decode(tokens[row : row + 1], positions[row : row + 1], row) for row in rows])
-        positions_n = torch.from_numpy(positions)
-        step = SlotDecode(self.cache, first_slot, positions_n, int(positions.max()) + 1)
-        return self._forward(torch.tensor(tokens)[:, None], positions_n[:, None], step, 0)[:, 0]
+            ones = [slice(row, row + 1) for row in range(len(tokens))]
+            return torch.cat([self.decode(tokens[one], positions[one], one.start, shifts[one]) for one in ones])
+        step = SlotDecode(self.cache, first_slot, torch.from_numpy(positions), int(positions.max()) + 1)
+        rotary_n = torch.from_numpy(positions + shifts)
+        return self._forward(torch.tensor(tokens)[:, None], rotary_n[:, None], step, 0)[:, 0]
+
+    def _with_images(
+        self, prompts: Sequence[torch.Tensor], images: Sequence[Images | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rotary positions `[3, 1, N]` and embeddings `[1, N, H]` of packed prompts, images in their places."""
+        token_id, positions, embeddings = self.model.config.image_token_id, [], []
+        for tokens_L, image in zip(prompts, images, strict=True):
+            embedded_LH = self.model.get_input_embeddings()(tokens_L)
+            if image is None:
+                positions.append(torch.arange(len(tokens_L)).expand(3, -1))
+            else:
+                is_image = placeholder_mask(tokens_L, sum(image.num_tokens), token_id)
+                seen = self.model.get_image_features(image.pixel_values, image.grid_thw).pooler_output
+                embedded_LH[is_image] = torch.cat(list(seen)).to(embedded_LH.dtype)
+                positions.append(rope_positions(is_image, image.grid_thw, image.merge))
+            embeddings.append(embedded_LH)
+        return torch.cat(positions, 1)[:, None], torch.cat(embeddings)[None]
 
     def _forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, step: SlotStep, logits_to_keep: int | torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        step: SlotStep,
+        logits_to_keep: int | torch.Tensor,
+        embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        inputs = {"input_ids": tokens} if embeddings is None else {"inputs_embeds": embeddings}
         output = self.model(
-            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, slot_step=step
+            **inputs, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, slot_step=step
         )
         logits: torch.Tensor = output.logits
         return logits
@@ -90,7 +127,8 @@ class ModelRunner:
             logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
             reference = logits[0, [2, 5, 6, 7][-len(slots) - 2 :]].float()
             try:
-                self.model.set_attn_implementation(ATTENTION_NAME)
+                parts = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME}  # a vision tower keeps its own
+                self.model.set_attn_implementation(parts if sees_images(self.model.config) else ATTENTION_NAME)
                 prefilled = self.prefill(prompts, slots)
                 decoded = [self.decode([tokens[p]], np.array([p]), slots[-1]) for p in (6, 7)]
             except (TypeError, AttributeError, RuntimeError) as error:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from arealite.utils.images import Images
+
 GREEDY_TEMPERATURE = 1e-6  # temperatures below this one mean greedy decoding, as in SGLang
 
 
@@ -34,6 +36,9 @@ class GenerationRequest:
     input_ids: tuple[int, ...]
     params: SamplingParams
     returns_kept: bool = False  # whether the result has the ids that each token was sampled from
+    images: Images | None = (
+        None  # what the placeholders among `input_ids` stand for; requests that share it, prefill once
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from arealite.generation.request import FinishReason, GenerationRequest, GenerationResult, VersionSpan
+from arealite.utils.images import Images
 from arealite.utils.stop_strings import StopStrings
 
 
@@ -50,7 +51,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Sequences with equal tokens (a group's samples): the first one's slot is computed, the others are copies."""
+    """Sequences with equal tokens and images (a group's samples): the first slot is computed, others are copies."""
 
     tokens: tuple[int, ...]
     sequences: list[Sequence]
@@ -75,18 +76,18 @@ class Scheduler:
         # lengths: while others run and more wait than fit, wait until an eighth of the slots is free.
         if self.running and free < min(len(self.waiting), self._slots // 8):
             return []
-        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        groups: dict[tuple[tuple[int, ...], Images | None], list[Sequence]] = {}
         num_tokens = 0
         while self.waiting and free:
-            tokens = self.waiting[0].tokens
-            if tokens not in groups:
-                num_tokens += len(tokens)
+            prompt = self.waiting[0].tokens, self.waiting[0].request.images
+            if prompt not in groups:
+                num_tokens += len(prompt[0])
                 if groups and num_tokens > self._max_prefill_tokens:
                     break
-            groups.setdefault(tokens, []).append(self.waiting.popleft())
+            groups.setdefault(prompt, []).append(self.waiting.popleft())
             free -= 1
         prefills = []
-        for tokens, sequences in groups.items():
+        for (tokens, _), sequences in groups.items():
             prefills.append(Prefill(tokens, sequences, len(self.running)))
             self.running.extend(sequences)
         return prefills

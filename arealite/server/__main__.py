@@ -26,8 +26,9 @@ from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
 from arealite.utils import heartbeat
-from arealite.utils.hf import load_causal_lm, load_hf_tokenizer, local_folder
+from arealite.utils.hf import load_causal_lm, load_hf_tokenizer, load_image_processor, local_folder
 from arealite.utils.http_server import HttpServer
+from arealite.utils.images import sees_images
 from arealite.utils.logging import setup_logging
 from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import check_exposed, secret_of_environment
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runner = ModelRunner(model, slots=args.slots, context=args.context, deterministic=args.deterministic)
         has_tokenizer = any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         tokenizer: PreTrainedTokenizerBase | None = load_hf_tokenizer(folder) if has_tokenizer else None
-    except (ValueError, OSError) as error:
+        image_processor = load_image_processor(folder) if sees_images(model.config) else None
+    except (ValueError, OSError, ImportError) as error:
         logger.error("can't serve %s: %s", args.model_path, error)
         return 2
     engine = GenerationEngine(
@@ -70,7 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         threads=args.threads,
         allow_stale_kv=args.allow_stale_kv,
     )
-    return asyncio.run(serve(engine, tokenizer, args))
+    server = Server(
+        engine,
+        tokenizer,
+        model_path=args.model_path,
+        image_processor=image_processor,
+        seed=args.seed,
+        secret=secret_of_environment(),
+    )
+    return asyncio.run(serve(engine, server, args))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,9 +124,8 @@ def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | No
     return frozenset(ids)
 
 
-async def serve(engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase | None, args: argparse.Namespace) -> int:
+async def serve(engine: GenerationEngine, server: Server, args: argparse.Namespace) -> int:
     """Serve until a signal or until the engine fails; return the exit status."""
-    server = Server(engine, tokenizer, model_path=args.model_path, seed=args.seed, secret=secret_of_environment())
     http = HttpServer(server.app, secret_of_environment())
     heartbeat.tick()
     signalled = asyncio.Event()

@@ -6,12 +6,15 @@ the engine has ended.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
+import threading
 import time
 from asyncio import wrap_future
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from typing import Any
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
@@ -20,10 +23,13 @@ from arealite.generation.engine import GenerationEngine
 from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
 from arealite.server import protocol
 from arealite.server.weight_receiver import MismatchError, WeightReceiver
+from arealite.utils.images import Images, from_base64, process_images
+from arealite.utils.placeholders import expansion
 from arealite.utils.secret import is_authorized, refusal
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
+NUM_CACHED_IMAGES = 16  # prompts whose patches are kept
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -36,10 +42,14 @@ class Server:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         model_path: str,
+        image_processor: Any = None,
         seed: int = 0,
         secret: str | None = None,
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+        """`image_processor` is that of a model that sees images."""
+        self._engine, self._tokenizer, self._image_processor = engine, tokenizer, image_processor
+        self._images_of = functools.lru_cache(maxsize=NUM_CACHED_IMAGES)(self._process_images)
+        self._image_lock = threading.Lock()  # one thread makes the patches that the others of a group wait for
         self._model_path, self._seed, self._secret = model_path, seed, secret
         self._num_unseeded = itertools.count()
         self._weights = WeightReceiver(engine)
@@ -110,7 +120,10 @@ class Server:
         started = time.monotonic()
         tokens = await asyncio.to_thread(self._encode, body.text) if body.input_ids is None else body.input_ids
         params = body.sampling_params.to_params(self._next_seed)
-        generation = GenerationRequest(body.rid, tuple(tokens), params, body.return_sampling_mask)
+        images = await asyncio.to_thread(self._images, body.images) if body.images else None
+        if images is not None:
+            tokens = [tokens[place] for place in expansion(tokens, images.num_tokens, self._engine.image_token_id)]
+        generation = GenerationRequest(body.rid, tuple(tokens), params, body.return_sampling_mask, images)
         result = await wrap_future(self._engine.submit(generation))
         text = self._text(result, body.sampling_params)
         answer = protocol.reply(generation, result, text, time.monotonic() - started)
@@ -147,6 +160,18 @@ class Server:
             raise ValueError("text must have a tokenizer: got a model folder without one. Send input_ids.")
         tokens: list[int] = self._tokenizer.encode(text)
         return tokens
+
+    def _images(self, image_data: tuple[str, ...]) -> Images:
+        """Return equal images as one object, which samples of a group share."""
+        if self._image_processor is None:
+            raise ValueError(
+                "image_data must be left out: got images for a model that sees none. Serve a vision model."
+            )
+        with self._image_lock:
+            return self._images_of(image_data)
+
+    def _process_images(self, image_data: tuple[str, ...]) -> Images:
+        return process_images(self._image_processor, [from_base64(one) for one in image_data])
 
     def _text(self, result: GenerationResult, params: protocol.SamplingBody) -> str:
         """Decode the output without its stop token or string, as SGLang does unless `no_stop_trim`."""

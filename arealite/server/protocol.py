@@ -77,6 +77,7 @@ class GenerateBody(Body):
 
     input_ids: list[int] | None = None
     text: str | None = None
+    image_data: str | list[str] | None = None  # base64; the prompt has one placeholder for each
     sampling_params: SamplingBody = SamplingBody()
     rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
     return_logprob: bool = False
@@ -94,6 +95,10 @@ class GenerateBody(Body):
                 f"{top_k} and {temperature:g}. Give both, or leave return_sampling_mask out"
             )
         return self
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        return (self.image_data,) if isinstance(self.image_data, str) else tuple(self.image_data or ())
 
 
 class PauseBody(Body):

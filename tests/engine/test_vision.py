@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import testing_forks
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from testing_images import vision_batch, write_model
 from testing_quickstart import make_tiny_model
@@ -146,6 +147,7 @@ def test_a_model_is_fine_tuned_saved_and_read_again(path: str, batch: TensorDict
     again.initialize(None, SPEC)
     assert again.evaluate_lm(batch) == pytest.approx(now, abs=1e-6)
     again.destroy()
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(f"{path}/model.safetensors").keys()
     assert load_image_processor(tmp_path).size == load_image_processor(path).size
 
 

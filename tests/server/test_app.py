@@ -188,7 +188,7 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": "5"}, "input_ids"),
     ({"text": 5}, "text"),
     ([1, 2], "should be an object"),
-    ({"input_ids": [5], "image_data": ["x"]}, "image_data must be left out: unsupported option"),
+    ({"input_ids": [5], "image_data": ["x"]}, "image_data must be left out: got images for a model"),
     ({"input_ids": [5], "stream": True}, "unsupported option"),
     ({"input_ids": [5], "sampling_params": {"beam_width": 3}}, "sampling_params.beam_width"),
     ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),

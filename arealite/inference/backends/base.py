@@ -16,6 +16,7 @@ from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
 from arealite.api.io_struct import MAX_LOGPROB, ModelRequest
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
+from arealite.utils.placeholders import collapse
 
 Finish = Literal["stop", "length", "abort"]
 Sums = Mapping[str, str]  # the sender's fingerprint of each tensor (`utils.fingerprint`); empty if nobody verifies
@@ -117,6 +118,15 @@ class BroadcastPlan:
             "group_name": self.name,
             "backend": self.backend,
         }
+
+
+def prompt_ids(req: ModelRequest) -> list[int]:
+    """Return a prompt with one placeholder per image, which servers expand themselves."""
+    if not req.image_data:
+        return req.input_ids
+    if req.image_token_id is None:
+        raise ValueError("a request with image_data must have an image_token_id: got None. Use VisionRLVRWorkflow.")
+    return collapse(req.input_ids, len(req.image_data), req.image_token_id)
 
 
 def are_names(value: object) -> TypeGuard[list[str]]:

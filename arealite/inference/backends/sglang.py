@@ -7,7 +7,7 @@ from dataclasses import replace
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, Segment, Sums, are_names, require
+from arealite.inference.backends.base import Backend, Segment, Sums, are_names, prompt_ids, require
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import ServerFacts
@@ -76,9 +76,12 @@ class SGLangBackend(Backend):
             sampling["stop"] = gconfig.stop
         if ignore_eos:
             sampling["ignore_eos"] = True
-        payload: Json = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
+        payload: Json = {"input_ids": [*prompt_ids(req), *tokens], "sampling_params": sampling}
+        payload |= {"return_logprob": True, "stream": False}
         if gconfig.narrows and gconfig.top_k < ALL_TOKENS:  # kept sets must be bounded
             payload["return_sampling_mask"] = True  # before 0.5.23 ignored
+        if req.image_data:
+            payload["image_data"] = req.image_data
         return payload
 
     def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:

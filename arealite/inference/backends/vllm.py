@@ -11,7 +11,7 @@ from typing import Any
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, MismatchError, Segment, Sums, are_names, require
+from arealite.inference.backends.base import Backend, MismatchError, Segment, Sums, are_names, prompt_ids, require
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
@@ -108,9 +108,13 @@ class VLLMBackend(Backend):
             sampling |= {"temperature": 1.0, "top_k": 1}
         elif address in self._returns_kept:
             sampling["top_k"] = gconfig.top_k
-        input_ids = [*req.input_ids, *tokens]
+        input_ids = [*prompt_ids(req), *tokens]
         if address in self._has_generate:
-            return {"token_ids": input_ids, "sampling_params": sampling}
+            images = [{"type": "image_url", "url": f"data:image/png;base64,{one}"} for one in req.image_data]
+            payload: Json = {"token_ids": input_ids, "sampling_params": sampling}
+            return payload | ({"content_parts": images} if images else {})
+        if req.image_data:
+            raise ConfigError(f"a vLLM that gets images must have been started with --enable-scale-out: got {address}.")
         return {"prompt": input_ids, "return_token_ids": True} | sampling
 
     def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
