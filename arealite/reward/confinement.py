@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, EnvError
 from arealite.reward.syscalls import syscall_filter
 
 logger = logging.getLogger("arealite.sandbox")
@@ -189,7 +189,7 @@ def _syscall_filter() -> bytes:
     try:
         return syscall_filter(machine := platform.machine())
     except KeyError as error:
-        raise ConfigError(
+        raise EnvError(
             f"the processor must be known for a sandbox: got {machine}. Use x86_64 or aarch64, {UNCONFINED}."
         ) from error
 
@@ -199,16 +199,16 @@ def _bubblewrap() -> str:
     path = shutil.which("bwrap")
     advice = f"Run `apt-get install bubblewrap` or `dnf install bubblewrap`, {UNCONFINED}."
     if path is None:
-        raise ConfigError(f"bubblewrap must be installed for a sandbox: got no bwrap on the PATH. {advice}")
+        raise EnvError(f"bubblewrap must be installed for a sandbox: got no bwrap on the PATH. {advice}")
     known = subprocess.run([path, "--help"], capture_output=True, text=True, check=False, timeout=60).stdout
     if missing := [option for option in _NEEDED if option not in known]:
-        raise ConfigError(f"bubblewrap must know {', '.join(missing)}: got an old {path}. {advice}")
+        raise EnvError(f"bubblewrap must know {', '.join(missing)}: got an old {path}. {advice}")
     return path
 
 
 def _found(name: str) -> str:
     if (path := shutil.which(name)) is None:
-        raise ConfigError(f"{name} must be installed for a sandbox: got none. Install util-linux.")
+        raise EnvError(f"{name} must be installed for a sandbox: got none. Install util-linux.")
     return path
 
 

@@ -92,7 +92,7 @@ class Sandbox:
     ) -> SandboxResult:
         """Run Python source or a command among `files`, whose names are relative, as soon as a slot is free.
 
-        Raises ConfigError where programs can't be isolated, and EnvError if somebody else killed the sandbox.
+        Raises EnvError where programs can't be isolated, or if somebody else killed the sandbox.
         """
         is_given_up = threading.Event()
         call = functools.partial(self.run_here, files=files, stdin=stdin, limits=limits, is_given_up=is_given_up)
@@ -262,7 +262,7 @@ class _Run:
         if returncode < 0:
             raise EnvError(f"a sandbox must not be killed: got {signal.Signals(-returncode).name}. Free memory.")
         told = self._read[self._outputs[1]].decode(errors="replace").strip()[-500:]
-        raise ConfigError(f"a sandbox must start: got {told!r}. {ADVICE}.")
+        raise EnvError(f"a sandbox must start: got {told!r}. {ADVICE}.")
 
     def _end(self) -> None:
         """End what is left of it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers.utils import get_json_schema
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, EnvError
 from arealite.reward import confinement
 from arealite.reward.code import Verdict, all_tests_reward, code_reward, judge, read_program, read_tests
 from arealite.reward.runner import RewardRunner
@@ -79,19 +79,20 @@ async def test_at_most_so_many_programs_run_at_once(tmp_path: Path) -> None:
 
 
 def test_what_was_never_isolated_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a ValueError, of which a workflow with tools tells the model."""
     for name in ("setpriv", "prlimit", "choom", "unshare"):
         (tmp_path / name).symlink_to(shutil.which(name) or "")
     monkeypatch.setenv("PATH", str(tmp_path))
     confinement._bubblewrap.cache_clear()
-    with pytest.raises(ConfigError, match=r"must be installed for a sandbox: got no bwrap.*apt-get install bub"):
+    with pytest.raises(EnvError, match=r"must be installed for a sandbox: got no bwrap.*apt-get install bub"):
         Sandbox().run_here("print(1)")
     (tmp_path / "bwrap").write_text('#!/bin/sh\n[ "$1" = --help ] && echo --size && exit\n')
     (tmp_path / "bwrap").chmod(0o755)
-    with pytest.raises(ConfigError, match="bubblewrap must know --disable-userns: got an old"):
+    with pytest.raises(EnvError, match="bubblewrap must know --disable-userns: got an old"):
         Sandbox().run_here("print(1)")
     (tmp_path / "bwrap").write_text('#!/bin/sh\n[ "$1" != --help ] && exit 1\necho --size --disable-userns')
     try:
-        with pytest.raises(ConfigError, match=r"a sandbox must start: got '.*'. Allow user namespaces: .*sysctl"):
+        with pytest.raises(EnvError, match=r"a sandbox must start: got '.*'. Allow user namespaces: .*sysctl"):
             Sandbox().run_here("print(1)")
     finally:
         confinement._bubblewrap.cache_clear()
