@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "engine": {"api", "utils", "algorithms", "inference.remote_engine", "inference.backends"},
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward"},
-    "agent": {"api", "utils", "workflow", "reward"},
+    "agent": {"api", "utils", "workflow", "reward", "rollout.event_loop"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),

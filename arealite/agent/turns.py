@@ -90,6 +90,14 @@ class Run:
         self._asked.add(asked[-1])
         self._openings |= {asked[index] for index in _first_question(turn.messages)}
 
+    def discard(self, answer_id: str) -> None:
+        """Remove the turns of an answer that no client got: they are never trained on, and no parents."""
+        for turn in [turn for turn in self.turns if turn.id.partition(".")[0] == answer_id]:
+            turn.is_trained = False
+            self.turns.remove(turn)
+            del self._by_id[turn.id]
+            self._by_digest[list(digests(turn.conversation))[-1]].remove(turn)
+
     def by_id(self, id: str) -> Turn | None:
         return self._by_id.get(id)
 

@@ -31,6 +31,7 @@ from arealite.api.config.model import PPOActorConfig as PPOActorConfig
 from arealite.api.config.model import PPOCriticConfig as PPOCriticConfig
 from arealite.api.config.model import RWEngineConfig as RWEngineConfig
 from arealite.api.config.model import TrainEngineConfig as TrainEngineConfig
+from arealite.api.config.rollout import AgentConfig as AgentConfig
 from arealite.api.config.rollout import GenerationHyperparameters as GenerationHyperparameters
 from arealite.api.config.rollout import InferenceEngineConfig as InferenceEngineConfig
 from arealite.api.config.rollout import LiteConfig as LiteConfig

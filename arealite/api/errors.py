@@ -39,6 +39,12 @@ class EnvError(AReaLiteError, RuntimeError):
     kind = "environment"
 
 
+class AgentError(AReaLiteError, RuntimeError):
+    """An agent failed: its process, its command, or what it returned."""
+
+    kind = "agent"
+
+
 class ParseError(AReaLiteError, ValueError):
     """What a model wrote could not be parsed; workflows raise it when that ends the episode."""
 

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -79,7 +80,7 @@ class RewardRunner:
         self._place = "" if code is None else str(line_of(code, None))
         self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(called)
         if not self.is_async:
-            self._start_message = _start_message(
+            self._start_message = start_message(
                 reward_fn, f"{self.name} at {self._place}" if self._place else self.name
             )
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
@@ -187,20 +188,23 @@ class RewardRunner:
         return worker
 
 
-def _start_message(reward_fn: RewardFunction, name: str) -> bytes:
-    """Pickle the function by reference, with what a worker needs to know of this process to import it."""
+def start_message(function: Callable[..., Any], name: str, *, what: str = "reward_fn") -> bytes:
+    """Pickle a function by reference, with what a worker needs to know of this process to import it.
+
+    Raises ValueError, about `what`, if no other process can import it.
+    """
     try:
-        pickled = pickle.dumps(reward_fn)
+        pickled = pickle.dumps(function)
     except Exception as error:
         raise ValueError(
-            f"reward_fn must be importable, because it runs in another process: got {name} ({error}). "
+            f"{what} must be importable, because it runs in another process: got {name} ({error}). "
             "Define it at module level, or make it an `async def`."
         ) from error
     data = multiprocessing.spawn.get_preparation_data("reward")
     needs_main = b"__main__" in pickled
     if needs_main and not data.keys() & set(_MAIN):
         raise ValueError(
-            f"reward_fn must be defined in a file: got {name}, typed at a prompt or a notebook. "
+            f"{what} must be defined in a file: got {name}, typed at a prompt or a notebook. "
             "Put it into a module, or make it an `async def`."
         )
     keys = _PREPARATION + _MAIN if needs_main else _PREPARATION

@@ -30,8 +30,11 @@ _MAX_USER_THREADS = 32  # of calls that workflows make by `asyncio.to_thread`
 class EventLoopThread:
     """Runs coroutines for other threads until closed."""
 
-    def __init__(self, name: str, *, blocking_call_s: float = 1.0, max_blocked_s: float = 3600.0) -> None:
+    def __init__(
+        self, name: str, *, what: str = "rollout loop", blocking_call_s: float = 1.0, max_blocked_s: float = 3600.0
+    ) -> None:
         """A call that blocks the loop is reported after `blocking_call_s` and given up after `max_blocked_s`."""
+        self._what = what  # in messages
         self._limits_s = {"blocking_call_s": blocking_call_s, "max_blocked_s": max_blocked_s}
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._ended: Future[None] = Future()
@@ -70,13 +73,13 @@ class EventLoopThread:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
-                "a blocking call must come from outside the rollout loop: got one from a workflow or reward. "
+                f"a blocking call must come from outside the {self._what}: got one from a workflow or reward. "
                 "Await agenerate there instead."
             )
         pending = self.submit(coroutine)
         ends: set[Future[Any]] = {pending, self._ended, self.watch.given_up}
         try:
-            with heartbeat.waiting(f"the rollout loop to finish {cast('Any', coroutine).__qualname__}", on="rollout"):
+            with heartbeat.waiting(f"the {self._what} to finish {cast('Any', coroutine).__qualname__}", on="rollout"):
                 while not wait(ends | ({self._asked} if on_asked else set()), return_when=FIRST_COMPLETED).done & ends:
                     assert on_asked is not None, "nothing else ends a wait early"
                     self._asked = Future()
@@ -97,7 +100,7 @@ class EventLoopThread:
         heartbeat.withdraw(f"loop {self._thread.name}")
         if self._thread.is_alive():
             line = self.watch.blocking or "a workflow"
-            logger.warning("the rollout loop did not end within %g s: %s blocks it", timeout_s, line)
+            logger.warning("the %s did not end within %g s: %s blocks it", self._what, timeout_s, line)
 
     def _main(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
@@ -106,22 +109,22 @@ class EventLoopThread:
                 loop = runner.get_loop()
                 loop.set_default_executor(DaemonThreads(_MAX_USER_THREADS, "workflow-call"))
                 self._must_end = asyncio.Event()
-                self.watch = LoopWatch(loop, **self._limits_s)
+                self.watch = LoopWatch(loop, self._what, **self._limits_s)
                 self._loop.set_result(loop)
                 self._cause = _failure(runner, self._must_end.wait)
                 # Each in a run of its own: what fails does not keep the others from ending.
                 for part in (*[_cancel_tasks] * _WIND_UP_ROUNDS, *self.closers):
                     if (error := _failure(runner, part)) is not None:
-                        logger.error("the rollout loop did not end in order", exc_info=error)
+                        logger.error("the %s did not end in order", self._what, exc_info=error)
         except RuntimeError as error:  # asyncio starts a thread at its end, for which a process may lack the memory
-            logger.error("the rollout loop did not end in order: %s", error)
+            logger.error("the %s did not end in order: %s", self._what, error)
         finally:
             self._ended.set_result(None)
             self.watch.close()
 
     def _ended_error(self) -> RuntimeError:
         reason = "closed" if self._cause is None else repr(self._cause)
-        error = RuntimeError(f"the rollout loop must be running: it has ended ({reason}). Initialize a new engine.")
+        error = RuntimeError(f"the {self._what} must be running: it has ended ({reason}). Initialize a new engine.")
         error.__cause__ = self._cause
         return error
 

@@ -33,12 +33,19 @@ SHOWN = 8  # oldest episodes
 class LoopWatch:
     """The lag of one thread's loop. Built in that thread, before the loop runs."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, blocking_call_s: float, max_blocked_s: float) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        what: str = "rollout loop",
+        *,
+        blocking_call_s: float,
+        max_blocked_s: float,
+    ) -> None:
         self.blocking: SourceLine | None = None  # the line that blocks the loop
         self.given_up: Future[None] = Future()  # fails with EpisodeTimeoutError after `max_blocked_s` of it
         self._blocking_call_s = blocking_call_s
         self._max_blocked_s = max_blocked_s
-        self._loop = loop
+        self._loop, self._what = loop, what
         self._loop_thread = threading.get_ident()
         self._due = time.monotonic()
         self._lags: deque[float] = deque(maxlen=_KEPT_LAGS)
@@ -81,7 +88,7 @@ class LoopWatch:
                 self._look(overdue_s)
             if overdue_s > self._max_blocked_s and not self.given_up.done():
                 line = self.blocking or "code that has no Python frame"
-                message = f"the rollout loop must turn within {self._max_blocked_s:g} s: {line} blocks it. "
+                message = f"the {self._what} must turn within {self._max_blocked_s:g} s: {line} blocks it. "
                 message += "Await there, or call it through asyncio.to_thread."
                 self.given_up.set_exception(EpisodeTimeoutError(message))
 
@@ -98,7 +105,7 @@ class LoopWatch:
         if line not in self._reported:
             self._reported.add(line)
             advice = "no other episode runs meanwhile. Await it, or call it through asyncio.to_thread."
-            logger.warning("%s blocks the rollout loop for %.1f s already: %s", line, overdue_s, advice)
+            logger.warning("%s blocks the %s for %.1f s already: %s", line, self._what, overdue_s, advice)
 
 
 _runs: dict[asyncio.Task[Any], tuple[str, float]] = {}  # name and start of the episodes, oldest first

@@ -20,6 +20,7 @@ from arealite.api.config.model import (
 from arealite.api.config.rollout import (
     ALL_TOKENS,
     DEFAULT_KEPT_IDS,
+    AgentConfig,
     BackendName,
     GenerationHyperparameters,
     InferenceEngineConfig,
@@ -250,6 +251,8 @@ class GRPOConfig(BaseExperimentConfig):
     """Sampling of evaluations; what is not given follows `gconfig`, but greedy and with one sample."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """Episodes and servers."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """Agents that speak HTTP, of scripts that make an AgentWorkflow of them."""
     actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(optimizer=OptimizerConfig()))
     """The policy and its algorithm."""
     ref: PPOActorConfig | None = None

@@ -13,6 +13,7 @@ from arealite.api.config.types import (
     Dtype,
     FolderBlock,
     Fraction,
+    NonNegative,
     NonNegativeInt,
     Positive,
     PositiveFraction,
@@ -155,3 +156,28 @@ class LiteConfig(ConfigBase):
     """Dtype of weights and cache."""
     deterministic: Bool = False
     """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
+
+
+@dataclass
+class AgentConfig(ConfigBase):
+    """How an agent that speaks HTTP runs: `AgentWorkflow`."""
+
+    history: Literal["keep", "template"] = "keep"
+    """What happens where the chat template rewrites earlier turns. `keep`: they stay as the model saw them.
+    `template`: another row begins, with what the template writes."""
+    special_text: Literal["keep", "break"] = "keep"
+    """What text such as `<|im_end|>` in a message becomes: the special token, as on every server, or plain text."""
+    max_turns: PositiveInt | None = None
+    """Most turns of one run; None is any number."""
+    max_tokens: PositiveInt | None = None
+    """Most tokens that one run may sample; None is any number."""
+    on_limit: Literal["train", "reject"] = "train"
+    """What becomes of a run whose agent fails after a call was refused for `max_turns`, `max_tokens` or the context:
+    trained on with a reward of 0, or rejected with its group. An agent that ends by itself is rewarded as always."""
+    train_roots: Literal["all", "first", "longest"] = "all"
+    """Which conversations of a run are trained on, if there are several: all, the first one, or the one with the most
+    sampled tokens. Agents also ask for titles and summaries."""
+    retry_grace: NonNegative = 30.0
+    """Seconds in which a client that left without its answer may come back for it; later the answer is dropped."""
+    heartbeat_s: Positive = 10.0
+    """Seconds between the bytes that keep a client waiting while it gets nothing else."""

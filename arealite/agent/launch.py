@@ -1,0 +1,280 @@
+"""How an agent runs: a coroutine in an event loop of its own, a plain function in a process, or a command.
+
+Agents never share a loop with the proxy or the episodes: one that blocks would wait for itself. What runs in a process
+is killed, with all it has started, when its run is cancelled.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+from abc import ABC, abstractmethod
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arealite.agent.called import Called
+from arealite.api.errors import AgentError, ConfigError
+from arealite.reward.runner import WorkerProcess, start_message
+from arealite.rollout.event_loop import EventLoopThread
+from arealite.utils.environment import SECRET_VARIABLE
+from arealite.utils.processes import describe_exit, exit_status, kill_tree
+from arealite.utils.threads import in_thread
+
+_MAX_GROWTH_GIB = 4.0
+_LONGEST_S = 30 * 24 * 3600.0  # of a call in a process; the episode's deadline comes first
+_MAX_OUTPUT_BYTES = 1 << 20  # of a command: its last line is its reward
+_SHOWN_CHARACTERS = 2000
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent finds the model, and who it is there."""
+
+    address: str
+    api_key: str
+    untrained_key: str
+    """For requests that are not trained on: a judge, a simulated user."""
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.address}/v1"
+
+    @property
+    def reward_url(self) -> str:
+        """Where a process posts the reward of its run."""
+        return f"{self.address}/s/{self.api_key}/reward"
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which the packages of OpenAI and Anthropic find it."""
+        no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.address,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "AREALITE_UNTRAINED_KEY": self.untrained_key,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "NO_PROXY": no_proxy,
+            "no_proxy": no_proxy,
+        }
+
+
+class Agent(ABC):
+    """Runs one agent, as often as asked."""
+
+    @abstractmethod
+    async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
+        """Run it once; return its reward, or POSTED if it posts that."""
+
+    def close(self) -> None:  # noqa: B027
+        """End what it has started."""
+
+
+POSTED = object()
+
+
+def agent_of(run: Callable[..., Any] | str | Sequence[str], *, num_processes: int) -> Agent:
+    """Return how an agent runs. Raises ConfigError or ValueError."""
+    if isinstance(run, str | Sequence):
+        return CommandAgent([*run] if not isinstance(run, str) else ["/bin/sh", "-c", run], num_processes)
+    called = getattr(run, "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(called):
+        return CoroutineAgent(run)
+    return ProcessAgent(run, num_processes)
+
+
+class CoroutineAgent(Agent):
+    """An `async def`, in a loop that all runs share, with one pool of connections."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._names = _wanted(function, {"data", *_NAMES, "http_client"})
+        self._loop: EventLoopThread | None = None
+        self._client: Any = None
+
+    async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
+        if self._loop is None:
+            self._loop = EventLoopThread("arealite-agents", what="loop of agents")
+        return await asyncio.wrap_future(self._loop.submit(self._run(data, endpoint)))
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close(_CLOSE_S)
+
+    async def _run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
+        call = {"data": data} | _fields(endpoint)
+        if "http_client" in self._names:
+            call["http_client"] = self._http_client()
+        return await self._function(**{name: call[name] for name in self._names})
+
+    def _http_client(self) -> Any:
+        """Return one client for all runs: making one takes 30 ms of CPU."""
+        if self._client is None:
+            name = next((name for name in ("httpx2", "httpx") if importlib.util.find_spec(name)), None)
+            if name is None:
+                raise ConfigError("an agent with http_client must have httpx2 or httpx: got neither. Install one.")
+            httpx = importlib.import_module(name)
+            # The pool looks at all its connections for each request, so that idle ones are closed soon.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+            self._client = httpx.AsyncClient(limits=limits, timeout=600.0, trust_env=False)
+            assert self._loop is not None
+            self._loop.closers.append(self._client.aclose)
+        return self._client
+
+
+class ProcessAgent(Agent):
+    """A plain function, in processes that are used again."""
+
+    def __init__(self, function: Callable[..., Any], num_processes: int) -> None:
+        self._name = getattr(function, "__qualname__", type(function).__qualname__)
+        self._names = _wanted(function, {"data", *_NAMES})
+        self._start_message = start_message(Called(function), self._name, what="an agent")
+        self._slots = asyncio.Semaphore(num_processes)
+        self._idle: list[WorkerProcess] = []
+        self._workers: set[WorkerProcess] = set()
+
+    async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
+        call = {"data": data} | _fields(endpoint)
+        arguments = {
+            "env": endpoint.environment(),
+            "reward_url": endpoint.reward_url,
+            "call": {name: call[name] for name in self._names},
+        }
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else self._started()
+            try:
+                kind, value = await in_thread(self._call, worker, arguments)
+            except asyncio.CancelledError:
+                await asyncio.shield(in_thread(self._end, worker))
+                raise
+            if kind in ("timeout", "crash"):
+                await in_thread(self._end, worker)
+                raise AgentError(f"agent {self._name} must run in a healthy process: got {value}.")
+            self._idle.append(worker)
+        if kind != "ok":
+            place, _, text = str(value).partition("\n")
+            error = AgentError(f"agent {self._name} must not raise: got {text.strip().splitlines()[-1]}\n{text}")
+            error.add_note(f"It was raised at {place}")
+            raise error
+        return POSTED
+
+    def close(self) -> None:
+        for worker in list(self._workers):
+            self._end(worker)
+        self._idle.clear()
+
+    def _started(self) -> WorkerProcess:
+        worker = WorkerProcess(self._start_message, _MAX_GROWTH_GIB)
+        self._workers.add(worker)
+        return worker
+
+    def _call(self, worker: WorkerProcess, arguments: dict[str, Any]) -> tuple[str, Any]:
+        if not worker.is_ready:
+            kind, value = worker.wait_ready()
+            if kind != "ready":
+                self._end(worker)
+                raise AgentError(f"agent {self._name} must be importable in another process: got {value}")
+        return worker.call(arguments, _LONGEST_S)
+
+    def _end(self, worker: WorkerProcess) -> None:
+        self._workers.discard(worker)
+        worker.close()
+
+
+class CommandAgent(Agent):
+    """A command: the row comes on stdin as JSON, the reward is the last line that it prints, as JSON."""
+
+    def __init__(self, command: Sequence[str], num_processes: int) -> None:
+        self._command = list(command)
+        self._slots = asyncio.Semaphore(num_processes)
+
+    async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
+        env = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE} | endpoint.environment()
+        async with self._slots:
+            start = asyncio.create_subprocess_exec(
+                *self._command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, stderr=PIPE
+            )
+            starting = asyncio.ensure_future(start)  # asyncio forgets the children of one whose start is cancelled
+            try:
+                process = await asyncio.shield(starting)
+                output, errors = await _talk(process, json.dumps(data, default=_plain).encode() + b"\n")
+            finally:
+                await asyncio.shield(_end(starting))
+        name = " ".join(self._command)[:100]
+        if process.returncode:
+            end = describe_exit(exit_status(process.returncode))
+            raise AgentError(f"the command {name} must end with exit status 0: got {end}.\n{errors}")
+        lines = output.strip().splitlines() or [""]
+        try:
+            return json.loads(lines[-1])
+        except ValueError:
+            raise AgentError(
+                f"the command {name} must print its reward as its last line: got {lines[-1]!r:.100}. Print a number, "
+                "null to reject, or an object of rewards by the id of a response."
+            ) from None
+
+
+async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, str]:
+    """Write the row, and return the ends of what the command prints."""
+    stdin = process.stdin
+    assert stdin is not None and process.stdout is not None and process.stderr is not None
+
+    async def write() -> None:
+        with contextlib.suppress(ConnectionError):  # it need not read
+            stdin.write(row)
+            await stdin.drain()
+        stdin.close()
+
+    async def tail(stream: asyncio.StreamReader, limit: int) -> str:
+        end = b""
+        while piece := await stream.read(1 << 16):
+            end = (end + piece)[-limit:]
+        return end.decode(errors="replace")
+
+    _, output, errors, _ = await asyncio.gather(
+        write(), tail(process.stdout, _MAX_OUTPUT_BYTES), tail(process.stderr, _SHOWN_CHARACTERS), process.wait()
+    )
+    return output, errors
+
+
+async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    """End a command, and what it has left in its process group."""
+    process = await starting
+    await in_thread(_kill, process.pid, process.returncode is None)
+
+
+def _kill(pid: int, is_alive: bool) -> None:
+    if is_alive:
+        kill_tree(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+_NAMES = ("base_url", "api_key", "untrained_key")
+
+
+def _fields(endpoint: Endpoint) -> dict[str, str]:
+    return {name: getattr(endpoint, name) for name in _NAMES}
+
+
+def _wanted(function: Callable[..., Any], known: set[str]) -> list[str]:
+    """Return the arguments that an agent takes, of those that we have. Raises ConfigError if it needs others."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return sorted(known)
+    needed = {one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_POSITIONAL}
+    if unknown := sorted(needed - known):
+        names = ", ".join(sorted(known))
+        raise ConfigError(f"an agent must take arguments of {names}: got {', '.join(unknown)}. Give it defaults.")
+    return [one.name for one in parameters if one.name in known]
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has in place of a value of a row."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,233 @@
+"""The proxy: an HTTP server on loopback, in an event loop of its own, that agents take for OpenAI's or Anthropic's.
+
+A run has a key, shown as bearer token, `x-api-key` or in the path (`/s/<key>/v1`). While an answer takes long, bytes
+that every client ignores keep its connection alive. Status: 400 when the client must change its request, or the run is
+over a limit; 401 without the key of a run; 409 after the run's end. No client is ever asked to come back.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from arealite.agent.session import Delivery, Session
+from arealite.agent.wire.base import RefusedError, Wire
+from arealite.agent.wire.chat import Chat
+from arealite.agent.wire.completions import Completions
+from arealite.agent.wire.messages import Messages
+from arealite.agent.wire.responses import Responses
+from arealite.rollout.event_loop import EventLoopThread
+from arealite.utils.http_server import HttpServer
+
+logger = logging.getLogger("arealite.agent")
+
+MAX_BODY_BYTES = 64 * 2**20
+_CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = Chat(), Completions(), Responses(), Messages()
+_WIRES = {"chat/completions": _CHAT, "completions": _COMPLETIONS, "responses": _RESPONSES, "messages": _MESSAGES}
+_PREFIXES = ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1")  # Anthropic's package adds a /v1 of its own
+_NUM_ENDED = 100_000  # runs whose late requests are recognised
+_NEVER_AGAIN = {"x-should-retry": "false"}
+_CLOSE_S = 5.0
+
+
+class Proxy:
+    """Serves the runs that are open, until closed."""
+
+    def __init__(self, *, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._sessions: dict[str, tuple[Session, bool]] = {}  # by key, and whether what it samples is trained on
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._told: set[str] = set()
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for prefix in _PREFIXES:
+            for path, wire in _WIRES.items():
+                app.router.add_post(f"{prefix}/{path}", self._endpoint(wire, self._serve))
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._endpoint(_MESSAGES, self._count_tokens))
+            app.router.add_get(f"{prefix}/models", self._endpoint(_CHAT, self._models))
+            app.router.add_get(f"{prefix}/models/{{model:.+}}", self._endpoint(_CHAT, self._model))
+        app.router.add_post("/s/{key}/reward", self._endpoint(_CHAT, self._reward))
+        self._server = HttpServer(app, None)  # each run has a key
+        self.loop = EventLoopThread("arealite-proxy", what="loop of the proxy")
+        self.loop.closers.append(self._server.close)
+        self.port = self.loop.run(self._server.start("127.0.0.1"))
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def open(self, session: Session) -> None:
+        """Serve a run; called in the loop of its episode."""
+        await asyncio.wrap_future(self.loop.submit(self._open(session)))
+
+    async def end(self, session: Session) -> None:
+        """Serve a run no longer; what was not delivered is not part of it."""
+        await asyncio.wrap_future(self.loop.submit(self._end(session)))
+
+    def close(self) -> None:
+        self.loop.close(_CLOSE_S)
+
+    async def _open(self, session: Session) -> None:
+        self._sessions[session.key] = session, True
+        self._sessions[session.untrained_key] = session, False
+
+    async def _end(self, session: Session) -> None:
+        session.close()
+        for key in (session.key, session.untrained_key):
+            if self._sessions.pop(key, None):
+                self._ended[key] = None
+        while len(self._ended) > _NUM_ENDED:
+            self._ended.popitem(last=False)
+        self._tell({name.removeprefix("ignored/") for name in session.counts if name.startswith("ignored/")})
+
+    def _tell(self, ignored: set[str]) -> None:
+        if ignored - self._told:
+            names = ", ".join(sorted(ignored - self._told))
+            logger.warning("agents ask for %s, which changes nothing: gconfig says how completions are sampled", names)
+            self._told |= ignored
+
+    # Requests
+
+    def _endpoint(
+        self, wire: Wire, handle: Callable[[web.Request, Wire], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Answer errors as a format's clients expect."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handle(request, wire)
+            except RefusedError as error:
+                return _refusal(wire, error)
+            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                logger.debug("a request could not be read", exc_info=error)
+                what = f"{type(error).__name__}: {error}"
+                return _refusal(wire, RefusedError(f"the request must be one of {request.path}: got {what}."))
+
+        return answer
+
+    def _session_of(self, request: web.Request) -> tuple[Session, bool]:
+        """Return the run of a request, and whether what it samples is trained on."""
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        # The key of the path is that of the run; another one of the same run may come in the headers.
+        keys = (bearer, request.headers.get("x-api-key", ""), request.match_info.get("key", ""))
+        found = [self._sessions[key] for key in keys if key in self._sessions]
+        if found:
+            return found[0]
+        if any(key in self._ended for key in keys):
+            raise RefusedError("requests must come before the end of their run: got a later one.", "run_ended", 409)
+        advice = "Send the api_key that the agent was given."
+        raise RefusedError(f"requests must show the key of a run: got none or another one. {advice}", "no_key", 401)
+
+    async def _serve(self, request: web.Request, wire: Wire) -> web.StreamResponse:
+        session, is_trained = self._session_of(request)
+        raw = await request.read()
+        body = _parsed(raw)
+        if not session.is_open:
+            self._session_of(request)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        delivery = session.deliver(wire, raw, body, is_retry=is_retry, is_trained=is_trained)
+        try:
+            return await self._deliver(request, wire, delivery, is_streamed=bool(body.get("stream")))
+        except ConnectionError:
+            return web.Response(status=499)  # nobody reads it
+        finally:
+            session.leave(delivery)
+
+    async def _deliver(
+        self, request: web.Request, wire: Wire, delivery: Delivery, *, is_streamed: bool
+    ) -> web.StreamResponse:
+        response: web.StreamResponse | None = None
+        while not (await asyncio.wait({delivery.task}, timeout=self._heartbeat_s))[0]:
+            if response is None:
+                response = await _begun(request, is_streamed=is_streamed)
+            await response.write(wire.heartbeat if is_streamed else b" ")
+        try:
+            answer = _result(delivery)
+        except RefusedError as error:
+            if response is not None and not is_streamed:  # its status is sent: let the client come back for the error
+                assert request.transport is not None
+                request.transport.abort()
+                raise ConnectionResetError from error
+            delivery.num_delivered += 1
+            if response is None:
+                return _refusal(wire, error)
+            await response.write(wire.error_event(error))
+            await response.write_eof()
+            return response
+        whole = b"".join(wire.events(answer)) if is_streamed else orjson.dumps(wire.body(answer))
+        delivery.num_delivered += 1
+        try:
+            return await _ended(request, response, whole, is_streamed=is_streamed)
+        except BaseException:  # a client that left, also
+            delivery.num_delivered -= 1
+            raise
+
+    async def _count_tokens(self, request: web.Request, wire: Wire) -> web.StreamResponse:
+        session, _ = self._session_of(request)
+        call = wire.parse(_parsed(await request.read()), session.find)
+        return web.json_response({"input_tokens": await session.count_tokens(call)})
+
+    async def _reward(self, request: web.Request, _: Wire) -> web.StreamResponse:
+        session, _is_trained = self._session_of(request)
+        session.reward = _parsed(await request.read())["reward"]
+        return web.json_response({})
+
+    async def _models(self, request: web.Request, _: Wire) -> web.StreamResponse:
+        self._session_of(request)
+        page = {"object": "list", "data": [_described("policy")], "has_more": False}
+        return web.json_response(page | {"first_id": "policy", "last_id": "policy"})
+
+    async def _model(self, request: web.Request, _: Wire) -> web.StreamResponse:
+        self._session_of(request)
+        return web.json_response(_described(request.match_info["model"]))
+
+
+def _described(model: str) -> dict[str, Any]:
+    """Describe a model, whatever its name, to either kind of client."""
+    ours = {"id": model, "object": "model", "created": 0, "owned_by": "arealite"}
+    return ours | {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    with contextlib.suppress(orjson.JSONDecodeError):
+        body = orjson.loads(raw)
+        if isinstance(body, dict):
+            return body
+    raise RefusedError(f"the body must be a JSON object: got {raw[:60]!r}. Correct the request.")
+
+
+def _result(delivery: Delivery) -> Any:
+    if delivery.task.cancelled():
+        raise RefusedError("requests must come before the end of their run: it has just ended.", "run_ended", 409)
+    return delivery.task.result()
+
+
+async def _begun(request: web.Request, *, is_streamed: bool) -> web.StreamResponse:
+    kind = "text/event-stream" if is_streamed else "application/json"
+    response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    return response
+
+
+async def _ended(
+    request: web.Request, response: web.StreamResponse | None, rest: bytes, *, is_streamed: bool
+) -> web.StreamResponse:
+    """Write the rest of a reply. Raises ConnectionError if its client has left."""
+    if response is None and not is_streamed:
+        response = web.Response(body=rest, content_type="application/json")
+        await response.prepare(request)
+    else:
+        response = response or await _begun(request, is_streamed=is_streamed)
+        await response.write(rest)
+    await response.write_eof()
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError
+    return response
+
+
+def _refusal(wire: Wire, error: RefusedError) -> web.Response:
+    return web.json_response(wire.error(error), status=error.status, headers=_NEVER_AGAIN)

@@ -1,0 +1,245 @@
+"""One run of an agent as the proxy sees it: its keys, its calls in progress, its limits, and the turns that count.
+
+A call is *delivered* when the whole answer was written to a client that is still there. Invariants: a turn is in the
+run before its client knows of it; a turn that no client got, and came back for within `retry_grace`, is not in the run
+when the run ends; what comes after the end changes nothing. All state changes in the proxy's event loop.
+"""
+
+import asyncio
+import contextvars
+import hashlib
+import logging
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from arealite.agent.bridge import Bridge, NextPrompt
+from arealite.agent.turns import Run, Turn
+from arealite.agent.wire.base import Answer, Call, RefusedError, Wire
+from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ContextOverflowError
+from arealite.api.io_struct import ModelRequest, ModelResponse
+
+T = TypeVar("T")
+logger = logging.getLogger("arealite.agent")
+
+_KEY_BYTES = 24
+
+
+@dataclass(eq=False)
+class Delivery:
+    """An answer on its way: what computes it, and whether a client waits for it."""
+
+    answer_id: str
+    task: asyncio.Task[Answer]
+    num_clients: int = 0
+    num_delivered: int = 0
+    """Clients that got it, or to which its end is being written: they may act before that returns."""
+    is_over: bool = False
+    """Whether nobody may come back for it any more."""
+    expiry: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What all runs of a workflow share."""
+
+    bridge: Bridge
+    tokenizer: Any
+    gconfig: GenerationHyperparameters
+    config: AgentConfig
+    tokenizing: Executor
+    """One thread: tokenizers serve one at a time."""
+
+
+@dataclass(eq=False)
+class Session:
+    """A run that is open; made in the episode's loop and context, which its requests to the engine run in."""
+
+    engine: InferenceEngine
+    model: Model
+    seed_key: str
+    run: Run = field(default_factory=Run)
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(_KEY_BYTES)}")
+    untrained_key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(_KEY_BYTES)}")
+    counts: Counter[str] = field(default_factory=Counter)
+    """Turns, sampled tokens, retries, orphans, parameters that were not obeyed."""
+    limit: str | None = None
+    """Which limit a call was refused for, if any."""
+
+    def __post_init__(self) -> None:
+        self.loop, self.context = asyncio.get_running_loop(), contextvars.copy_context()
+        self.failure: asyncio.Future[None] = self.loop.create_future()  # fails with what the engine raised
+        self.is_open = True
+        self.reward: Any = None
+        """What a process has posted."""
+        self._deliveries: defaultdict[bytes, list[Delivery]] = defaultdict(list)
+        self._answers: dict[str, Answer] = {}
+
+    # In the proxy's loop
+
+    def deliver(self, wire: Wire, raw: bytes, body: dict[str, Any], *, is_retry: bool, is_trained: bool) -> Delivery:
+        """Return the delivery that a request is for: one whose client has gone, or a new one. Raises RefusedError."""
+        same = self._deliveries[hashlib.blake2b(wire.prefix.encode() + raw).digest()]
+        lost = [one for one in same if not (one.num_clients or one.num_delivered or one.is_over)]
+        if lost or (is_retry and same):
+            self.counts["retries"] += 1
+            delivery = (lost or same)[-1]
+        else:
+            call = wire.parse(body, self.find)
+            answer_id = wire.prefix + secrets.token_hex(12)
+            task = asyncio.create_task(self._answer(call, answer_id, is_trained=is_trained))
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a client that left asks nobody
+            delivery = Delivery(answer_id, task)
+            same.append(delivery)
+            self.counts.update(f"ignored/{name}" for name in call.not_obeyed)
+        if delivery.expiry is not None:
+            delivery.expiry.cancel()
+        delivery.num_clients += 1
+        return delivery
+
+    def leave(self, delivery: Delivery) -> None:
+        """Note that a client has its answer, or has gone without it."""
+        delivery.num_clients -= 1
+        if not delivery.num_delivered and not delivery.num_clients and self.is_open:
+            grace_s = self.model.config.retry_grace
+            delivery.expiry = asyncio.get_running_loop().call_later(grace_s, self._forget, delivery)
+
+    def find(self, answer_id: str) -> Answer:
+        """Return an earlier answer by its id."""
+        if answer_id not in self._answers:
+            raise RefusedError(
+                f"the answer before must be one of this run: got {answer_id!r:.60}. Send the whole conversation.",
+                code="previous_response_not_found",
+            )
+        return self._answers[answer_id]
+
+    async def count_tokens(self, call: Call) -> int:
+        """Return the length of the prompt of a call."""
+        return await self._tokenized(self._count, call, self._parent(call))
+
+    def close(self) -> None:
+        """Let nothing count any more, and forget what was not delivered."""
+        for delivery in [one for same in self._deliveries.values() for one in same]:
+            if not delivery.num_delivered:
+                self._forget(delivery)
+        self.is_open = False
+
+    def _forget(self, delivery: Delivery) -> None:
+        """Give up an answer that no client has got."""
+        if delivery.expiry is not None:
+            delivery.expiry.cancel()
+        if delivery.is_over:
+            return
+        delivery.is_over = True
+        if delivery.task.done() and (delivery.task.cancelled() or delivery.task.exception() is not None):
+            return
+        delivery.task.cancel()
+        self.counts["orphans"] += 1
+        self.model.tokenizing.submit(self.run.discard, delivery.answer_id)  # where turns are added
+
+    async def _answer(self, call: Call, answer_id: str, *, is_trained: bool) -> Answer:
+        prompt = await self._tokenized(self._prompt, call, self._parent(call))
+        requests = [self._request(call, prompt) for _ in range(call.n)]
+        responses = await asyncio.gather(*map(self._generate, requests))
+        ids = [answer_id, *(f"{answer_id}.{index}" for index in range(1, call.n))]
+        turns = [
+            await self._tokenized(self._add, turn_id, call, prompt, response, is_trained)
+            for turn_id, response in zip(ids, responses, strict=True)
+        ]
+        tokens = []
+        if call.wants_logprobs:
+            tokens = [await self._tokenized(self._texts, response.output_tokens) for response in responses]
+        answer = self._answers[answer_id] = Answer(answer_id, int(time.time()), call, turns, tokens)
+        return answer
+
+    def _parent(self, call: Call) -> Turn | None:
+        return None if call.parent is None else self.find(call.parent).turns[0]
+
+    def _prompt(self, call: Call, parent: Turn | None) -> NextPrompt:
+        try:
+            if call.prompt is not None:
+                return self._continuation(call.prompt)
+            return self.model.bridge.prompt(self.run, call.messages, call.tools, parent=parent)
+        except ValueError as error:
+            raise RefusedError(str(error), code="invalid_prompt") from error
+
+    def _count(self, call: Call, parent: Turn | None) -> int:
+        before = self.run.branches.copy(), self.run.counts.copy()
+        prompt = self._prompt(call, parent)
+        self.run.branches, self.run.counts = before  # nothing was asked
+        return len(prompt.ids)
+
+    def _continuation(self, prompt: str | list[int]) -> NextPrompt:
+        """Return the prompt of a completion: after the longest turn that its text or ids begin with, or by itself."""
+        tokenizer = self.model.tokenizer
+        for turn in sorted(self.run.turns, key=lambda turn: -len(turn.ids)):
+            if isinstance(prompt, list):
+                if prompt[: len(turn.ids)] == turn.ids:
+                    return NextPrompt(prompt, tokenizer.decode(prompt), turn, None)
+            elif prompt.startswith(text := tokenizer.decode(turn.ids)):
+                rest = tokenizer(prompt[len(text) :], add_special_tokens=False)["input_ids"]
+                return NextPrompt(turn.ids + rest, prompt, turn, None)
+        if isinstance(prompt, list):
+            return NextPrompt(prompt, tokenizer.decode(prompt), None, None)
+        return NextPrompt(list(tokenizer(prompt)["input_ids"]), prompt, None, None)
+
+    def _request(self, call: Call, prompt: NextPrompt) -> ModelRequest:
+        """Make one request of the engine, within the limits of the run."""
+        config, gconfig, counts = self.model.config, self.model.gconfig, self.counts
+        if config.max_turns is not None and counts["turns"] >= config.max_turns:
+            raise self._refuse("max_turns", f"a run must have at most {config.max_turns} turns: got one more.")
+        room = [gconfig.max_new_tokens, *([call.max_tokens] if call.max_tokens else [])]
+        if config.max_tokens is not None:
+            if counts["tokens"] >= config.max_tokens:
+                message = f"a run must sample at most {config.max_tokens} tokens: got {counts['tokens']}."
+                raise self._refuse("max_tokens", message)
+            room.append(config.max_tokens - counts["tokens"])
+        counts["turns"] += 1
+        changes = {"n_samples": 1, "max_new_tokens": min(room), "stop": call.stop or gconfig.stop}
+        return ModelRequest(prompt.ids, gconfig.new(**changes), rid=self.key, seed_key=self.seed_key)
+
+    def _refuse(self, limit: str, message: str) -> RefusedError:
+        self.limit = limit
+        return RefusedError(f"{message} End the run here, or raise agent.{limit}.", code=limit)
+
+    async def _generate(self, request: ModelRequest) -> ModelResponse:
+        """Ask the engine in the loop and context of the episode: its seeds, its account and its clock count there."""
+        asked = self.context.copy().run(asyncio.run_coroutine_threadsafe, self.engine.agenerate(request), self.loop)
+        try:
+            response = await asyncio.wrap_future(asked)
+        except ContextOverflowError as error:
+            self.limit = "context"
+            message = f"prompt is too long: {len(request.input_ids)} tokens leave no room in the context. {error}"
+            raise RefusedError(message, code="context_length_exceeded") from error
+        except Exception as error:
+            self.loop.call_soon_threadsafe(self._fail, error)
+            message = f"the run has ended, as its episode failed ({type(error).__name__}). Send nothing more."
+            raise RefusedError(message, code="run_failed") from error
+        self.counts["tokens"] += response.output_len
+        return response
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    def _add(self, turn_id: str, call: Call, prompt: NextPrompt, response: ModelResponse, is_trained: bool) -> Turn:
+        """Make a turn of what was sampled, and let it count."""
+        raw_text, message = self.model.bridge.parse(response, prompt, call.tools)
+        messages = call.messages or [{"role": "prompt", "content": prompt.text}]
+        texts = (prompt.text, raw_text, messages, message)
+        turn = Turn(turn_id, prompt.parent, response, *texts, is_trained=is_trained, tools=call.tools)
+        self.run.add(turn)
+        return turn
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        return [self.model.tokenizer.decode([token]) for token in ids]
+
+    async def _tokenized(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what uses the tokenizer, in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.model.tokenizing, function, *args)

@@ -1,0 +1,186 @@
+"""What all wire formats share: a request becomes a `Call`, the turns that answer it an `Answer`.
+
+A format parses the JSON body of a request, and writes an answer as JSON or as the events of a stream. Messages inside
+are OpenAI's chat messages as chat templates want them: `content` a string (or parts, with images), arguments of tool
+calls a dict.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from arealite.agent.turns import Turn
+
+T = TypeVar("T")
+Message = dict[str, Any]
+
+# Parameters that are accepted and not obeyed: how completions are sampled is the experiment's choice.
+_NOT_OBEYED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("response_format", "tool_choice", "top_logprobs", "reasoning", "reasoning_effort", "thinking", "output_config"),
+)
+_HARMLESS: tuple[Any, ...] = (None, "auto", 0, {"type": "auto"}, {"type": "text"}, {"type": "disabled"}, {})
+
+
+class RefusedError(ValueError):
+    """A request that is answered with an error, which the client must not send again unchanged."""
+
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass
+class Call:
+    """What a client asks for."""
+
+    body: dict[str, Any]
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | list[int] | None = None
+    """Text or token ids to continue, instead of messages."""
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    n: int = 1
+    parent: str | None = None
+    """Id of the turn that this one continues, if the client names it."""
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def model(self) -> str:
+        return str(self.body.get("model") or "policy")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.body.get("logprobs") not in (None, False)
+
+    @property
+    def not_obeyed(self) -> list[str]:
+        """Name the parameters that change nothing."""
+        return [name for name in _NOT_OBEYED if self.body.get(name) not in _HARMLESS]
+
+
+@dataclass(eq=False)
+class Answer:
+    """The turns that answer a call: one, or `n`."""
+
+    id: str
+    created: int
+    call: Call
+    turns: list[Turn]
+    tokens: list[list[str]]
+    """The text of each sampled token of each turn, if the client wants logprobs."""
+
+    @property
+    def num_input(self) -> int:
+        return self.turns[0].response.input_len
+
+    @property
+    def num_output(self) -> int:
+        return sum(turn.response.output_len for turn in self.turns)
+
+
+Find = Callable[[str], Answer]
+"""Returns an earlier answer of the run by its id; raises RefusedError."""
+
+
+class Wire(ABC):
+    """One format."""
+
+    prefix: str
+    """What the ids of its answers begin with."""
+    heartbeat: bytes = b": heartbeat\n\n"
+    """What its clients ignore in a stream."""
+
+    @abstractmethod
+    def parse(self, body: dict[str, Any], find: Find) -> Call:
+        """Read a request. Raises RefusedError, and KeyError, TypeError or AttributeError for other shapes."""
+
+    @abstractmethod
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """Write the whole answer."""
+
+    @abstractmethod
+    def events(self, answer: Answer) -> Iterator[bytes]:
+        """Write the answer as the events of a stream."""
+
+    def error(self, error: RefusedError) -> dict[str, Any]:
+        """Write an error as the body of a reply."""
+        kind = "invalid_request_error" if error.status == 400 else "conflict_error"
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+    def error_event(self, error: RefusedError) -> bytes:
+        """Write an error as an event of a stream."""
+        return event(self.error(error))
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Write one server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+def read(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
+    """Return a field of a request, or the default if it is absent or null."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise RefusedError(f"{name} must be of type {kind.__name__}: got {value!r:.100}. Correct the request.")
+    return value
+
+
+def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first of these numbers of tokens that is given."""
+    for name in names:
+        if body.get(name) is not None:
+            number = read(body, name, int, 0)
+            if number < 1:
+                raise RefusedError(f"{name} must be at least 1: got {number}. Correct the request.")
+            return number
+    return None
+
+
+def refuse(body: Mapping[str, Any], *names: str) -> None:
+    """Refuse what would change the meaning of an answer and is not served."""
+    for name in names:
+        if body.get(name):
+            raise RefusedError(f"{name} must be left out: got {body[name]!r:.100}. It is not served here.")
+
+
+def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """Return a tool as chat templates want it."""
+    function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
+    return {"type": "function", "function": function}
+
+
+def tool_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a call as chat templates want it; arguments that are no JSON object stay text."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_text(call: Mapping[str, Any]) -> str:
+    """Return the arguments of a canonical call as the JSON that clients get."""
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def joined(content: Any, *, text_types: tuple[str, ...] = ("text",)) -> Any:
+    """Return content as one string if it has only text, else its parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if all(part["type"] in text_types for part in parts):
+        return "".join(part["text"] for part in parts)
+    return [{"type": "text", "text": part["text"]} if part["type"] in text_types else part for part in parts]

@@ -1,0 +1,144 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from arealite.agent.turns import Turn
+from arealite.agent.wire.base import (
+    Answer,
+    Call,
+    Find,
+    Message,
+    RefusedError,
+    Wire,
+    arguments_text,
+    event,
+    function_tool,
+    joined,
+    read,
+    read_limit,
+    refuse,
+    tool_call,
+)
+
+
+class Chat(Wire):
+    prefix = "chatcmpl-"
+
+    def parse(self, body: dict[str, Any], find: Find) -> Call:
+        refuse(body, "functions", "function_call", "audio", "prediction")
+        messages = [_canonical(message) for message in body["messages"]]
+        if not messages:
+            raise RefusedError("messages must have at least one message: got none. Send a user message.")
+        stop = body.get("stop") or []
+        return Call(
+            body,
+            messages,
+            [_tool(tool) for tool in body.get("tools") or []] or None,
+            max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            n=max(1, read(body, "n", int, 1)),
+        )
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": _message(turn.message),
+                "finish_reason": _finish_reason(turn),
+                "logprobs": _logprobs(answer, index),
+            }
+            for index, turn in enumerate(answer.turns)
+        ]
+        return _head(answer, "chat.completion") | {"choices": choices, "usage": usage(answer)}
+
+    def events(self, answer: Answer) -> Iterator[bytes]:
+        head = _head(answer, "chat.completion.chunk")
+        options = answer.call.body.get("stream_options") or {}
+        wants_usage = bool(options.get("include_usage"))
+        no_usage = {"usage": None} if wants_usage else {}
+
+        def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
+            choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | more
+            return event(head | {"choices": [choice]} | no_usage)
+
+        for index, turn in enumerate(answer.turns):
+            message = turn.message
+            yield chunk(index, {"role": "assistant", "content": ""})
+            if reasoning := message.get("reasoning_content"):
+                yield chunk(index, {"reasoning_content": reasoning})
+            if message["content"] or answer.call.wants_logprobs:
+                yield chunk(index, {"content": message["content"]}, logprobs=_logprobs(answer, index))
+            for number, call in enumerate(message.get("tool_calls") or []):
+                function = {"name": call["function"]["name"], "arguments": ""}
+                begun = {"index": number, "id": call["id"], "type": "function", "function": function}
+                yield chunk(index, {"tool_calls": [begun]})
+                rest = {"index": number, "function": {"arguments": arguments_text(call)}}
+                yield chunk(index, {"tool_calls": [rest]})
+            yield chunk(index, {}, finish_reason=_finish_reason(turn))
+        if wants_usage:
+            yield event(head | {"choices": [], "usage": usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+
+def usage(answer: Answer) -> dict[str, int]:
+    """Return the numbers of tokens, as OpenAI's completions name them."""
+    given, sampled = answer.num_input, answer.num_output
+    return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+
+
+def _canonical(message: Message) -> Message:
+    role = {"developer": "system"}.get(message["role"], message["role"])
+    content = joined(message.get("content"), text_types=("text", "refusal"))
+    if role == "tool":
+        return {"role": role, "tool_call_id": message["tool_call_id"], "content": content}
+    canonical = {"role": role, "content": content}
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        canonical["reasoning_content"] = reasoning
+    if calls := message.get("tool_calls"):
+        canonical["tool_calls"] = [
+            tool_call(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls
+        ]
+    return canonical
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RefusedError(f"tools must be functions: got {tool.get('type')!r}. Leave out what the server would run.")
+    function = tool["function"]
+    return function_tool(function["name"], function.get("description"), function.get("parameters"))
+
+
+def _message(message: Message) -> Message:
+    calls = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["function"]["name"], "arguments": arguments_text(call)},
+        }
+        for call in message.get("tool_calls") or []
+    ]
+    written = {"role": "assistant", "content": message["content"] or (None if calls else ""), "refusal": None}
+    if reasoning := message.get("reasoning_content"):
+        written["reasoning_content"] = reasoning
+    return written | ({"tool_calls": calls} if calls else {})
+
+
+def _finish_reason(turn: Turn) -> str:
+    if turn.response.stop_reason == "length":
+        return "length"
+    return "tool_calls" if turn.message.get("tool_calls") else "stop"
+
+
+def _logprobs(answer: Answer, index: int) -> dict[str, Any] | None:
+    if not answer.call.wants_logprobs:
+        return None
+    pairs = zip(answer.tokens[index], answer.turns[index].response.output_logprobs, strict=True)
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in pairs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.call.model}

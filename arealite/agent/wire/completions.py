@@ -1,0 +1,60 @@
+"""OpenAI's completions of plain text or token ids, without a chat template: `POST /v1/completions`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from arealite.agent.wire.base import Answer, Call, Find, RefusedError, Wire, event, read, read_limit, refuse
+from arealite.agent.wire.chat import usage
+
+
+class Completions(Wire):
+    prefix = "cmpl-"
+
+    def parse(self, body: dict[str, Any], find: Find) -> Call:
+        refuse(body, "echo", "suffix", "best_of")
+        prompt = body["prompt"]
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            (prompt,) = prompt
+        is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_ids):
+            raise RefusedError(f"prompt must be one text, or the ids of its tokens: got {prompt!r:.100}. Send one.")
+        stop = body.get("stop") or []
+        return Call(
+            body,
+            prompt=prompt,
+            max_tokens=read_limit(body, "max_tokens"),
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            n=max(1, read(body, "n", int, 1)),
+        )
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        choices = [self._choice(answer, index) for index in range(len(answer.turns))]
+        return self._head(answer) | {"choices": choices, "usage": usage(answer)}
+
+    def events(self, answer: Answer) -> Iterator[bytes]:
+        for index in range(len(answer.turns)):
+            yield event(self._head(answer) | {"choices": [self._choice(answer, index)]})
+        if (answer.call.body.get("stream_options") or {}).get("include_usage"):
+            yield event(self._head(answer) | {"choices": [], "usage": usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+    def _head(self, answer: Answer) -> dict[str, Any]:
+        return {"id": answer.id, "object": "text_completion", "created": answer.created, "model": answer.call.model}
+
+    def _choice(self, answer: Answer, index: int) -> dict[str, Any]:
+        turn, logprobs = answer.turns[index], None
+        if answer.call.wants_logprobs:
+            tokens = answer.tokens[index]
+            starts = [len("".join(tokens[:number])) for number in range(len(tokens))]
+            logprobs = {
+                "tokens": tokens,
+                "token_logprobs": turn.response.output_logprobs,
+                "top_logprobs": None,
+                "text_offset": starts,
+            }
+        return {
+            "index": index,
+            "text": turn.raw_text.partition(turn.response.matched_stop or "\0")[0],
+            "finish_reason": turn.response.stop_reason,
+            "logprobs": logprobs,
+        }

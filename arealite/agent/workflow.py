@@ -1,0 +1,175 @@
+"""Trains an agent that speaks HTTP as OpenAI's or Anthropic's packages do, unmodified and token-exact.
+
+    async def solve(data, base_url, api_key):
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+        ...
+        return float(answer == data["answer"])
+
+    workflow = AgentWorkflow(solve, gconfig, tokenizer)
+
+A group is `gconfig.n_samples` *runs* of the agent, each behind a key of its own. A run's turns are a tree, its rows the
+paths of that tree: each sampled token is trained on in exactly one row.
+"""
+
+# b rows of a run
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from arealite.agent.bridge import Bridge
+from arealite.agent.launch import POSTED, Endpoint, agent_of
+from arealite.agent.server import Proxy
+from arealite.agent.session import Model, Session
+from arealite.agent.turns import Run, Turn
+from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import AgentError
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.tensors import concat_padded_tensors
+from arealite.utils.threads import DaemonThreads
+
+_BRANCHES = ("edited", "template", "tools")
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs an agent `gconfig.n_samples` times for each row, behind a proxy that it takes for the model's server.
+
+    `run` is an `async def`, a plain function (which runs in another process) or a command (a string for the shell, or a
+    list). Functions take those of `data`, `base_url`, `api_key`, `untrained_key` and, coroutines, `http_client` that
+    they name. A command gets the row as JSON on stdin, OPENAI_* and ANTHROPIC_* in its environment, and prints its
+    reward as the last line. A reward is a number, one for some turns by the id of the response (the run's is their sum,
+    and `turn_rewards` says which turn earned it), or None, which rejects the episode.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any] | str | Sequence[str],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        turn_discount: float = 1.0,
+        *,
+        config: AgentConfig | None = None,
+        enable_thinking: bool = False,
+        num_processes: int = 16,
+    ) -> None:
+        """`num_processes`: most processes at once of an agent that is no coroutine. Raises ConfigError, ValueError."""
+        self.gconfig, self.tokenizer, self.config = gconfig, tokenizer, config or AgentConfig()
+        self.turn_discount = turn_discount
+        self._agent = agent_of(run, num_processes=num_processes)
+        bridge = Bridge(
+            tokenizer,
+            history=self.config.history,
+            special_text=self.config.special_text,
+            enable_thinking=enable_thinking,
+        )
+        self._model = Model(bridge, tokenizer, gconfig, self.config, DaemonThreads(1, "agent-tokenizer"))
+        self._proxy: Proxy | None = None
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+        """Run the agent on one row, as often as a group has samples."""
+        if self._proxy is None:
+            self._proxy = Proxy(heartbeat_s=self.config.heartbeat_s)
+        runs = [asyncio.create_task(self._run(engine, data, sample)) for sample in range(self.gconfig.n_samples)]
+        try:
+            rows = await asyncio.gather(*runs)
+        finally:
+            for run in runs:
+                run.cancel()
+        kept = [one for one in rows if one is not None]
+        return concat_padded_tensors(kept) if len(kept) == len(rows) else None
+
+    def close(self) -> None:
+        """End the proxy, and the agents' loop and processes."""
+        self._agent.close()
+        if self._proxy is not None:
+            self._proxy.close()
+        self._model.tokenizing.shutdown()
+
+    async def _run(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> TensorDict | None:
+        """Return the rows of one run, or None if it is rejected."""
+        assert self._proxy is not None
+        session = Session(engine, self._model, seed_key=str(sample))
+        await self._proxy.open(session)
+        try:
+            reward = await self._reward(session, data)
+        finally:
+            await asyncio.shield(self._proxy.end(session))
+        if reward is None:
+            return None
+        loop, tokenizing = asyncio.get_running_loop(), self._model.tokenizing  # where turns are added and discarded
+        return await loop.run_in_executor(tokenizing, self._rows, session, reward, sample)
+
+    async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
+        """Run the agent to its end, or that of the episode, and return what it is rewarded with."""
+        assert self._proxy is not None
+        endpoint = Endpoint(self._proxy.address, session.key, session.untrained_key)
+        agent = asyncio.ensure_future(self._agent.run(dict(data), endpoint))
+        try:
+            await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure.done():
+                session.failure.result()
+            returned = agent.result()
+        except Exception:
+            if session.limit is None or session.failure.done():
+                raise
+            return None if self.config.on_limit == "reject" else 0.0
+        finally:
+            agent.cancel()
+            await asyncio.wait({agent})  # until what it has started is gone
+        return session.reward if returned is POSTED else returned
+
+    def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
+        run, counts = session.run, session.counts
+        total, by_turn = _as_rewards(reward, run)
+        _choose_roots(run, self.config.train_roots)
+        if not any(turn.is_trained for turn in run.turns):
+            raise AgentError(f"an agent must ask the model and get an answer: got {counts['turns']} calls. Look at it.")
+        rows = run.rows(total, by_turn, turn_discount=self.turn_discount, sample_index=sample)
+        metrics = {
+            "turns": len(run.turns),
+            "retries": counts["retries"],
+            "orphans": counts["orphans"],
+            "limited": session.limit is not None,
+            **{name: run.counts[name] for name in ("malformed_calls", "special_text")},
+            **{f"branch_{reason}": run.branches[reason] for reason in _BRANCHES},
+        }
+        num_rows = rows.batch_size[0]
+        return rows.update({f"agent/{name}": torch.full((num_rows,), float(n)) for name, n in metrics.items()})
+
+
+def _as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
+    """Return the reward of a run, and those of turns by id. Raises AgentError."""
+    by_turn = reward if isinstance(reward, Mapping) else {}
+    numbers = list(by_turn.values()) if by_turn or isinstance(reward, Mapping) else [reward]
+    try:
+        numbers = [float(number) for number in numbers]
+    except (TypeError, ValueError):
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise AgentError(
+            f"an agent must return a finite number, numbers by the id of a response, or None: got {reward!r:.200}. "
+            "Return its reward."
+        )
+    if unknown := [name for name in by_turn if run.by_id(name) is None]:
+        raise AgentError(f"rewards must be for responses of the run: got one for {unknown[0]!r}. Use the `id` of one.")
+    return math.fsum(numbers), dict(zip(by_turn, numbers))
+
+
+def _choose_roots(run: Run, which: str) -> None:
+    """Let only one conversation of a run be trained on, unless all are."""
+    sampled: Counter[Turn] = Counter()
+    roots: dict[Turn, Turn] = {}
+    for turn in run.turns:  # parents first
+        roots[turn] = turn if turn.parent is None else roots.get(turn.parent, turn)
+        sampled[roots[turn]] += turn.response.output_len
+    if which == "all" or not sampled:
+        return
+    chosen = next(iter(sampled)) if which == "first" else sampled.most_common(1)[0][0]
+    for turn in run.turns:
+        turn.is_trained &= roots[turn] is chosen
