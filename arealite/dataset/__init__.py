@@ -8,6 +8,7 @@ import logging
 from typing import Any, Literal
 
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
+from arealite.dataset.images import expanded, images_of, show, with_known_keys
 from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows
 from arealite.utils.chat_template import demonstration, prompt_tokens
 
@@ -28,6 +29,7 @@ def get_custom_dataset(
     max_length: int | None = None,
     max_rows: int | None = None,
     seed: int = 1,
+    processor: Any = None,
     **columns: Any,
 ) -> Rows:
     """Load a data set; `columns` are the other keys of a `DatasetConfig`, such as `prompt_key`.
@@ -36,7 +38,8 @@ def get_custom_dataset(
     rank's share of `{"input_ids", "loss_mask"}`, `dpo` and `rw` rows of `{"pair": [chosen, rejected]}`, each like a row
     of `sft`; up to `world_size - 1` rows at the end are left out so that all shares are equal. `max_rows` keeps
     the first so many rows of the source; `max_length` drops longer rows (for `rl`: longer prompts) and logs how many.
-    `seed` is for data that a function generates.
+    `seed` is for data that a function generates, `processor` counts the tokens of images (`image_key`), which rows then
+    have as `images`.
     """
     if type not in TYPES:
         raise ValueError(f"dataset type must be one of {', '.join(TYPES)}: got {type!r}. Set train_dataset.type.")
@@ -45,15 +48,15 @@ def get_custom_dataset(
             f"tokenizer must be given for type={type!r} or max_length: got None. Pass load_hf_tokenizer(...)."
         )
     config = DatasetConfig(path=path, type=type, max_length=max_length, max_rows=max_rows, **columns)
-    rows = _prepare(read_rows(config, split or "train", seed), config, tokenizer)
+    rows = _prepare(read_rows(config, split or "train", seed), config, tokenizer, processor)
     if type == "rl":
         return rows
     share = len(rows) // world_size
     return rows[rank : share * world_size : world_size]
 
 
-def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, Rows | None]:
-    """Load training rows and held-out ones (None without a `valid_dataset` block), whole.
+def load_datasets(config: BaseExperimentConfig, tokenizer: Any, processor: Any = None) -> tuple[Rows, Rows | None]:
+    """Load training rows and held-out ones (None without a `valid_dataset` block), whole. See `get_custom_dataset`.
 
     Without a split of their own, the held-out rows are the last ones of the source, and never trained on. In an
     evaluation, which trains on none, they are all rows of the source.
@@ -62,7 +65,7 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, R
     if tokenizer.chat_template is None:
         logger.warning("the tokenizer has no chat template: prompts are plain texts, without roles.")
     if not train.path and valid is not None:
-        return [], _prepare(_read_whole(valid, config.seed), valid, tokenizer)
+        return [], _prepare(_read_whole(valid, config.seed), valid, tokenizer, processor)
     rows, held_out, first_held_out = read_rows(train, train.split or "train", config.seed), None, 0
     if valid is not None:
         is_own = valid.path != train.path or valid.split is not None
@@ -83,7 +86,8 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any) -> tuple[Rows, R
             logger.warning(message, train.path, num, len(rows))
             rows, held_out = rows[:-num], rows[-num:]
             first_held_out = len(rows)
-    return _prepare(rows, train, tokenizer), held_out and _prepare(held_out, valid or train, tokenizer, first_held_out)
+    train_rows = _prepare(rows, train, tokenizer, processor)
+    return train_rows, held_out and _prepare(held_out, valid or train, tokenizer, processor, first_held_out)
 
 
 def _read_whole(config: DatasetConfig, seed: int) -> Rows:
@@ -97,22 +101,33 @@ def _read_whole(config: DatasetConfig, seed: int) -> Rows:
         return read_rows(config, "train", seed)
 
 
-def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any, start: int = 0) -> Rows:
+def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any, processor: Any, start: int = 0) -> Rows:
     """Turn rows of a source, from its row `start` on, into prompts, demonstrations or pairs."""
+    config = with_known_keys(config)
     first = [(row, f"row {index} of {config.path}") for index, row in enumerate(rows[: config.max_rows], start)]
     if config.type in ("dpo", "rw"):
         rows = [{"pair": _pair(row, where, config, tokenizer)} for row, where in first]
         longest = [max((one["input_ids"] for one in row["pair"]), key=len) for row in rows]
         return rows if config.max_length is None else _within(rows, longest, config.max_length)
     rows = [_with_messages(row, where, config) for row, where in first]
+    if config.image_key and processor is None and (config.type == "sft" or config.max_length is not None):
+        raise ValueError(
+            "processor must be given for demonstrations with images, and for max_length: got None. Pass "
+            "load_image_processor(config.tokenizer_path)."
+        )
     if config.type == "sft":
-        rows = _demonstrations(rows, tokenizer)
-        tokens = [row["input_ids"] for row in rows]
+        told = _demonstrations(rows, tokenizer)
     elif tokenizer is None:
         return rows
     else:  # without a limit, the first row tells whether the template takes such conversations
-        tokens = prompt_tokens(tokenizer, [row["messages"] for row in rows[: None if config.max_length else 1]])
-    return rows if config.max_length is None else _within(rows, tokens, config.max_length)
+        asked = rows[: None if config.max_length else 1]
+        told = [{"input_ids": ids} for ids in prompt_tokens(tokenizer, [row["messages"] for row in asked])]
+    if config.image_key and processor is not None:
+        told = [expanded(one, row["images"], tokenizer, processor) for one, row in zip(told, rows, strict=False)]
+    if config.type == "sft":
+        shown = ({"images": row["images"]} if config.image_key else {} for row in rows)
+        rows = [one | images for one, images in zip(told, shown, strict=True)]
+    return rows if config.max_length is None else _within(rows, [one["input_ids"] for one in told], config.max_length)
 
 
 def _with_messages(row: dict[str, Any], where: str, config: DatasetConfig) -> dict[str, Any]:
@@ -121,6 +136,9 @@ def _with_messages(row: dict[str, Any], where: str, config: DatasetConfig) -> di
     if (prompt := row.get(key)) is None:
         raise _missing(row, where, key, "prompt_key")
     messages = _messages(prompt, where, key, "prompt_key", config)
+    if config.image_key:
+        row = {**row, "images": images_of(row, where, config.image_key)}
+        messages = show(messages, len(row["images"]), where)
     is_complete = messages[-1]["role"] == "assistant"
     if is_complete and config.type == "rl":
         raise ValueError(
@@ -149,7 +167,9 @@ def _messages(content: Any, where: str, column: str, key: str, config: DatasetCo
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
     if config.prompt_suffix and last is not None:
-        messages[last] = {**messages[last], "content": f"{messages[last]['content']}{config.prompt_suffix}"}
+        content = messages[last]["content"]
+        suffix = config.prompt_suffix if isinstance(content, str) else [{"type": "text", "text": config.prompt_suffix}]
+        messages[last] = {**messages[last], "content": content + suffix}
     return messages
 
 
@@ -191,7 +211,9 @@ def _pair(row: dict[str, Any], where: str, config: DatasetConfig, tokenizer: Any
 
 
 def _has_text(message: dict[str, Any]) -> bool:
-    return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
+    content = message.get("content")
+    is_parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+    return isinstance(content, str) or is_parts or bool(message.get("tool_calls"))
 
 
 def _missing(row: dict[str, Any], where: str, column: str, key: str, other: str = "") -> ValueError:

@@ -14,10 +14,12 @@ from typing import Any
 import orjson
 import torch
 from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.utils.data_order import length_of_epoch, order_of_epoch
+from arealite.utils.images import decode_image, process_images
 
 logger = logging.getLogger("arealite.dataset")
 
@@ -140,13 +142,19 @@ def _as_text(value: object) -> Any:
 
 
 def sft_batches(
-    loader: PromptLoader, pad_token_id: int, rank: int | None = None, world_size: int | None = None
+    loader: PromptLoader,
+    pad_token_id: int,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    processor: Any = None,
 ) -> Iterator[TensorDict]:
     """Yield this rank's share of each global batch of demonstrations: a batch is the same on any number of ranks.
 
     Without `drop_last`, the last share of an epoch may have no rows. `rank` and `world_size` default to torchrun's.
+    `processor` makes patches of the images of rows that have some.
     """
-    return (sft_collate(rows, pad_token_id) for rows in _shares(loader, rank, world_size))
+    return (sft_collate(rows, pad_token_id, processor) for rows in _shares(loader, rank, world_size))
 
 
 def pair_batches(
@@ -171,12 +179,18 @@ def _shares(loader: PromptLoader, rank: int | None, world_size: int | None) -> I
         yield rows[rank::world_size]
 
 
-def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0) -> TensorDict:
-    """Pad rows of `{"input_ids", "loss_mask"}` on the right: the `collate_fn` of a torch DataLoader."""
+def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0, processor: Any = None) -> TensorDict:
+    """Pad rows of `{"input_ids", "loss_mask"}`, and images, on the right: the `collate_fn` of a torch DataLoader."""
     lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
     attention_mask = torch.arange(max(lengths.tolist(), default=1)) < lengths[:, None]
     batch = {"attention_mask": attention_mask}
     for key, absent in (("input_ids", pad_token_id), ("loss_mask", 0)):
         batch[key] = torch.full(attention_mask.shape, absent, dtype=torch.int64)
         batch[key][attention_mask] = torch.tensor([value for row in rows for value in row[key]], dtype=torch.int64)
+    if rows and "images" in rows[0]:
+        if processor is None:
+            raise ValueError("processor must be given for rows with images: got None. Pass load_image_processor(...).")
+        images = [process_images(processor, map(decode_image, row["images"])) for row in rows]
+        batch["pixel_values"] = pad_sequence([one.pixel_values for one in images], batch_first=True)
+        batch["image_grid_thw"] = pad_sequence([one.grid_thw for one in images], batch_first=True)
     return TensorDict(batch, batch_size=[len(rows)])

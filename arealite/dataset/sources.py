@@ -60,6 +60,8 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> list[Any]:
         return datasets.load_dataset(found[1], data_files=found[2], split="train").to_list()
     if path in ("gsm8k", "openai/gsm8k"):
         return _read_hub("openai/gsm8k", config.config_name or "main", split)
+    if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
+        return _read_hub(str(local), config.config_name, split)
     if path and local.exists():
         local = _file_of_split(local, split) if local.is_dir() else local
         with reading(local):

@@ -24,6 +24,9 @@ class DatasetConfig(ConfigBase):
     pairs `prompt`, where a row has it."""
     answer_key: str | None = "answer"
     """Column that rewards get as `answer` and fine-tuning teaches; None: rewards need none."""
+    image_key: str | None = None
+    """Column of a prompt's images, one or a list; `<image>` in the prompt is the place of the next, else they come
+    first. None: prompts are texts."""
     chosen_key: str = "chosen"
     """Column of the better answer of a pair: a text or a list of messages, with or without the prompt's."""
     rejected_key: str = "rejected"

@@ -62,7 +62,7 @@ class BaseExperimentConfig(ConfigBase):
         "rollout.tokenizer_path": "tokenizer_path",
         **_same("valid_dataset", "train_dataset", "path", "config_name", "type", "max_length"),
         **_same("valid_dataset", "train_dataset", "prompt_key", "answer_key", "system_prompt", "prompt_suffix"),
-        **_same("valid_dataset", "train_dataset", "chosen_key", "rejected_key"),
+        **_same("valid_dataset", "train_dataset", "image_key", "chosen_key", "rejected_key"),
     }
     """Keys that take another key's value unless they are given."""
 

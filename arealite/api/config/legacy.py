@@ -89,6 +89,7 @@ DEPRECATED = {
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
     **dict.fromkeys(("actor.type", "critic.type", "ref.type"), _MODEL_TYPE),
     "*.use_lora": DeprecatedKey("a lora block switches LoRA on, e.g. lora.rank=16", (False,)),
+    "*.bf16": DeprecatedKey("dtype is bfloat16 unless it is set", (True,)),
     "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
     "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
     "*.optimizer.offload": DeprecatedKey("fsdp.offload_params offloads the optimizer with the parameters", (False,)),

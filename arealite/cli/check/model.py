@@ -15,16 +15,20 @@ from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import RWEngineConfig
 from arealite.cli.check.findings import Findings, Level, counted
 from arealite.dataset import load_datasets
+from arealite.dataset.images import expanded
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier, pick_attention
 from arealite.engine.lora import HEAD, add_adapters
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.chat_template import Certificate, certify, prompt_tokens
-from arealite.utils.hf import load_hf_tokenizer
+from arealite.utils.hf import load_hf_tokenizer, load_image_processor
+from arealite.utils.images import sees_images
 from arealite.utils.memory_plan import model_shape
 
-_KEEP_TOKENS = {"RLVRWorkflow", "MultiTurnWorkflow", "ToolWorkflow", "EnvWorkflow", "AgentWorkflow"}
+_KEEP_TOKENS = {
+    *("RLVRWorkflow", "VisionRLVRWorkflow", "MultiTurnWorkflow", "ToolWorkflow", "EnvWorkflow", "AgentWorkflow"),
+}
 """Workflows that append to what was sampled, whatever the template makes of it."""
 _MAX_ROWS = 256  # of a data set that are read
 
@@ -169,12 +173,12 @@ def check_data(
     for block in filter(None, blocks.values()):
         block.max_rows = min(block.max_rows or sys.maxsize, max(_MAX_ROWS, block.batch_size))
     longest, row = 0, None
-    for (key, data), rows in zip(blocks.items(), load_datasets(config, tokenizer), strict=True):
+    processor = load_image_processor(config.tokenizer_path) if sees_images(model.config) else None
+    for (key, data), rows in zip(blocks.items(), load_datasets(config, tokenizer, processor), strict=True):
         if data is None or not rows:
             continue
         sequences = [one for row in rows for one in row.get("pair", [row])]
-        tokens = (one.get("input_ids") or prompt_tokens(tokenizer, [one["messages"]])[0] for one in sequences)
-        lengths = [len(ids) for ids in tokens]
+        lengths = [_num_tokens(one, tokenizer, processor) for one in sequences]
         longest, row = max(longest, *lengths), row or rows[0]
         if key == "train_dataset" and "PromptLoader" in calls:
             PromptLoader(rows, data.batch_size)  # refuses a batch that is larger
@@ -196,3 +200,12 @@ def check_data(
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
     return longest, row
+
+
+def _num_tokens(row: dict[str, Any], tokenizer: Any, processor: Any) -> int:
+    if "input_ids" in row:
+        return len(row["input_ids"])
+    (ids,) = prompt_tokens(tokenizer, [row["messages"]])
+    if "images" in row and processor is not None:
+        ids = expanded({"input_ids": ids}, row["images"], tokenizer, processor)["input_ids"]
+    return len(ids)

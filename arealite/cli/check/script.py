@@ -58,7 +58,7 @@ def check_reward(
     given = [
         assigned.get(ast.unparse(argument), argument)
         for call in calls
-        if last_name(call.func) == "RLVRWorkflow"
+        if last_name(call.func) in ("RLVRWorkflow", "VisionRLVRWorkflow")
         for argument in [*call.args[:1], *(one.value for one in call.keywords if one.arg == "reward_fn")]
     ]
     if row is None or "messages" not in row or not given:

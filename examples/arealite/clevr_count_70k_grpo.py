@@ -1,0 +1,127 @@
+"""GRPO on pictures: gsm8k_grpo.py for a model that sees, here counting the objects of clevr_count_70k.
+
+    python3 -m arealite.launcher.local examples/arealite/clevr_count_70k_grpo.py \
+        --config examples/arealite/configs/clevr_count_70k_grpo.yaml key=value ...
+
+Servers and trainer make patches of the same images by themselves, with the image processor of the model. Other data:
+`train_dataset.image_key` names the column of the images (configs/geometry3k_grpo.yaml), `reward` what scores answers.
+"""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.io_struct import FinetuneSpec
+from arealite.dataset import load_datasets
+from arealite.dataset.loader import PromptLoader
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.reward import load_rewards
+from arealite.rollout.trajectory import has_spread
+from arealite.trainer.evaluator import Evaluator
+from arealite.trainer.recover import Recover
+from arealite.trainer.saver import Saver
+from arealite.trainer.stats_logger import StatsLogger
+from arealite.utils.hf import load_hf_tokenizer, load_image_processor
+from arealite.weights.publish import publish_weights
+from arealite.workflow.vision_rlvr import VisionRLVRWorkflow
+
+
+@dataclass
+class CountingConfig(GRPOConfig):
+    """GRPO on answers such as [4]."""
+
+    reward: str | dict[str, float] = "arealite.reward.counting:clevr_count_70k_reward_fn"
+    """Reward function, or several with weights, `FILE.py:FUNCTION` or `module:FUNCTION`."""
+
+
+def main(argv: list[str]) -> None:
+    with ExitStack() as cleanup:  # ends what was started, also after an error
+        train(argv, cleanup)
+
+
+def train(argv: list[str], cleanup: ExitStack) -> None:
+    config, _ = load_expr_config(argv, CountingConfig)
+    tokenizer, processor = load_hf_tokenizer(config.tokenizer_path), load_image_processor(config.tokenizer_path)
+
+    # Questions to practise on, and held-out ones that are only ever evaluated.
+    data = config.train_dataset
+    train_dataset, valid_dataset = load_datasets(config, tokenizer, processor)
+    train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+    ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
+    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+
+    # How an episode runs: sample a group of completions, then score each.
+    rewards = load_rewards(config.reward)
+    workflow, eval_workflow = (
+        VisionRLVRWorkflow(
+            rewards,
+            gconfig,
+            tokenizer,
+            processor,
+            reward_timeout=config.rollout.reward_timeout,
+            num_reward_workers=config.rollout.reward_workers,
+        )
+        for gconfig in (config.gconfig, config.eval_gconfig)
+    )
+    should_accept = has_spread if config.actor.dynamic_sampling else None  # of what a workflow returns
+    cleanup.callback(workflow.close)
+    cleanup.callback(eval_workflow.close)
+
+    # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
+    actor = FSDPPPOActor(config.actor)
+    actor.initialize(None, ft_spec)
+    cleanup.callback(actor.destroy)
+    ref = None
+    if config.ref is not None:
+        ref = FSDPPPOActor(config.ref)
+        ref.initialize(None, ft_spec, policy=actor)
+        cleanup.callback(ref.destroy)
+    rollout = RemoteInferenceEngine(config.rollout)
+    rollout.initialize(None, ft_spec)
+    cleanup.callback(rollout.destroy)
+
+    evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
+    saver = Saver(config.saver, ft_spec)
+
+    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
+    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+    cleanup.enter_context(stats)
+    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+
+    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    publish_weights(actor, rollout, version=start_step)
+
+    for step in range(start_step, ft_spec.total_train_steps):
+        with stats.timer("eval"):
+            stats.add(evaluator.evaluate(rollout, step))
+        with stats.timer("rollout"):
+            batch = rollout.prepare_batch(train_dataloader, workflow=workflow, should_accept=should_accept)
+        with stats.timer("logprobs"):
+            if config.actor.proximal == "recompute":
+                batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+            if ref is not None:
+                batch["ref_logprobs"] = ref.compute_logprobs(batch)
+        with stats.timer("update"):
+            actor.compute_advantages(batch)
+            stats.add(actor.ppo_update(batch))
+        with stats.timer("weights"):
+            publish_weights(actor, rollout, version=step + 1)
+        saver.save(actor, step, tokenizer=tokenizer, processor=processor)
+        stats.add(rollout.metrics())
+        stats.commit(step)
+        with stats.timer("recover"):
+            recover.save(step)
+
+    # What became of it: the final model, one more evaluation, the report.
+    saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, processor=processor, force=True)
+    with stats.timer("eval"):
+        stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))
+    stats.commit(ft_spec.total_train_steps)
+    stats.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""Supervised fine-tuning on pictures: gsm8k_sft.py for a model that sees, here counting the objects of clevr_count_70k.
+
+    torchrun --nproc-per-node 2 examples/arealite/clevr_count_70k_sft.py \
+        --config examples/arealite/configs/clevr_count_70k_sft.yaml key=value ...
+"""
+
+import sys
+from contextlib import ExitStack
+
+from arealite.api.cli_args import SFTConfig, load_expr_config
+from arealite.api.io_struct import FinetuneSpec
+from arealite.dataset import load_datasets
+from arealite.dataset.loader import PromptLoader, sft_batches
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.trainer.recover import Recover
+from arealite.trainer.saver import Saver
+from arealite.trainer.stats_logger import StatsLogger
+from arealite.utils.frequency import Frequency
+from arealite.utils.hf import load_hf_tokenizer, load_image_processor
+
+
+def main(argv: list[str]) -> None:
+    with ExitStack() as cleanup:  # ends what was started, also after an error
+        train(argv, cleanup)
+
+
+def train(argv: list[str], cleanup: ExitStack) -> None:
+    config, _ = load_expr_config(argv, SFTConfig)
+    tokenizer, processor = load_hf_tokenizer(config.tokenizer_path), load_image_processor(config.tokenizer_path)
+
+    # Demonstrations to learn from, and held-out ones whose loss is only ever measured.
+    data = config.train_dataset
+    train_dataset, valid_dataset = load_datasets(config, tokenizer, processor)
+    train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+    train_batches = sft_batches(train_dataloader, tokenizer.pad_token_id, processor=processor)
+    valid_batch = None
+    if valid_dataset is not None:
+        loader = PromptLoader(valid_dataset, len(valid_dataset), shuffle=False)
+        valid_batch = next(sft_batches(loader, tokenizer.pad_token_id, processor=processor))
+    ft_spec = FinetuneSpec(
+        config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
+    )
+    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+
+    model = FSDPLMEngine(config.model)
+    model.initialize(None, ft_spec)
+    cleanup.callback(model.destroy)
+    evaluation = Frequency(config.evaluator, ft_spec.steps_per_epoch, is_first_due=True)
+    saver = Saver(config.saver, ft_spec)
+
+    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    start_step = recover.load(model, train_dataloader, clocks={"evaluation": evaluation, "saver": saver})
+    stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
+    cleanup.enter_context(stats)
+    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+
+    for step in range(start_step, ft_spec.total_train_steps):
+        if valid_batch is not None and evaluation.check():
+            with stats.timer("eval"):
+                stats.add({"eval/loss": model.evaluate_lm(valid_batch)})
+        with stats.timer("data"):
+            batch = next(train_batches)
+        with stats.timer("update"):
+            stats.add(model.train_lm(batch))
+        saver.save(model, step, tokenizer=tokenizer, processor=processor)
+        stats.commit(step)
+        with stats.timer("recover"):
+            recover.save(step)
+
+    # The final model, its held-out loss and the report.
+    saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, processor=processor, force=True)
+    if valid_batch is not None:
+        stats.add({"eval/loss": model.evaluate_lm(valid_batch)})
+        stats.commit(ft_spec.total_train_steps)
+    stats.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
