@@ -205,7 +205,7 @@ class WorkerGroup:
             return
         self._record(
             CallRecord(
-                step=self.step,
+                step=self.step if call.step is None else call.step,
                 call=call.name,
                 role=call.role,
                 group=self.spec.name,
@@ -260,10 +260,10 @@ class WorkerGroup:
         self.step = step
         task.is_done = True
         references = world.snapshot()
-        Thread(target=self._keep, args=(references, task, world), name="arealite-snapshot", daemon=True).start()
+        Thread(target=self._keep, args=(references, task, step, world), name="arealite-snapshot", daemon=True).start()
 
-    def _keep(self, references: list[Any], task: _Task, world: World) -> None:
-        """Hold a snapshot on this node too, as it would die with its rank's; forget the calls before it."""
+    def _keep(self, references: list[Any], task: _Task, step: int, world: World) -> None:
+        """Hold a snapshot on this node too, as it would die with its rank's; forget the calls of earlier steps."""
         try:
             values = ray.get(references, timeout=self.spec.call_timeout_s)
         except RayError as error:
@@ -275,7 +275,7 @@ class WorkerGroup:
         with CHANGED:
             if self._world is world and task in self._tasks:
                 earlier = self._tasks[: self._tasks.index(task)]
-                del self._tasks[: len(earlier) + 1]
+                self._tasks[: len(earlier) + 1] = [one for one in earlier if one.call.step == step]
                 self._lasting += [one for one in earlier if one.call.redo == "always"]
                 self._snapshots = references, values
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +26,7 @@ from arealite.core.page import Group, Progress, write_page
 from arealite.core.records import CallLog, CallRecord, idle_share, overlap
 from arealite.core.sources import Episodes, MakeWorkflow, Rows
 from arealite.core.workers import Workers
+from arealite.launcher.plan.layout import make_layout
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
@@ -52,7 +54,10 @@ class Master:
         if isinstance(make_workflow, str):
             make_workflow = named("agent", make_workflow, key="make_workflow")
         self._make_workflow = make_workflow
+        self._calls_ahead = _calls_ahead(config, graph)
+        self._ahead: dict[str, Reply] = {}  # those of the next step's batch
         self._states: dict[str, CallState] = {}
+        self._states_ahead: dict[str, CallState] = {}
         self._last_calls: Sequence[CallRecord] = ()
         self._step = 0
 
@@ -69,7 +74,7 @@ class Master:
         ft_spec = source.ft_spec
         recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
-        self.workers = cleanup.enter_context(Workers(config))
+        self.workers = cleanup.enter_context(Workers(config, goes_ahead=True))
         self.engines = self._make_engines(cleanup, ft_spec)
         actor = self.engines[self.graph.publishes]
         source.start(cleanup, self.workers.scatter)
@@ -96,7 +101,8 @@ class Master:
             with stats.timer("rollout"):
                 batch = source.collect()
             with stats.timer("train"):
-                stats.add(self.run_graph(batch))
+                is_last = step + 1 == ft_spec.total_train_steps
+                stats.add(self.run_graph(batch, None if is_last else source.reserve))
             with stats.timer("weights"):
                 source.publish(actor, step + 1)
             saver.save(actor, step, critic=trained.get("critic"), tokenizer=tokenizer)
@@ -126,25 +132,41 @@ class Master:
 
     # A step
 
-    def run_graph(self, batch: RemoteBatch) -> dict[str, float]:
+    def run_graph(
+        self, batch: RemoteBatch, reserve: Callable[[Sequence[Future[Any]]], RemoteBatch | None] | None = None
+    ) -> dict[str, float]:
         """Run all calls of the graph on a batch and return their metrics.
 
-        A metric that several calls return bears the role in front, except the first one.
+        What may go ahead runs on the batch that `reserve` returns, if it does before this batch's calls have ended;
+        that batch must come next. A metric that several calls return bears the role in front, except the first one.
         """
-        replies: dict[str, Reply] = {}
-        for call in self.graph.order():
-            if not call.is_source:
-                replies[call.name] = self._submit(call, batch, replies)
+        calls = [call for call in self.graph.order() if not call.is_source]
+        replies, self._ahead = self._ahead, {}
+        for call in calls:
+            if call.name not in replies:
+                replies[call.name] = self._submit(call, batch, replies, self._states)
+        following = reserve([one.values for one in replies.values()]) if self._calls_ahead and reserve else None
+        if following is not None:
+            for call in self._calls_ahead:
+                reply = self._submit(call, following, self._ahead, self._states_ahead, step=self._step + 1)
+                self._ahead[call.name] = reply
         metrics: dict[str, float] = {}
-        for name, reply in replies.items():
-            call = self.graph.named[name]
-            outcome = self.engines[call.role].wait(reply, name)
+        for call in calls:
+            outcome = self.engines[call.role].wait(replies[call.name], call.name)
             call.outputs_among(outcome.made)  # refuses what was declared and not made
             if isinstance(outcome.value, Mapping):
                 metrics |= {f"{call.role}/{key}" if key in metrics else key: one for key, one in outcome.value.items()}
         return metrics
 
-    def _submit(self, call: ModelFunctionCall, batch: RemoteBatch, replies: Mapping[str, Reply]) -> Reply:
+    def _submit(
+        self,
+        call: ModelFunctionCall,
+        batch: RemoteBatch,
+        replies: Mapping[str, Reply],
+        states: dict[str, CallState],
+        *,
+        step: int | None = None,
+    ) -> Reply:
         """Let the workers of a call do it once its inputs are there, and give the batch its outputs."""
         assert call.run is not None, "only a source has no function"
         name = call.run.__name__
@@ -157,15 +179,13 @@ class Master:
             kwargs=call.kwargs,
             output=call.outputs[0].removesuffix("?") if len(call.outputs) == 1 else None,
             after=[replies[one].values for one in call.after],
-            watch=self._note,
+            watch=states.__setitem__,
+            step=step,
         )
         for key in call.outputs:
             plain = key.removesuffix("?")
             batch[plain] = Column(reply.pieces, plain, reply.values if key.endswith("?") else None)
         return reply
-
-    def _note(self, name: str, state: CallState) -> None:
-        self._states[name] = state
 
     def _measure(self) -> dict[str, float]:
         """Log the calls since the last step, and return what they tell about the workers."""
@@ -173,7 +193,7 @@ class Master:
         for one in records:
             self._log.append(one)
         calls = [one for one in records if one.call in self.graph.named]
-        self._last_calls, self._states = calls, {}
+        self._last_calls, self._states, self._states_ahead = calls, self._states_ahead, {}
         if not calls:
             return self.workers.metrics()
         begin, end = min(one.begin for one in calls), max(one.end for one in calls)
@@ -199,6 +219,20 @@ class Master:
             incidents=self.workers.incidents,
             is_finished=is_finished,
         )
+
+
+def _calls_ahead(config: BaseExperimentConfig, graph: DataFlowGraph) -> list[ModelFunctionCall]:
+    """Return the calls that `workers.ahead` lets run on the next batch: of roles whose workers never train."""
+    if config.workers is None or not config.workers.ahead:
+        return []
+    trained = {call.role for call in graph.train_steps}
+    groups = [group for group in make_layout(config, graph.engines) if trained.isdisjoint(group.roles)]
+    if not (calls := graph.calls_ahead([role for group in groups for role in group.roles])):
+        raise ConfigError(
+            "workers.ahead must have a call that reads nothing but the batch, of a role that never trains, on workers "
+            "of its own: got none. Give such a role ranks (workers.ref.ranks=1), or set workers.ahead=0."
+        )
+    return calls
 
 
 class _Page:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
@@ -60,6 +61,10 @@ class Episodes:
         """Return the next batch of bounded staleness."""
         return self._engine.prepare_batch(self.dataloader, self._workflow, self._should_accept)
 
+    def reserve(self, until: Sequence[Future[Any]]) -> Any:
+        """Return the batch of the next step, or None if it is not certain before all of `until` are done."""
+        return self._engine.reserve_batch(self.dataloader, self._workflow, self._should_accept, until=until)
+
     def evaluate(self, engine: Any, step: int, *, force: bool = False) -> Mapping[str, float] | None:
         """Evaluate the weights after `step` updates if due or forced."""
         return self.evaluator.evaluate(self._engine, step, force=force)
@@ -108,6 +113,9 @@ class Rows:
     def collect(self) -> Any:
         """Return the next rows."""
         return self._hand_out(next(self._batches))
+
+    def reserve(self, until: Sequence[Future[Any]]) -> None:
+        """Rows are there at once: there is no frozen model whose work could be done ahead."""
 
     def evaluate(self, engine: Any, step: int, *, force: bool = False) -> Mapping[str, float] | None:
         """Measure the loss on held-out rows if due or forced."""

@@ -46,13 +46,18 @@ _NUM_RECORDS = 10_000
 class Workers:
     """Starts and ends groups of workers. Use it as a context; the process becomes a master with one rank."""
 
-    def __init__(self, config: BaseExperimentConfig) -> None:
+    def __init__(self, config: BaseExperimentConfig, *, goes_ahead: bool = False) -> None:
+        """`goes_ahead` tells whether the loop obeys `workers.ahead`."""
         if config.workers is None:
             raise ConfigError("workers must be given to a script of a master: got nothing. Add `workers: {}`.")
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
                 f"a script with workers must be one process, the master: got {num_ranks} of torchrun. Use "
                 "--nproc-per-node 1, and set workers.<role>.ranks."
+            )
+        if config.workers.ahead and not goes_ahead:
+            raise ConfigError(
+                "workers.ahead must be 0 in a script with a loop of its own: got 1. Remove it, or declare a graph."
             )
         self._config, self._limits = config, config.workers
         self._layout = make_layout(config)

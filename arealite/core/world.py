@@ -76,6 +76,7 @@ class Call:
     redo: Redo = "in_step"
     timeout_s: float | None = None  # None is that of the group
     life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
+    step: int | None = None  # whose batch it works on, if that is the next step
     watch: Callable[[str, CallState], None] = lambda name, state: None  # is told when it begins and ends
 
 

@@ -6,11 +6,11 @@ wait that raises loses nothing; no wait outlives `episode_timeout` without an ev
 """
 
 import asyncio
-import heapq
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 from tensordict import TensorDict
@@ -25,8 +25,9 @@ from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Episode, EpisodeRunner
 from arealite.rollout.event_loop import EventLoopThread
-from arealite.rollout.failures import BY_FILTER, OVERDUE, Budgets
+from arealite.rollout.failures import OVERDUE, Budgets
 from arealite.rollout.prompts import Prompt, PromptSource, Row, ShouldAccept, named
+from arealite.rollout.ready import ReadyEpisodes
 from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.trajectory import assemble_batch
 from arealite.rollout.unthrottled import UnthrottledBatches
@@ -39,6 +40,7 @@ logger = logging.getLogger("arealite.rollout")
 _GRACE_S = 30.0  # added to `episode_timeout` before a wait without any event gives up
 _CLOSE_S = 10.0  # how long cancelled tasks may take to end
 _STARTS_PER_TURN = 32  # episodes started in one turn of the event loop: thousands at once would delay everything else
+_TOO_LATE = -1  # to reserve a batch
 _UNNAMED_EPOCH = -1  # epoch of prompts that were submitted without a `prompt_id`
 
 
@@ -65,7 +67,7 @@ class RolloutExecutor:
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks("the accounting of an episode", logger, on_failure=self._wake)
-        self._ready: dict[Episode, None] = {}  # accepted episodes that no batch has taken
+        self._ready = ReadyEpisodes(self._account, self._ledger, self._runner.budgets, self._advance)
         self._changed = asyncio.Event()
         self._unthrottled = UnthrottledBatches(self._account, self._changed)
         self._is_paused = False
@@ -90,24 +92,55 @@ class RolloutExecutor:
         """Return the next batch of bounded staleness; prompts are pulled in the caller's thread as they are wanted."""
         batch_size = self.config.consumer_batch_size
         should_accept = should_accept or (lambda trajectory: True)
-        # Asynchronous training asks for one batch more than may start now, so that rejected episodes are replaced.
-        spare = batch_size if self.config.max_head_offpolicyness else 0
+        source = self._begin_with(dataloader, workflow, should_accept)
+        while num_prompts := self._wait_for(self._wait_until(self._num_wanted, batch_size)):
+            self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
+        return self._hand_out(self._wait_for(self._take(batch_size)))
+
+    def reserve_batch(
+        self,
+        dataloader: Iterable[list[Row]],
+        workflow: RolloutWorkflow,
+        should_accept: ShouldAccept | None = None,
+        *,
+        until: Sequence[Future[Any]],
+    ) -> TensorDict | None:
+        """Return the batch of the next version once it is certain; None if it is not before all of `until` are done.
+
+        Its episodes count as accepted until `train_reserved`, which must come before any other batch.
+        """
+        batch_size = self.config.consumer_batch_size
+        should_accept = should_accept or (lambda trajectory: True)
+        source = self._begin_with(dataloader, workflow, should_accept)
+        for future in until:
+            future.add_done_callback(lambda _: self.loop.call_soon(self._wake))
 
         def num_wanted() -> int | None:
-            """Return how many prompts to queue, 0 when a batch can be taken, None when neither is possible yet."""
-            num_prompts = min(self._account.room() + spare, self._queue_size) - len(self._queue)
-            if num_prompts > 0:
-                return num_prompts
-            return 0 if self._account.can_take(batch_size) else None
+            if all(future.done() for future in until):
+                return _TOO_LATE
+            num_prompts = self._num_wanted(ahead=1)
+            return num_prompts if num_prompts is not None or self._running else _TOO_LATE
 
-        source = self._begin_with(dataloader, workflow, should_accept)
-        while num_prompts := self._wait_for(self._wait_until(num_wanted, batch_size)):
-            rows: list[Row] = []
-            while len(rows) < num_prompts:
-                rows += source.pull()
-            prompts = [Prompt(row["prompt_id"], row, workflow, should_accept) for row in rows]
-            self.loop.run(self._issue(prompts, source.cursor()))
-        return self._hand_out(self._wait_for(self._take(batch_size)))
+        # Neither servers that join nor a request to stop end this wait: the weights are being changed.
+        while num_prompts := self.loop.run(self._wait_until(num_wanted, batch_size)):
+            if num_prompts == _TOO_LATE:
+                return None
+            self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
+        return assemble_batch([one.trajectory for one in self.loop.run(self._reserve(batch_size))])
+
+    def train_reserved(self) -> None:
+        """Note that the step of the reserved batch begins."""
+        self._keep(self.loop.run(self._take_reserved()))
+
+    def _num_wanted(self, *, ahead: int = 0) -> int | None:
+        """Return how many prompts to queue, 0 when a batch can be taken, None when neither is possible yet."""
+        batch_size = self.config.consumer_batch_size
+        # Asynchronous training asks for one batch more than may start now, so that rejected episodes are replaced.
+        spare = batch_size if self.config.max_head_offpolicyness else 0
+        num_prompts = min(self._account.room() + spare, self._queue_size) - len(self._queue)
+        if num_prompts > 0:
+            return num_prompts
+        return 0 if self._account.can_take(batch_size, ahead=ahead) else None
 
     def submit(self, row: Row, workflow: RolloutWorkflow) -> None:
         """Queue one episode and return at once."""
@@ -177,10 +210,13 @@ class RolloutExecutor:
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)
+        self._keep(episodes, is_evaluation=is_evaluation)
+        return assemble_batch([one.trajectory for one in episodes])
+
+    def _keep(self, episodes: list[Episode], *, is_evaluation: bool = False) -> None:
         version = self._account.version
         name = f"{'eval_' * is_evaluation}step_{version}"
         self._store.append(name, episodes, trained_step=None if is_evaluation else version)
-        return assemble_batch([one.trajectory for one in episodes])
 
     def _new_prompt(self, row: Row, workflow: RolloutWorkflow) -> Prompt:
         self._num_unnamed += 1
@@ -311,9 +347,7 @@ class RolloutExecutor:
         if self._runner.end(episode, outcome):
             self._queue.appendleft(episode.prompt)
         if isinstance(outcome, TensorDict):
-            self._ready[episode] = None
-            if episode.prompt.should_accept is not None:  # else a filter of `wait` may still reject it
-                self._runner.budgets.accept()
+            self._ready.add(episode)
         self._advance()
 
     async def _set_paused(self, is_paused: bool) -> None:
@@ -322,7 +356,7 @@ class RolloutExecutor:
 
     async def _set_version(self, version: int) -> None:
         self._account.set_version(version)
-        self._reject([one for one in self._ready if self._account.is_overdue(one.head_version)], OVERDUE)
+        self._ready.reject_overdue()
         if self.config.overdue == "drop":
             for episode in [one for one in self._running if self._account.is_overdue(one.head_version)]:
                 task = self._running.pop(episode)
@@ -348,32 +382,18 @@ class RolloutExecutor:
 
         def can_take() -> bool | None:
             if should_accept is not None:
-                self._judge(should_accept)
+                self._ready.filter(should_accept)
             return self._account.can_take(count) or None
 
         await self._wait_until(can_take, count, timeout)
-        taken = heapq.nsmallest(count, self._ready, key=lambda one: (one.head_version, one.prompt_id))
-        self._ledger.train([one.prompt for one in taken], self._account.version)
-        self._runner.budgets.accept()
-        for episode in taken:
-            del self._ready[episode]
-        return taken
+        return self._ready.take(count)
 
-    def _judge(self, should_accept: ShouldAccept) -> None:
-        """Apply the filter of `wait` to what has finished since."""
-        unjudged = [one for one in self._ready if one.prompt.should_accept is None]
-        rejected = [one for one in unjudged if not should_accept(one.trajectory)]
-        for episode in unjudged:
-            episode.prompt.should_accept = should_accept
-        self._reject(rejected, BY_FILTER)
+    async def _reserve(self, count: int) -> list[Episode]:
+        return self._ready.reserve(count)
 
-    def _reject(self, episodes: list[Episode], reason: str) -> None:
-        for episode in episodes:
-            self._ledger.drop(episode.prompt, "rejected", reason)
-            self._runner.budgets.reject(reason)
-            del self._ready[episode]
-        if episodes:
-            self._advance()
+    async def _take_reserved(self) -> list[Episode]:
+        self._check()
+        return self._ready.take_reserved()
 
     # In the event loop: waits
 

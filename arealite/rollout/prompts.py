@@ -60,7 +60,14 @@ class PromptSource:
         self._batches = self._cycle()
         self._error: Exception | None = None
 
-    def pull(self) -> list[Row]:
+    def prompts(self, num: int, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> list[Prompt]:
+        """Pull batches until there are `num` rows, or more."""
+        rows: list[Row] = []
+        while len(rows) < num:
+            rows += self._pull()
+        return [Prompt(row["prompt_id"], row, workflow, should_accept) for row in rows]
+
+    def _pull(self) -> list[Row]:
         if self._error is not None:
             raise RuntimeError(
                 f"the dataloader must not fail: it has raised {type(self._error).__name__}: {self._error}, and rows "

@@ -11,6 +11,7 @@ import pytest
 from test_equal_numbers import TRAINING, launch_command
 from testing_quickstart import write_tiny_model
 
+from arealite.core.records import overlap, read_calls
 from arealite.weights.log import read_weights
 
 BOUND = 2
@@ -30,6 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(out=folder / "model", corpus=None, seed=1)
     (folder / "even.py").write_text(EVEN)
     keys = ["allocation_mode=lite.d2p1t1+d1p1t1", "async_training=true", f"rollout.max_head_offpolicyness={BOUND}"]
+    keys += ["workers.ref.ranks=1", "workers.ahead=1", "ref={}", "actor.kl_ctl=0.001"]
     keys += ["workers.critic.ranks=1", f"total_train_steps={STEPS}", f"reward={folder / 'even.py'}:even"]
     keys += [
         f"train_dataset.batch_size={BATCH}",
@@ -74,6 +76,16 @@ def test_no_prompt_is_lost_or_repeated(run: Path) -> None:
     assert audit["adds_up"] and audit["lost"] == 0 and audit["repeated"] == 0
 
 
+def test_the_reference_works_on_the_next_batch_while_the_policy_trains(run: Path) -> None:
+    """Its call of a step begins before the update of the step before has ended, once servers keep up."""
+    calls = {(one.call, one.step): one for one in read_calls(run / "calls.jsonl") if "." not in one.call}
+    assert {step for name, step in calls if name == "ref_inf"} == set(range(STEPS))
+    ahead = [step for step in range(1, STEPS) if calls["ref_inf", step].begin < calls["actor_train", step - 1].end]
+    assert ahead, "no batch was certain before the update of the step before had ended"
+    both = [calls["ref_inf", ahead[0]], calls["actor_train", ahead[0] - 1]]
+    assert overlap(both) >= 1.0 and all(row["core/overlap"] >= 1.0 for row in metrics(run))
+
+
 def test_a_step_can_be_replayed(run: Path) -> None:
     """It continues from the checkpoint, with the critic's part of it."""
     shown = completed(arealite("replay", str(run), "--step", str(STEPS - 2)))
@@ -93,6 +105,6 @@ def arealite(*words: str) -> list[str]:
 
 def completed(command: list[str]) -> str:
     """Return what a command that must succeed prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("ray")
 import ray
 import torch
+from cluster.common import wait_until
 from cluster.ray_cluster import RayCluster, ray_cluster
 from tensordict import TensorDict
 from testing_groups import WIDE, Tally
@@ -182,16 +183,23 @@ def test_a_call_that_can_not_be_repeated_fails_for_all_and_later_ones_go_on(star
         group.submit(Call("actor.pid", "actor", "pid", redo="never", life=0)).values.result(timeout=120)
 
 
-def test_pieces_on_a_node_that_dies_are_made_again(cluster: RayCluster, start: Start, tmp_path: Path) -> None:
-    cluster.add("three")
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["of this step", "of the step before, for this one"])
+def test_pieces_on_a_node_that_dies_are_made_again(
+    cluster: RayCluster, start: Start, tmp_path: Path, is_ahead: bool
+) -> None:
+    cluster.add(f"spare-{is_ahead}")
     maker, user = start("ref", ranks=1, gpus=4, is_trained=False), start("actor", ranks=1, gpus=4)
     ids = TensorDict({"input_ids": torch.arange(2)[:, None], "attention_mask": torch.ones(2, 1, dtype=torch.bool)}, 2)
     pieces = Pieces([ray.put(pack(ids, ids.keys()))])
     batch = RemoteBatch([[0, 1]])
     batch["input_ids"], batch["attention_mask"] = Column(pieces, "input_ids"), Column(pieces, "attention_mask")
-    wide = [maker.submit(widening(maker, batch, factor)) for factor in (1.0, 2.0)]
+    step = 2 if is_ahead else None
+    wide = [maker.submit(widening(maker, batch, factor, step)) for factor in (1.0, 2.0)]
     for one in wide:
         ray.wait(one.pieces.result(), fetch_local=False)
+    if is_ahead:
+        maker.begin_step(2)
+        wait_until("the snapshot of step 2", lambda: maker.step == 2 and len(maker._tasks) == 2, 60)
     first = wide[0].pieces.result()[0].hex()
     cluster.kill(cluster.machine_of(psutil.Process(value(maker, "pid"))))
     totals = []
@@ -205,9 +213,9 @@ def test_pieces_on_a_node_that_dies_are_made_again(cluster: RayCluster, start: S
     assert (maker.num_respawns, user.num_respawns) == (1, 1)
 
 
-def widening(group: WorkerGroup, batch: RemoteBatch, factor: float) -> Call:
-    columns = columns_of(batch, ("input_ids", "attention_mask"))
-    return Call("ref.widen", "ref", "widen", kwargs={"factor": factor}, batch=columns, num_parts=1, output="wide")
+def widening(group: WorkerGroup, batch: RemoteBatch, factor: float, step: int | None) -> Call:
+    columns, kwargs = columns_of(batch, ("input_ids", "attention_mask")), {"factor": factor}
+    return Call("ref.widen", "ref", "widen", kwargs=kwargs, batch=columns, num_parts=1, output="wide", step=step)
 
 
 def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:

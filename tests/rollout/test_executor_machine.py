@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,10 @@ from arealite.dataset.loader import PromptLoader
 from arealite.rollout.account.audit import audit
 
 _ROWS = 13
+
+
+def accept(trajectory: TensorDict) -> bool:
+    return bool(trajectory["rewards"][0] > 0)
 
 
 class Machine(RuleBasedStateMachine):
@@ -68,6 +73,7 @@ class Machine(RuleBasedStateMachine):
         """Start a process: from the newest checkpoint if there is one."""
         self.engine = IdleEngine(self.config, CorneredExecutor)
         self.executor = self.engine.executor
+        self.reserved: TensorDict | None = None
         assert isinstance(self.executor, CorneredExecutor)
         self.workflow = self.executor.adversary = HeldWorkflow(self.rng, straggler_share=0.9)
         self.loader = PromptLoader([{"row": i} for i in range(_ROWS)], 3, seed=5)
@@ -90,12 +96,20 @@ class Machine(RuleBasedStateMachine):
     def run_folder(self) -> Path:
         return Path(self.folder.name) / "exp" / "trial"
 
-    @rule()
-    def train(self) -> None:
-        batch = self.executor.prepare_batch(self.loader, self.workflow, lambda one: bool(one["rewards"][0] > 0))
+    @rule(ahead=st.booleans())
+    def train(self, ahead: bool = False) -> None:
+        """Do a step; with `ahead` the next batch is reserved meanwhile, which a checkpoint or a death may follow."""
+        if self.reserved is None:
+            batch = self.executor.prepare_batch(self.loader, self.workflow, accept)
+        else:
+            batch, self.reserved = self.reserved, None
+            self.executor.train_reserved()
         self.executor.state_dict()
         self.keep(batch)
         self.executor.loop.run(self.workflow.end_some())
+        if ahead and self.config.max_head_offpolicyness:
+            over: Future[None] = Future()
+            self.reserved = self.executor.reserve_batch(self.loader, self.workflow, accept, until=[over])
         self.engine.set_version(self.engine.version + 1)
 
     @rule()

@@ -10,6 +10,7 @@ from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfi
 from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import DPOEngineConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig, PauseMode
+from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
 
 logger = logging.getLogger("arealite.config")
@@ -98,6 +99,16 @@ def check_allocation(
         f"allocation_mode must fit the cluster: got {text}, which needs {needed} GPUs, and "
         f"{cluster.n_nodes} x {cluster.n_gpus_per_node} GPUs. Change it, or cluster.n_nodes or "
         "cluster.n_gpus_per_node (0 is a CPU cluster).",
+    )
+
+
+def check_ahead(workers: WorkersConfig | None, rollout: InferenceEngineConfig | None) -> None:
+    """A batch ahead is sampled before the update that precedes its step."""
+    bound = 0 if rollout is None else rollout.max_head_offpolicyness
+    require(
+        workers is None or workers.ahead <= bound,
+        f"workers.ahead must be 0 if training is synchronous: got 1 and rollout.max_head_offpolicyness={bound}. "
+        "Its next batch comes after the update. Set async_training=true and a bound of at least 1, or workers.ahead=0.",
     )
 
 

@@ -146,6 +146,7 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_loggers(self.stats_logger)
         checks.check_schedule(self.recover, self.evaluator, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
+        checks.check_ahead(self.workers, rollout)
         if rollout is not None and mode is not None and mode.gen_backend is not None:
             rollout.backend = cast(BackendName, mode.gen_backend)
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
@@ -274,12 +275,12 @@ class GRPOConfig(BaseExperimentConfig):
 
     def validate(self) -> None:
         """Apply `async_training`, fill in the choices of the algorithm and `top_k`, and refuse contradictions."""
+        if not self.async_training:
+            self.rollout.max_head_offpolicyness = 0
         super().validate()
         self.actor = resolve_choices(self.actor, self.CHOICES)
         if self.gconfig.narrows and self.gconfig.top_k >= ALL_TOKENS:
             self.gconfig.top_k = DEFAULT_KEPT_IDS
-        if not self.async_training:
-            self.rollout.max_head_offpolicyness = 0
         checks.check_training(self.actor, "actor", self.train_dataset, "rl")
         checks.check_servers(self.rollout, self.lite, self.gconfig, self.eval_gconfig)
         checks.check_sampling(self.gconfig, self.rollout, self.cluster)

@@ -36,6 +36,9 @@ class WorkersConfig(ConfigBase):
     """The teacher of a distillation."""
     model: RoleConfig = field(default_factory=RoleConfig)
     """The model of an experiment without reinforcement learning."""
+    ahead: Literal[0, 1] = 0
+    """Batches on which roles that never train, on workers of their own, work while others train (declared graphs); 1
+    needs `rollout.max_head_offpolicyness` of at least 1."""
     call_timeout: Positive = 7200.0
     """Seconds that a call may take before its group counts as lost."""
     restarts: NonNegativeInt = 3

@@ -1,0 +1,84 @@
+"""Accepted episodes that no batch has taken: which ones the next batch holds, and which ones are rejected after all.
+
+Invariant: an episode leaves as part of one batch or by one rejection, and the ledger hears of either. A batch that is
+*reserved* is out of reach of others, but counts as accepted until its step begins: whoever resumes from a checkpoint in
+between runs its episodes again.
+"""
+
+import heapq
+from collections.abc import Callable
+
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.episode import Episode
+from arealite.rollout.failures import BY_FILTER, OVERDUE, Budgets
+from arealite.rollout.prompts import ShouldAccept
+from arealite.rollout.staleness import StalenessAccount
+
+
+class ReadyEpisodes:
+    """Lives in the executor's event loop."""
+
+    def __init__(
+        self, account: StalenessAccount, ledger: Ledger, budgets: Budgets, on_rejection: Callable[[], None]
+    ) -> None:
+        self._account, self._ledger, self._budgets = account, ledger, budgets
+        self._on_rejection = on_rejection
+        self._episodes: dict[Episode, None] = {}
+        self._reserved: list[Episode] = []
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def add(self, episode: Episode) -> None:
+        """Keep an episode that was accepted, for good unless a filter of `wait` may still reject it."""
+        self._episodes[episode] = None
+        if episode.prompt.should_accept is not None:
+            self._budgets.accept()
+
+    def take(self, count: int) -> list[Episode]:
+        """Hand the `count` oldest ones to the update of the current version."""
+        assert not self._reserved, "the reserved batch comes first"
+        return self._train(self._oldest(count))
+
+    def reserve(self, count: int) -> list[Episode]:
+        """Set the next version's batch aside, which it is certain to hold, and return it by prompt."""
+        assert self._account.can_take(count, ahead=1) and not self._reserved
+        self._reserved = sorted(self._oldest(count, ahead=1), key=lambda one: one.prompt_id)
+        return self._reserved
+
+    def take_reserved(self) -> list[Episode]:
+        """Hand the reserved batch to the update of the current version."""
+        reserved, self._reserved = self._reserved, []
+        return self._train(reserved)
+
+    def _oldest(self, count: int, *, ahead: int = 0) -> list[Episode]:
+        fresh = [one for one in self._episodes if not self._account.is_overdue(one.head_version, ahead=ahead)]
+        oldest = heapq.nsmallest(count, fresh, key=lambda one: (one.head_version, one.prompt_id))
+        for episode in oldest:
+            del self._episodes[episode]
+        return oldest
+
+    def _train(self, episodes: list[Episode]) -> list[Episode]:
+        self._ledger.train([one.prompt for one in episodes], self._account.version)
+        self._budgets.accept()
+        return episodes
+
+    def filter(self, should_accept: ShouldAccept) -> None:
+        """Apply the filter of `wait` to what has finished since."""
+        unjudged = [one for one in self._episodes if one.prompt.should_accept is None]
+        rejected = [one for one in unjudged if not should_accept(one.trajectory)]
+        for episode in unjudged:
+            episode.prompt.should_accept = should_accept
+        self._reject(rejected, BY_FILTER)
+
+    def reject_overdue(self) -> None:
+        """Reject what has become too old for any batch."""
+        self._reject([one for one in self._episodes if self._account.is_overdue(one.head_version)], OVERDUE)
+
+    def _reject(self, episodes: list[Episode], reason: str) -> None:
+        for episode in episodes:
+            self._ledger.drop(episode.prompt, "rejected", reason)
+            self._budgets.reject(reason)
+            del self._episodes[episode]
+        if episodes:
+            self._on_rejection()
