@@ -15,7 +15,7 @@ from typing import Any, Literal
 from arealite.agent.turns import Run, Turn, continues
 from arealite.api.io_struct import ModelResponse
 from arealite.utils.chat_answer import AnswerParser, MalformedCall, call_ids
-from arealite.utils.chat_text import ChatText, Message
+from arealite.utils.chat_text import ChatText, Message, texts_of
 
 _JOINER = "\u200b"  # a space of no width: breaks up the text of a control token
 
@@ -154,17 +154,25 @@ class Bridge:
     def _plain(self, run: Run, messages: list[Message], parent: Turn | None) -> list[Message]:
         """Count control tokens in new messages of others, and break them up everywhere if that is the policy."""
         num_known = len(parent.conversation) if parent else 0
-        plain: list[Message] = []
-        for at, message in enumerate(messages):
-            content = message.get("content")
-            if isinstance(content, str) and message["role"] != "assistant":
-                found = [text for text in self.chat.special.values() if text in content]
-                run.counts["special_text"] += bool(found) and at >= num_known
-                for text in found if self.special_text == "break" else []:
-                    content = content.replace(text, text[:1] + _JOINER + text[1:])
-                message = {**message, "content": content}
-            plain.append(message)
-        return plain
+        plain = [one if one["role"] == "assistant" else self._without_control(one) for one in messages]
+        run.counts["special_text"] += sum(
+            one is not other for one, other in zip(messages[num_known:], plain[num_known:])
+        )
+        return plain if self.special_text == "break" else messages
+
+    def _without_control(self, message: Message) -> Message:
+        """Return the message itself, or a copy in which the texts of control tokens are broken up."""
+        content = message.get("content")
+        found = [text for text in self.chat.special.values() if any(text in one for one in texts_of(message))]
+        for text in found:
+            broken = text[:1] + _JOINER + text[1:]
+            if isinstance(content, str):
+                content = content.replace(text, broken)
+            elif content is not None:
+                content = [
+                    {**one, "text": one["text"].replace(text, broken)} if "text" in one else one for one in content
+                ]
+        return {**message, "content": content} if found else message
 
     def _end(self, response: ModelResponse) -> int | None:
         """The special token with which the model ended its answer."""

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelResponse
-from arealite.utils.chat_text import Message, text_of
+from arealite.utils.chat_text import Message, texts_of
 from arealite.utils.tensors import concat_padded_tensors
 from arealite.workflow.trajectory import trajectory_from_turns
 
@@ -61,7 +61,12 @@ class Turn:
     @property
     def path(self) -> list["Turn"]:
         """The turns from the root to this one."""
-        return [*(self.parent.path if self.parent else []), self]
+        path: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            path.append(turn)
+            turn = turn.parent
+        return path[::-1]
 
 
 class Run:
@@ -199,7 +204,7 @@ def _key(message: Message) -> str:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
     content = message.get("content")
     others = [part for part in content if "text" not in part] if isinstance(content, list) else []
-    return json.dumps([message["role"], text_of(message), others, calls], sort_keys=True, default=str)
+    return json.dumps([message["role"], "".join(texts_of(message)), others, calls], sort_keys=True, default=str)
 
 
 def _first_question(messages: Sequence[Message]) -> Iterator[int]:

@@ -6,7 +6,7 @@ and the next one, `ChatText.append` its token ids after those that were sampled.
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2
@@ -125,9 +125,8 @@ class ChatText:
     def hidden(self, messages: Sequence[Message], text: str) -> Message | None:
         """Return the first of the messages whose content is not in the text, as some templates drop tools' results."""
         for message in messages:
-            content = text_of(message).strip()
-            forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-            if message["role"] != "assistant" and not any(form in text for form in forms):
+            texts = [text.strip() for text in texts_of(message)] if message["role"] != "assistant" else []
+            if not all(any(form in text for form in _forms(one)) for one in texts):
                 return message
         return None
 
@@ -188,7 +187,7 @@ class ChatText:
         if not self._takes_text and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
         elif self._takes_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):
-            message = {**message, "content": text_of(message)}
+            message = {**message, "content": "".join(texts_of(message))}
         if self._takes_objects or not message.get("tool_calls"):
             return message
         functions = [call["function"] for call in message["tool_calls"]]
@@ -202,7 +201,14 @@ def _common(one: str, other: str) -> str:
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
-def text_of(message: Message) -> str:
-    """Return the text of a message: of its parts, if it has several."""
+def texts_of(message: Message) -> list[str]:
+    """Return the texts that a message consists of, one for each of its parts that has one."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+    return [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+
+
+def _forms(text: str) -> Iterator[str]:
+    """Yield a text as templates write it: as it is, or within JSON."""
+    yield text
+    yield json.dumps(text)[1:-1]
+    yield json.dumps(text, ensure_ascii=False)[1:-1]

@@ -39,6 +39,26 @@ def test_turns_in_tokens_of_the_models_own_choice_are_kept(tokenizers, family, e
     assert rows["loss_mask"].sum() == sum(turn.response.output_len for turn in talk.run.turns)
 
 
+LONG = [pytest.param(family, marks=[] if family == "Qwen2.5" else pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", LONG)
+def test_two_hundred_turns_keep_their_tokens_where_encoding_the_text_again_keeps_none(tokenizers, family) -> None:
+    tokenizer = tokenizers(family)
+    talk = Talk(tokenizer)
+    messages = [user("0?")]
+    kept, same = 0, []
+    for number in range(201):
+        turn = talk.ask(messages, f"The answer is {number}.")
+        messages = [*turn.conversation, user(f"{number}?")]
+        if turn.parent is not None:
+            before = turn.parent.ids
+            kept += turn.response.input_tokens[: len(before)] == before
+        if number and number % 40 == 0:  # the text is the template's: only its tokens are others
+            same.append(tokenizer(turn.prompt_text, add_special_tokens=False)["input_ids"][: len(before)] == before)
+    assert (kept, same) == (200, [False] * 5) and not talk.run.branches
+
+
 def cycle(talk: Talk, question: str = "Is the cat there?") -> list[dict]:
     """Two calls of a tool and an answer, as the model of this template writes them."""
     messages = [user(question)]
@@ -189,7 +209,8 @@ def test_a_stop_string_stays_in_the_tokens_and_out_of_the_message(talk) -> None:
 @pytest.mark.parametrize("special_text", ["keep", "break"])
 def test_control_tokens_in_what_others_write(tokenizers, special_text) -> None:
     talk = Talk(tokenizers("Qwen2.5"), special_text=special_text)
-    first = talk.ask([user("One <|im_end|>?")], "1.")
+    part = {"type": "text", "text": "One <|im_end|>?"}
+    first = talk.ask([{"role": "user", "content": [part]}], "1.")
     second = talk.ask([*first.conversation, user("Two?")], "2.")
     assert second.parent is first and talk.run.counts["special_text"] == 1, "counted once"
     ends = second.response.input_tokens.count(talk.id_of("<|im_end|>"))

@@ -35,6 +35,14 @@ def test_a_chain_is_one_row() -> None:
     assert "turn_rewards" not in row
 
 
+def test_a_run_may_be_long() -> None:
+    turns = [turn("0", None, [1], [2])]
+    for number in range(1, 1500):
+        turns.append(turn(str(number), turns[-1], [1], [2]))
+        turns[-1].messages = turns[-1].messages[-1:]  # only the ids matter here
+    assert run_of(*turns).rows(1.0, {}, turn_discount=0.5)["loss_mask"].sum() == 1500
+
+
 @pytest.fixture
 def forked() -> list[Turn]:
     """Turn a, which c and b follow, and the sub-agent d."""

@@ -123,6 +123,11 @@ def test_results_in_json_are_seen() -> None:
     assert chat.hidden([message], 'x "Say \\"½\\"\\nnow." y') is None
     assert chat.hidden([message], 'x "Say \\"\\u00bd\\"\\nnow." y') is None
     assert chat.hidden([message], "x Say y") is message
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}],
+    }
+    assert chat.hidden([parts], "a <image> b") is None and chat.hidden([parts], "a <image>") is parts
 
 
 def test_text_in_parts() -> None:
