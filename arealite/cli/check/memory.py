@@ -1,7 +1,7 @@
 """The memory plan: what trainer ranks and servers need, compared with this node's GPUs or, on the CPU, its memory."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -11,24 +11,37 @@ from transformers import PreTrainedModel
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.api.cli_args import PPOActorConfig
 from arealite.cli.check.findings import Findings, Level
 from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends import kind_of
+from arealite.launcher.plan.layout import make_layout
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
 
 GIB = 2**30
 _TIGHT = 0.85  # of a device; what the plan leaves out needs the rest
 _SERVER_SHARE = 0.9  # of a GPU that SGLang and vLLM take unless told
-_MORE_RANKS = "Use more trainer ranks in allocation_mode, a smaller model, or {key}.fsdp.offload_params=true."
+_MORE_RANKS = "{more}, use a smaller model, or {key}.fsdp.offload_params=true."
 _KNOBS = {
     "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb.",
-    "whole gradients": "Let a batch be one micro-batch (raise {key}.mb_spec.max_tokens_per_mb, or more trainer ranks).",
+    "whole gradients": "Let a batch be one micro-batch (raise {key}.mb_spec.max_tokens_per_mb, or more ranks).",
     "servers' cache": "Lower lite.slots or lite.context.",
 }
 
 Parts = dict[str, int]  # bytes by what they are for
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """What each rank of a group holds all the time, and on top in a step of sequences of full length."""
+
+    who: str
+    key: str  # of the block whose step takes most
+    more: str  # what to change for more of them
+    count: int
+    offloads: bool
+    state: Parts
+    step: Parts
 
 
 def check_memory(found: Findings, config: Config, model: PreTrainedModel, longest_prompt: int) -> None:
@@ -36,12 +49,11 @@ def check_memory(found: Findings, config: Config, model: PreTrainedModel, longes
     if config.allocation_mode and AllocationMode.from_str(config.allocation_mode).train_world_size > 0:
         gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         memory = psutil.virtual_memory().total
-        teacher: Any = getattr(config, "teacher", None)
-        if teacher is not None:
-            path = teacher["path"] if isinstance(teacher, dict) else teacher.path
-            teacher = model_shape(build_meta_model(path, model.config._attn_implementation))
-        shape = model_shape(model)
-        plan = plan_memory(found, config, shape, longest_prompt, gpus=gpus, host=memory, teacher=teacher)
+        shape, (_, block) = model_shape(model), config.trained
+        paths = {role: path for role in _beside(config) if (path := _path(config, role)) not in (None, block.path)}
+        attention = model.config._attn_implementation
+        others = {role: model_shape(build_meta_model(path, attention)) for role, path in paths.items()}
+        plan = plan_memory(found, config, shape, longest_prompt, gpus=gpus, host=memory, others=others)
         found.console.print("", plan)
 
 
@@ -53,55 +65,114 @@ def plan_memory(
     *,
     gpus: Sequence[int],
     host: int,
-    teacher: ModelShape | None = None,
+    others: Mapping[str, ModelShape] | None = None,
 ) -> Table:
-    """Add up what trainer ranks and servers need, hold it against the bytes of the devices, and return the plan."""
-    mode, (key, block) = AllocationMode.from_str(config.allocation_mode), config.trained
+    """Add up what trainer ranks or workers and servers need, hold it against the bytes of the devices, and return the
+    plan; `others` are the shapes of roles whose model is another one than the trained."""
+    mode, key = AllocationMode.from_str(config.allocation_mode), config.trained[0]
     longest = longest_prompt + (config.sampling.max_new_tokens if config.sampling is not None else 0)
-    ranks, offloads = mode.train_world_size, block.fsdp.offload_params
-    state, step = _trainer_parts(config, shape, longest, ranks)
-    if teacher is not None:
-        state |= {"teacher": training_state(teacher, ranks=ranks, has_optimizer=False)["parameters"]}
+    groups = _groups(config, {key: shape, **(others or {})}, longest, mode.train_world_size)
     server, kv_token = _server_parts(config, shape, longest, mode)
     if config.cluster.n_gpus_per_node == 0:
-        together = {name: size * ranks for name, size in (state | step).items()}
+        together: Parts = {}
+        for group in groups:
+            for name, size in (group.state | group.step).items():
+                together[name] = together.get(name, 0) + size * group.count
         together |= {f"servers' {name}": size * mode.gen_dp_size for name, size in server.items()}
-        _fit(found, "the run", together, host, key)
+        _fit(found, "the run", together, host, groups[0])
     elif not gpus:
         found.add("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
     else:
-        _fit(found, "a trainer rank", step if offloads else state | step, min(gpus), key)
-        if offloads:
-            _fit(found, "the host", {name: size * ranks for name, size in state.items()}, host, key)
+        for group in groups:
+            _fit(found, group.who, group.step if group.offloads else group.state | group.step, min(gpus), group)
+            if group.offloads:
+                whole = {name: size * group.count for name, size in group.state.items()}
+                _fit(found, "the host", whole, host, group)
         if server:
             _fit_completions(found, config, server, kv_token, longest, min(gpus))
-    return _plan(state | step, ranks, server, mode.gen_world_size)
+    return _plan(groups, server, mode.gen_world_size)
 
 
-def _trainer_parts(config: Config, shape: ModelShape, longest: int, ranks: int) -> tuple[Parts, Parts]:
-    """Return what a rank holds all the time, and on top in a step of sequences of full length."""
-    block, rows = config.trained[1], config.train_dataset.batch_size
-    value_bytes, whole = getattr(torch, block.dtype).itemsize, dataclasses.replace(shape, num_frozen=0)
-    state = training_state(shape, ranks=ranks, has_optimizer=True, compute_bytes=value_bytes)
+def _beside(config: Config) -> list[str]:
+    """Return the roles beside the trained one."""
+    has = {"critic": config.has_critic, "ref": config.has_reference, "teacher": getattr(config, "teacher", None)}
+    return [role for role, is_there in has.items() if is_there]
+
+
+def _path(config: Config, role: str) -> str | None:
+    block: Any = getattr(config, role, None)
+    return block.get("path") if isinstance(block, dict) else getattr(block, "path", None)
+
+
+def _groups(config: Config, shapes: Mapping[str, ModelShape], longest: int, ranks: int) -> list[_Ranks]:
+    """Return the ranks of a script, which have all roles, or the groups of workers."""
+    key, roles = config.trained[0], (config.trained[0], *_beside(config))
+    shapes = dict.fromkeys(roles, replace(shapes[key], num_frozen=0)) | dict(shapes)
+    if config.workers is None:
+        more = "Use more trainer ranks in allocation_mode"
+        return [_ranks(config, shapes, longest, roles, ranks, who="a trainer rank", more=more)]
+    return [
+        _ranks(
+            config,
+            shapes,
+            longest,
+            [role for role in roles if role in group.roles],
+            group.num_ranks,
+            who=f"a worker of {group.name}",
+            more=f"Raise workers.{group.name}.ranks",
+        )
+        for group in make_layout(config, roles)
+    ]
+
+
+def _ranks(
+    config: Config,
+    shapes: Mapping[str, ModelShape],
+    longest: int,
+    roles: Collection[str],
+    ranks: int,
+    *,
+    who: str,
+    more: str,
+) -> _Ranks:
+    """Add up the roles of some ranks, which take turns: the step is that of the policy, else of the critic."""
+    trained, first = config.trained[0], next(iter(roles))
+    state: Parts = {}
+    for role in roles:
+        sizes = training_state(
+            shapes[role],
+            ranks=ranks,
+            has_optimizer=role in (trained, "critic"),
+            compute_bytes=getattr(torch, config.trained[1].dtype).itemsize,
+        )
+        state |= sizes if role == trained else {"reference" if role == "ref" else role: sum(sizes.values())}
+    step = _step(config, shapes[first], longest, first, ranks)
+    block: Any = getattr(config, first)
+    offloads = not isinstance(block, dict) and block.fsdp.offload_params
+    return _Ranks(who, first, more, ranks, offloads, state, step)
+
+
+def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int) -> Parts:
+    """Return what a rank needs in a step of sequences of full length: a frozen role keeps one layer, and no logits."""
+    block: Any = getattr(config, role)
+    block = config.trained[1] if isinstance(block, dict) else block
+    is_trained, rows = role in (config.trained[0], "critic"), config.train_dataset.batch_size
     if config.rollout is not None and config.sampling is not None:
-        num_minibatches = block.ppo_n_minibatches if isinstance(block, PPOActorConfig) else 1
+        num_minibatches = getattr(block, "ppo_n_minibatches", 1) if is_trained else 1
         rows = -(-config.rollout.consumer_batch_size // num_minibatches) * config.sampling.n_samples
-    if config.has_critic:
-        state["critic"] = sum(training_state(whole, ranks=ranks, has_optimizer=True).values())
-    if config.has_reference:
-        state["reference"] = training_state(whole, ranks=ranks, has_optimizer=False)["parameters"]
     tokens, spec = -(-rows // ranks) * max(longest, 1), block.mb_spec
     micro = -(-tokens // spec.n_mbs)
     if spec.max_tokens_per_mb is not None:
         micro = min(micro, max(spec.max_tokens_per_mb, longest))
-    step = training_step(
-        shape,
+    if role == "critic":
+        shape = replace(shape, vocab=1)
+    return training_step(
+        shape if is_trained else replace(shape, num_layers=0, num_frozen=shape.num_parameters),
         tokens=micro,
-        compute_bytes=value_bytes,
+        compute_bytes=getattr(torch, block.dtype).itemsize,
         accumulates=micro < tokens,
-        recomputes=block.gradient_checkpointing,
+        recomputes=block.gradient_checkpointing or not is_trained,
     )
-    return state, step
 
 
 def _server_parts(config: Config, shape: ModelShape, longest: int, mode: AllocationMode) -> tuple[Parts, int]:
@@ -121,7 +192,7 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     return {"weights": weights, "next weights": weights, "cache": cache}, kv_token
 
 
-def _fit(found: Findings, who: str, parts: Parts, device: int, key: str) -> None:
+def _fit(found: Findings, who: str, parts: Parts, device: int, ranks: _Ranks) -> None:
     """Hold the sum of the parts against a device; what does not fit names the knob of the largest part."""
     needed = sum(parts.values())
     told = f"{who} needs about {needed / GIB:.2f} of {device / GIB:.1f} GiB"
@@ -129,7 +200,11 @@ def _fit(found: Findings, who: str, parts: Parts, device: int, key: str) -> None
         return found.add("ok", told)
     largest = max(parts, key=lambda name: parts[name])
     told += f", most of it {largest} ({parts[largest] / GIB:.2f})"
-    found.add("problem" if needed > device else "warning", told, _KNOBS.get(largest, _MORE_RANKS).format(key=key))
+    found.add(
+        "problem" if needed > device else "warning",
+        told,
+        _KNOBS.get(largest, _MORE_RANKS).format(key=ranks.key, more=ranks.more),
+    )
 
 
 def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
@@ -146,11 +221,12 @@ def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: i
     found.add(level, told, "" if level == "ok" else knobs)
 
 
-def _plan(trainer: Parts, num_ranks: int, server: Parts, num_gpus: int) -> Table:
+def _plan(groups: Iterable[_Ranks], server: Parts, num_gpus: int) -> Table:
     """Return the plan of the devices, in GiB."""
     numbers = [Column(name, justify="right") for name in ("each", "all")]
     table = Table("GiB for sequences of full length", *numbers, box=None, pad_edge=False)
-    for name, parts, count in (("trainer rank", trainer, num_ranks), ("server", server, num_gpus)):
+    rows = [(one.who.removeprefix("a "), one.state | one.step, one.count) for one in groups]
+    for name, parts, count in (*rows, ("server", server, num_gpus)):
         for label, size in ({name: sum(parts.values())} | parts).items():
             if size > 0:
                 values = (f"{value / GIB:,.3f}" for value in (size, size * count))
