@@ -13,11 +13,15 @@ from arealite.reward import load_rewards
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
-def main(argv: list[str]) -> None:
+def master(argv: list[str]) -> Master:
     config, _ = load_expr_config(argv, GRPOConfig)
     rewards = load_rewards(config.reward)
-    Master(config, grpo(config), lambda gconfig, tokenizer: RLVRWorkflow(rewards, gconfig, tokenizer)).run()
+    return Master(config, grpo(config), lambda gconfig, tokenizer: RLVRWorkflow(rewards, gconfig, tokenizer))
+
+
+def main(argv: list[str]) -> None:
+    master(argv).run()
 
 
 if __name__ == "__main__":
-    sys.exit(launched(__file__, main))
+    sys.exit(launched(__file__, main, check=master))  # a graph that can't run is refused before anything starts

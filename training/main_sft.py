@@ -11,10 +11,14 @@ from arealite.core.master import Master
 from arealite.launcher.start import launched
 
 
-def main(argv: list[str]) -> None:
+def master(argv: list[str]) -> Master:
     config, _ = load_expr_config(argv, SFTConfig)
-    Master(config, sft()).run()
+    return Master(config, sft())
+
+
+def main(argv: list[str]) -> None:
+    master(argv).run()
 
 
 if __name__ == "__main__":
-    sys.exit(launched(__file__, main))
+    sys.exit(launched(__file__, main, check=master))  # a graph that can't run is refused before anything starts

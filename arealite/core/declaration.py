@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from arealite.api.config.checks import require
+from arealite.api.config.checks import check_workers, require
 from arealite.api.errors import ConfigError
 from arealite.utils.sentences import listed, nearest
 
@@ -158,7 +158,8 @@ def check_training(graph: DataFlowGraph) -> None:
 
 
 def check_blocks(graph: DataFlowGraph, config: BaseExperimentConfig) -> None:
-    """Each role has a block in the config, and each that trains an optimizer."""
+    """The config has workers, a block for each role, and an optimizer for each that trains."""
+    check_workers(config.workers)
     for call in graph.calls:
         block = "train_dataset" if call.role == "data" else call.role
         require(

@@ -26,11 +26,18 @@ def start(script: Path, config: str, words: Sequence[str]) -> int:
     return LAUNCHERS[mode]([str(script), "--config", config, *words])
 
 
-def launched(file: str, main: Callable[[list[str]], object], argv: Sequence[str] | None = None) -> int:
+def launched(
+    file: str,
+    main: Callable[[list[str]], object],
+    argv: Sequence[str] | None = None,
+    *,
+    check: Callable[[list[str]], object] | None = None,
+) -> int:
     """Run `main` in a process of a launcher or of torchrun, else start the script `file` by a launcher.
 
-    Returns the exit status. Without --config the config is `configs/<script>.yaml` beside the script; that of
-    main_sync_ppo.py may be called sync-ppo.yaml.
+    `check` gets the same arguments before anything starts, also for --dry-run, and raises ConfigError if the run would
+    fail; `arealite check` calls it too. Returns the exit status. Without --config the config is `configs/<script>.yaml`
+    beside the script; that of main_sync_ppo.py may be called sync-ppo.yaml.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "RANK" in os.environ or not {"-h", "--help"}.isdisjoint(words):
@@ -41,7 +48,10 @@ def launched(file: str, main: Callable[[list[str]], object], argv: Sequence[str]
     args, others = parser.parse_known_args(words)
     script = Path(file).resolve()
     try:
-        return start(script, args.config or _config_beside(script), others)
+        config = args.config or _config_beside(script)
+        if check is not None:
+            check(["--config", config, *(word for word in others if not word.startswith("-"))])
+        return start(script, config, others)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED

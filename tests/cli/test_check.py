@@ -243,6 +243,25 @@ def test_a_teacher_is_part_of_the_plan(check, tiny, tmp_path) -> None:
         assert status == 0 and f"teacher {each} {together}" in shown, shown
 
 
+def test_what_a_script_declares_must_fit(check, tiny) -> None:
+    """It says so itself, to the launcher and here: e.g. the graph of a master."""
+    entry = (
+        ENTRY
+        + """
+from arealite.api.errors import ConfigError
+def fits(argv):
+    if "seed=7" in argv:
+        raise ConfigError("the graph must fit")
+if __name__ == "__main__":
+    launched(__file__, train, check=fits)
+"""
+    )
+    status, shown = check(tiny, "seed=7", entry=entry)
+    assert status == 1 and "PROBLEM graph the graph must fit" in shown
+    status, shown = check(tiny, entry=entry)
+    assert status == 0 and "ok graph what the script declares fits the config" in shown
+
+
 def test_memory_that_is_not_there(check, tiny) -> None:
     """Each rank gets 2 x 2**20 x 4 / 2 answers in one micro-batch, of which a layer keeps kilobytes per token."""
     too_many = (
@@ -275,11 +294,11 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     config = CONFIG.replace("lite.d2+d2", "sglang.d4+d4").replace("n_gpus_per_node: 0", "n_gpus_per_node: 8")
     (tmp_path / "config.yaml").write_text(config)
 
-    def plan(gpu: float, *overrides: str, teacher: ModelShape | None = None) -> list[Finding]:
+    def plan(gpu: float, *overrides: str, **others: ModelShape) -> list[Finding]:
         arguments = ["actor.path=m", "gconfig.max_new_tokens=1000", "actor.dtype=bfloat16", *overrides]
         config = load_expr_config(["--config", str(tmp_path / "config.yaml"), *arguments], GRPOConfig)[0]
         found = Findings()
-        plan_memory(found, config, shape, 24, gpus=[int(gpu * 2**30)], host=2**35, teacher=teacher)
+        plan_memory(found, config, shape, 24, gpus=[int(gpu * 2**30)], host=2**35, others=others)
         return found.all
 
     # A rank: parameters 1, gradients 1, moments 2 GiB; gathered in bf16 0.625, whole gradients 4. A minibatch has 2 of
@@ -312,6 +331,16 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     teacher = replace(shape, num_parameters=2**31)
     rank = plan(80, "actor.algorithm=opd", "teacher.path=t", teacher=teacher)[0]
     assert rank.text == f"a trainer rank needs about {needed + 2:.2f} of 80.0 GiB"
+
+    # With a reference of its own, twice as large, on 2 workers: the policy's need what they did without it, the others
+    # half of 2**31 parameters, the gathered layers, and one layer of a micro-batch of 1024 tokens.
+    apart = ("workers.ref.ranks=2", "ref={path: r}", "actor.kl_ctl=0.1", "sglang.mem_fraction_static=0.9")
+    actor, ref, _ = plan(80, *apart, "allocation_mode=sglang.d2+d4", ref=replace(shape, num_parameters=2**31))
+    assert actor.text == f"a worker of actor needs about {needed:.2f} of 80.0 GiB"
+    alone = 4 + 0.625 + 1024 * layer / 2**30 + 0.25 + 1024 * 6 * 2048 / 2**30
+    assert ref.text == f"a worker of ref needs about {alone:.2f} of 80.0 GiB"
+    too_small = plan(alone - 1, *apart, "allocation_mode=sglang.d2+d4", ref=replace(shape, num_parameters=2**31))[1]
+    assert too_small.level == "problem" and too_small.fix.startswith("Raise workers.ref.ranks, use a smaller model")
 
     of_8_answers = 2 + 8 * 1024 * 2 * 24 * 8 * 128 * 2 / 2**30
     assert plan(of_8_answers / 0.5 - 0.01, "sglang.mem_fraction_static=0.5")[1].level == "warning"

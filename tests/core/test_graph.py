@@ -347,7 +347,7 @@ def test_a_role_that_workers_do_not_have() -> None:
 
 def test_configs_that_can() -> None:
     ppo().check(config())
-    ppo().check(config("workers=null"))
+    ppo().check(config("workers={}"))
     ppo().check(config("workers.critic.ranks=4", "rollout.server_addrs=[10.0.0.1:30000]"))
     ppo().check(config("workers.critic.ranks=400", "cluster.n_gpus_per_node=0"))
     ppo().check(config('allocation_mode=""', "rollout.num_servers=1", "cluster.n_gpus_per_node=3"))

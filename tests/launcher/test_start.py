@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.api.errors import ConfigError
 from arealite.launcher.start import launched
 
 REPOSITORY = Path(__file__).parents[2]
@@ -106,6 +107,28 @@ def test_a_dry_run_starts_nothing(script: Path, capsys: pytest.CaptureFixture[st
     for mode, name in {"ray": "Ray", "slurm": "Slurm"}.items():
         assert launched(str(script), refuse, [f"--config={other}", "--dry-run", f"mode={mode}"]) == 0
         assert capsys.readouterr().out.startswith(f"e/other: d1 on 1 node, CPUs only ({name})\n")
+
+
+def test_what_a_script_declares_is_checked_before_anything_starts(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fits(argv: list[str]) -> None:
+        raise ConfigError(f"it must fit: got {argv}.")
+
+    words = ["--config", str(script.parent / "configs" / "sync-sft.yaml"), "trial_name=t"]
+    for more in ([], ["--dry-run"]):
+        assert launched(str(script), refuse, ["trial_name=t", *more], check=fits) == 2
+        assert capsys.readouterr() == ("", f"ConfigError: it must fit: got {words}.\n")
+    assert not (script.parent / "e").exists()
+
+
+def test_a_script_of_a_master_must_have_workers(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its launcher refuses it, by what it imports, before servers start."""
+    script.write_text("from arealite.core.workers import Workers\n" + script.read_text())
+    assert launched(str(script), refuse, ["--dry-run", "trial_name=t"]) == 2
+    told = "workers must be given to a script of a master: got nothing. Add `workers: {}`."
+    assert capsys.readouterr().err == f"ConfigError: {told}\n"
+    assert launched(str(script), refuse, ["--dry-run", "trial_name=t", "workers={}"]) == 0
 
 
 def test_mode_may_stand_in_the_config(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

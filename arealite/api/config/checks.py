@@ -133,6 +133,11 @@ def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, 
         )
 
 
+def check_workers(workers: object) -> None:
+    """A master tells workers what to do."""
+    require(workers is not None, "workers must be given to a script of a master: got nothing. Add `workers: {}`.")
+
+
 def check_servers(
     rollout: InferenceEngineConfig,
     lite: LiteConfig,

@@ -23,6 +23,8 @@ from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngi
 from arealite.api.config.types import PositiveInt
 from arealite.api.errors import ConfigError
 
+_OF_MASTERS = ("arealite.core.workers", "arealite.core.master")
+
 
 @dataclass
 class _TrainingSampling(GenerationHyperparameters):
@@ -94,13 +96,21 @@ def load_run_config(argv: Sequence[str], entry: Path | None = None) -> BaseExper
     ours: dict[str, type[BaseExperimentConfig]] = {cls.__name__: cls for cls in classes}
     names = {last_name(call.args[1]) for call in loads}
     cls = ours.get(names.pop(), RunConfig) if len(names) == 1 else RunConfig
-    return load_expr_config(argv, cls, ignore_unknown=cls is RunConfig)[0]
+    config = load_expr_config(argv, cls, ignore_unknown=cls is RunConfig)[0]
+    nodes = _nodes(entry) if entry is not None else []
+    if any(isinstance(node, ast.ImportFrom) and node.module in _OF_MASTERS for node in nodes):
+        checks.check_workers(config.workers)
+    return config
 
 
 def script_calls(entry: Path) -> list[ast.Call]:
     """Return the calls in a script."""
+    return [node for node in _nodes(entry) if isinstance(node, ast.Call)]
+
+
+def _nodes(entry: Path) -> list[ast.AST]:
     try:
-        return [node for node in ast.walk(ast.parse(entry.read_bytes())) if isinstance(node, ast.Call)]
+        return [*ast.walk(ast.parse(entry.read_bytes()))]
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"the entry script must be Python: got {entry}, {error}. Correct it there.") from error
 
