@@ -16,6 +16,13 @@ WIDE = 1 << 18
 """Numbers of a row, so that a piece is no part of a message: it lies on the node of the worker that made it."""
 
 
+class Unreadable:
+    """Something that can be pickled, and be read nowhere."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 class Tally:
     """Every rank has a number, which depends on all that it was told, on the other rank and on chance."""
 
@@ -56,6 +63,10 @@ class Tally:
     def restore(self, snapshot: dict[str, Any]) -> None:
         self._number = snapshot["number"]
         torch.set_rng_state(torch.from_numpy(snapshot["rng"].copy()))
+
+    def write_state(self, folder: str) -> dict[str, Any]:
+        """Write no files."""
+        return {}
 
     def _count(self, what: str) -> int:
         """Return how often this was counted before, by any worker."""

@@ -80,19 +80,27 @@ def join(parts: Sequence[TensorDict]) -> TensorDict:
 
 
 def cut(batch: TensorDict, parts: Sequence[TensorDict], keys: Iterable[str]) -> list[TensorDict]:
-    """Return for each part its rows of some keys of the joined batch, with the part's own padding and mask."""
-    cuts, first = [], 0
+    """Return for each part its rows of some keys of the joined batch, with the part's own padding and mask.
+
+    With a key of `RAGGED` come its counts, which tell what of it is real.
+    """
+    keys = with_counts(keys)
+    cuts, first, joined_width = [], 0, batch[_MASK].shape[1]
     for part in parts:
-        rows = batch[first : first + part.batch_size[0]]
-        first += part.batch_size[0]
-        width, joined_width = part[_MASK].shape[1], batch[_MASK].shape[1]
-        of_part = {key: rows[key] for key in keys}
+        num_rows, width = part[_MASK].shape
+        rows = batch[first : first + num_rows]
+        first += num_rows
         of_part = {
-            key: one[:, :width] if one.ndim > 1 and one.shape[1] == joined_width else one
-            for key, one in of_part.items()
+            key: rows[key][:, :width] if rows[key].shape[1:2] == (joined_width,) and key not in RAGGED else rows[key]
+            for key in keys
         }
-        cuts.append(TensorDict(of_part | {_MASK: part[_MASK]}, batch_size=[part.batch_size[0]]))
+        cuts.append(TensorDict(of_part | {_MASK: part[_MASK]}, batch_size=[num_rows]))
     return cuts
+
+
+def with_counts(keys: Iterable[str]) -> list[str]:
+    """Return keys, and those without which they can't be restored."""
+    return list(dict.fromkeys(one for key in keys for one in (key, RAGGED.get(key, key))))
 
 
 CHANGED = threading.Condition()

@@ -18,11 +18,10 @@ from threading import Thread
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
 from arealite.api.errors import GroupLostError
-from arealite.core.batch import CHANGED, Column, Pieces, RemoteBatch
+from arealite.core.batch import CHANGED, Column, Pieces, RemoteBatch, with_counts
 from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
 from arealite.core.worker import Outcome
@@ -85,11 +84,12 @@ class WorkerGroup:
         self._num_restarts, self._errors = 0, set[str]()  # since the last checkpoint
         self._placement = place(spec)
         self._world: World | None = None
+        self._thread = Thread(target=self._run, name=f"arealite-group-{spec.name}", daemon=True)
         try:
             self._form_world()
         except LossError as loss:
+            self._give_back()
             raise self._final(loss, "at the start") from loss
-        self._thread = Thread(target=self._run, name=f"arealite-group-{spec.name}", daemon=True)
         self._thread.start()
 
     @property
@@ -124,17 +124,20 @@ class WorkerGroup:
         return task.reply
 
     def note_checkpoint(self) -> None:
-        """Count restarts from here on: the run would resume no earlier than this."""
+        """Count restarts from here on, as the run would resume no earlier than this checkpoint."""
         with CHANGED:
             self._num_restarts, self._errors = 0, set()
 
     def close(self) -> None:
         """End the workers; calls that wait fail."""
         self._end(GroupLostError(f"group {self.spec.name} is closed"))
+        self._give_back()
+        self._thread.join(_CLOSE_S)
+
+    def _give_back(self) -> None:
         if self._world is not None:
             self._world.kill()
         remove_placement_group(self._placement)
-        self._thread.join(_CLOSE_S)
 
     # The thread
 
@@ -225,10 +228,11 @@ class WorkerGroup:
     def _inputs(self, call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
         """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
         columns = call.batch or {}
-        futures = [*call.after, *(one.outcomes for one in columns.values() if one.outcomes is not None)]
+        futures = {*call.after, *(one.outcomes for one in columns.values() if one.outcomes is not None)}
         for future in futures:
             future.add_done_callback(_wake)
-        inputs = [future.done for future in futures] + [one.pieces.is_settled for one in columns.values()]
+        pieces = {one.pieces for one in columns.values()}
+        inputs = [future.done for future in futures] + [one.is_settled for one in pieces]
         with CHANGED:
             CHANGED.wait_for(lambda: self._loss or self._error or all(is_there() for is_there in inputs))
             if self._loss is not None:
@@ -266,7 +270,7 @@ class WorkerGroup:
         """Hold a snapshot on this node too, as it would die with its rank's; forget the calls of earlier steps."""
         try:
             values = ray.get(references, timeout=self.spec.call_timeout_s)
-        except RayError as error:
+        except Exception as error:  # also one of unpickling: without snapshots the calls of every step would be kept
             with CHANGED:
                 if self._world is world and self._error is None:
                     self._loss = LossError(f"a rank took no snapshot: {last_line(error)}")
@@ -283,7 +287,10 @@ class WorkerGroup:
 
     def _form_world(self) -> None:
         """Start workers that are where those of the last snapshot were."""
-        self._world = World(self.spec, self._placement)
+        with CHANGED:
+            if self._error is not None:  # who closes the group ends the workers that there are
+                raise self._error
+            self._world = World(self.spec, self._placement)
         self._world.meet()
         try:
             for role, make in self._makers.items():
@@ -358,5 +365,5 @@ def _wake(_: Future[Any]) -> None:
 
 
 def columns_of(batch: RemoteBatch, names: Sequence[str] | None = None) -> dict[str, Column]:
-    """Return columns of a batch by name: all, or those of `names` that it has."""
-    return {name: batch[name] for name in (batch.keys() if names is None else names) if name in batch}
+    """Return columns of a batch by name: all, or those of `names` that it has, and what restores them."""
+    return {name: batch[name] for name in (batch.keys() if names is None else with_counts(names)) if name in batch}

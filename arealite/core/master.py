@@ -31,7 +31,6 @@ from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.hf import load_hf_tokenizer
-from arealite.utils.sentences import listed
 
 _PAGE_S = 2.0  # between two versions of the page
 
@@ -44,12 +43,6 @@ class Master:
     ) -> None:
         """`make_workflow` may be the name of an agent: one of `register_agent`, `module:CLASS` or `FILE.py:CLASS`."""
         graph.check(config)
-        kept = (graph.publishes, "critic")  # what savers and checkpoints of scripts have
-        if lost := sorted({call.role for call in graph.train_steps} - set(kept)):
-            raise ConfigError(
-                f"roles that train must be {listed(dict.fromkeys(kept))}, which checkpoints hold: got {listed(lost)}. "
-                "Rename it to critic, or train it in a loop of your own."
-            )
         self.config, self.graph = config, graph
         if isinstance(make_workflow, str):
             make_workflow = named("agent", make_workflow, key="make_workflow")
@@ -82,10 +75,9 @@ class Master:
 
         # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
         trained = {call.role: self.engines[call.role] for call in self.graph.train_steps}
+        del trained[self.graph.publishes]
         clocks = source.clocks | {"saver": saver}
-        start_step = recover.load(
-            actor, source.dataloader, critic=trained.get("critic"), rollout=source.rollout, clocks=clocks
-        )
+        start_step = recover.load(actor, source.dataloader, rollout=source.rollout, clocks=clocks, **trained)
         stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
         cleanup.enter_context(stats)
         cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
@@ -105,7 +97,7 @@ class Master:
                 stats.add(self.run_graph(batch, None if is_last else source.reserve))
             with stats.timer("weights"):
                 source.publish(actor, step + 1)
-            saver.save(actor, step, critic=trained.get("critic"), tokenizer=tokenizer)
+            saver.save(actor, step, tokenizer=tokenizer, **trained)
             stats.add(source.metrics())
             stats.add(self._measure())
             stats.commit(step)
@@ -114,7 +106,7 @@ class Master:
 
         # What became of it: the final model, one more evaluation, the report.
         last = ft_spec.total_train_steps - 1
-        saver.save(actor, last, critic=trained.get("critic"), tokenizer=tokenizer, force=True)
+        saver.save(actor, last, tokenizer=tokenizer, force=True, **trained)
         with stats.timer("eval"):
             stats.add(source.evaluate(actor, last + 1, force=True))
         stats.commit(last + 1)

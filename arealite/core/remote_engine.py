@@ -120,8 +120,11 @@ class RemoteEngine:
             time.sleep(_LOOK_AGAIN_S)
         if isinstance(written, Exception):
             raise written
-        self.group.note_checkpoint()
         return written
+
+    def note_checkpoint(self) -> None:
+        """Count the restarts of the workers from here on: the run would resume no earlier than this."""
+        self.group.note_checkpoint()
 
     def read_state(self, folder: str) -> None:
         """Continue from what workers, or ranks of a script, wrote."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ray import cloudpickle
 from tensordict import TensorDict
 
 from arealite.api.script import users_code
@@ -33,8 +34,8 @@ class RankCall:
     run: Run
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pieces: tuple[tuple[Mapping[str, str], ...], ...] = ()
-    """For each part, for each piece of it: the keys of the piece by their names in the batch."""
+    pieces: tuple[Mapping[str, str], ...] = ()
+    """For each piece of a part: the keys of the piece by their names in the batch."""
     has_batch: bool = False
     output: str | None = None
     """What the tensor that the call returns is called."""
@@ -83,11 +84,12 @@ class Worker:
         """Make the engine of a role."""
         return self._tried(lambda: self._engines.update({role: make()}))
 
-    def call(self, call: RankCall, *pieces: Piece) -> Any:
-        """Return the outcome, followed by the piece of what the call made for each part of the batch, if any."""
-        results: list[Piece] = [{}] * len(call.pieces)
+    def call(self, told: bytes, num_parts: int, *pieces: Piece) -> Any:
+        """Do a pickled RankCall; return its pickled Outcome, and a piece of what it made for each part of the batch."""
+        results: list[Piece] = [{}] * num_parts
 
         def act() -> Outcome:
+            call: RankCall = pickle.loads(told)
             engine = self._engines[call.role]
             run = getattr(engine, call.run) if isinstance(call.run, str) else _bound(call.run, engine)
             args = tuple(self._engines[one.role] if isinstance(one, RoleName) else one for one in call.args)
@@ -113,7 +115,7 @@ class Worker:
             sizes = [array.values.nbytes for piece in (*pieces, *results) for array in piece.values()]
             return Outcome(value, made, sum(sizes))
 
-        outcome = self._tried(act)
+        outcome = _pickled(self._tried(act))
         heartbeat.tick()
         return [outcome, *results] if results else outcome
 
@@ -148,17 +150,24 @@ def _bound(function: Callable[..., Any], engine: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(engine, *args, **kwargs)
 
 
-def _restored(layout: Sequence[Sequence[Mapping[str, str]]], pieces: Sequence[Piece]) -> list[TensorDict]:
+def _restored(layout: Sequence[Mapping[str, str]], pieces: Sequence[Piece]) -> list[TensorDict]:
     """Return the parts of a batch from their pieces."""
-    left = iter(pieces)
-    parts = []
-    for of_part in layout:
-        arrays: dict[str, Any] = {}
-        for names in of_part:
-            piece = next(left)
-            arrays |= {name: piece[key] for name, key in names.items()}
-        parts.append(unpack(arrays))
-    return parts
+    parts = [pieces[first : first + len(layout)] for first in range(0, len(pieces), len(layout))]
+    return [
+        unpack({name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()})
+        for part in parts
+    ]
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    """Return an outcome as the master reads it; a value that can't be pickled is the caller's mistake."""
+    try:
+        return cloudpickle.dumps(outcome)
+    except Exception as error:  # whatever the value's class does
+        kind = type(outcome.value).__name__
+        change = "Return a tensor, numbers or plain data."
+        told = f"a call must return what can be pickled: got {kind}, and {error}. {change}"
+        return cloudpickle.dumps(Outcome(error=TypeError(told)))
 
 
 def _portable(error: Exception) -> Exception:

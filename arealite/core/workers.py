@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -17,10 +21,11 @@ import torch
 from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
-from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.cli_args import BaseExperimentConfig, WorkersConfig
+from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, unpack
+from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, unpack, with_counts
 from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
@@ -33,6 +38,7 @@ from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.trajectory import split_batch
 from arealite.utils.distributed import join_default_group, leave_default_group
+from arealite.utils.files import file_lock
 from arealite.utils.secret import ensure_secret
 from arealite.utils.sentences import listed
 from arealite.utils.tensors import split_rows
@@ -41,6 +47,8 @@ E = TypeVar("E")
 
 _ROW = "row_of_the_whole_batch"
 _NUM_RECORDS = 10_000
+_MAX_BATCHES = 16  # between two snapshots, as a group keeps the pieces of all calls that it may have to do again
+_YOUNG_S = 60.0  # a folder of this age may not be locked yet
 
 
 class Workers:
@@ -48,20 +56,21 @@ class Workers:
 
     def __init__(self, config: BaseExperimentConfig, *, goes_ahead: bool = False) -> None:
         """`goes_ahead` tells whether the loop obeys `workers.ahead`."""
-        if config.workers is None:
-            raise ConfigError("workers must be given to a script of a master: got nothing. Add `workers: {}`.")
+        check_workers(config.workers)
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
                 f"a script with workers must be one process, the master: got {num_ranks} of torchrun. Use "
                 "--nproc-per-node 1, and set workers.<role>.ranks."
             )
-        if config.workers.ahead and not goes_ahead:
+        self._config, self._limits = config, config.workers or WorkersConfig()
+        if self._limits.ahead and not goes_ahead:
             raise ConfigError(
                 "workers.ahead must be 0 in a script with a loop of its own: got 1. Remove it, or declare a graph."
             )
-        self._config, self._limits = config, config.workers
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
+        self._step, self._num_batches = 0, 0  # of the run; scattered since the last snapshot
+        self._folder = ExitStack()  # of a Ray of our own
         self.incidents: list[Incident] = []  # groups that lost their workers
         self._records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # of calls that have ended
 
@@ -71,7 +80,8 @@ class Workers:
             connect()
         else:
             self._give_token()
-            _start_ray(sum(group.num_gpus for group in self._layout))
+            folder = self._folder.enter_context(_ray_folder())
+            _start_ray(sum(group.num_gpus for group in self._layout), folder)
         self._env = forwarded_environment()  # before the master chooses its own network interface, which is loopback
         signal.signal(signal.SIGTERM, handler)  # Ray's own aborts
         join_default_group(COLLECTIVE_TIMEOUT_S)
@@ -91,6 +101,7 @@ class Workers:
             group.close()
         leave_default_group()
         ray.shutdown()
+        self._folder.close()
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -134,6 +145,7 @@ class Workers:
 
     def note_step(self, step: int) -> None:
         """Begin a step, to whose start a group goes back if it loses its workers."""
+        self._step, self._num_batches = step, 0
         for group in self.groups:
             group.begin_step(step)
 
@@ -151,13 +163,18 @@ class Workers:
 
     @property
     def num_parts(self) -> int:
-        return max((group.spec.num_ranks for group in self.groups), default=1)
+        """Parts of a batch: the ranks of the largest group, also of one that no engine has started so far."""
+        return max(group.num_ranks for group in self._layout)
 
     def scatter(self, batch: TensorDict) -> RemoteBatch:
         """Put a batch into the object store, cut into a part for each rank of the largest group.
 
-        Every part is two pieces: what tokens are, and the rest, which few calls need.
+        Every part is two pieces: what tokens are, and the rest, which few calls need. After many batches of a step the
+        groups take a snapshot, to which they then go back, as what was done before it would fill the store.
         """
+        if self._num_batches == _MAX_BATCHES:
+            self.note_step(self._step)
+        self._num_batches += 1
         if "group_index" in batch:
             numbered = batch.clone(recurse=False).set(_ROW, torch.arange(len(batch)))
             order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts)]
@@ -174,18 +191,34 @@ class Workers:
 
     def fetch(self, column: Column, batch: RemoteBatch) -> torch.Tensor:
         """Return a column as a tensor of the whole batch, its rows where they were before it was scattered."""
-        masks = _fetched(batch["attention_mask"].pieces)
-        values = _fetched(column.pieces)
-        names = {"attention_mask": batch["attention_mask"].key, "value": column.key}
+        key = column.key
+        columns = {name: batch[name] for name in with_counts(["attention_mask", key]) if name != key} | {key: column}
+        pieces = {name: _fetched(one.pieces) for name, one in columns.items()}
         parts = [
-            unpack({name: piece[names[name]] for name, piece in {"attention_mask": mask, "value": value}.items()})
-            for mask, value in zip(masks, values)
+            unpack({name: piece[columns[name].key] for name, piece in zip(pieces, part)})
+            for part in zip(*pieces.values())
         ]
         rows = torch.tensor([row for part in batch.order for row in part], dtype=torch.long)
-        return join(parts)["value"][rows.argsort()]
+        return join(parts)[key][rows.argsort()]
 
 
-def _start_ray(num_gpus: int) -> None:
+@contextmanager
+def _ray_folder() -> Iterator[str]:
+    """Make a folder for Ray's logs and sockets, whose paths must be short; remove it, and those of dead masters."""
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    for left in base.glob("arealite-ray-*"):
+        with suppress(OSError):  # of another user, or of a master that lives
+            if left.stat().st_uid == os.geteuid() and time.time() - left.stat().st_mtime > _YOUNG_S:
+                with file_lock(left / "lock", timeout_s=0.0):
+                    shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="arealite-ray-", dir=base, ignore_cleanup_errors=True) as folder,
+        file_lock(Path(folder, "lock"), timeout_s=0.0),
+    ):
+        yield folder
+
+
+def _start_ray(num_gpus: int, folder: str) -> None:
     """Start Ray on this node, for the workers of this process, which from then on leaves the GPUs to them."""
     gpus = visible_gpus() if num_gpus else []
     if len(gpus) < num_gpus:
@@ -203,6 +236,7 @@ def _start_ray(num_gpus: int) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        _temp_dir=folder,
     )
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

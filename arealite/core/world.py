@@ -10,14 +10,16 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from arealite.api.errors import GroupLostError
@@ -30,6 +32,7 @@ logger = logging.getLogger("arealite.core")
 
 _PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
 _LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on which they agree
+_LOOK_S = 0.5  # between looks at the ranks that are left when one has ended
 _DEATH_S = 2.0  # in which Ray notices the death that made another rank fail
 _AT_START = ("PYTHON", "PYTORCH", "TORCH")  # variables that a process must start with; Ray writes these to its logs
 
@@ -96,6 +99,7 @@ def place(spec: GroupSpec) -> Any:
     placement = placement_group([_bundle(spec)] * spec.num_ranks, strategy=spec.strategy)
     with heartbeat.waiting(f"Ray to place {spec.num_ranks} workers of group {spec.name}", on="ranks"):
         if not placement.wait(_PLACE_S):
+            remove_placement_group(placement)
             raise GroupLostError(
                 f"Ray must place {spec.num_ranks} workers of group {spec.name} with {_bundle(spec)} each "
                 f"({spec.strategy}) within {_PLACE_S:g} s: got {ray.available_resources()} free. "
@@ -181,23 +185,17 @@ class World:
         `layout` has the keys of the pieces of a part, `references` the pieces of each part. An error on which all ranks
         agree is raised as it is.
         """
+        told = cloudpickle.dumps(
+            RankCall(call.role, call.run, call.args, call.kwargs, tuple(layout), call.batch is not None, call.output)
+        )
         owners = [part * self.spec.num_ranks // max(call.num_parts, 1) for part in range(call.num_parts)]
         first: list[Any] = []
         made: list[Any] = []
         for rank, actor in enumerate(self._actors):
             own = [part for part, owner in enumerate(owners) if owner == rank]
-            rank_call = RankCall(
-                role=call.role,
-                run=call.run,
-                args=call.args,
-                kwargs=call.kwargs,
-                pieces=tuple(tuple(layout) for _ in own),
-                has_batch=call.batch is not None,
-                output=call.output,
-            )
             pieces = itertools.chain.from_iterable(references[part] for part in own)
-            answer = actor.call.options(num_returns=1 + len(own)).remote(rank_call, *pieces)
-            answers = [answer] if not own else answer
+            answer = actor.call.options(num_returns=1 + len(own)).remote(told, len(own), *pieces)
+            answers = answer if own else [answer]
             first.append(answers[0])
             made += answers[1:]
         return self._outcomes(call, first), made
@@ -209,13 +207,16 @@ class World:
         left, failed = list(references), None
         outcomes: dict[Any, Outcome] = {}
         while left:
-            done, left = ray.wait(left, timeout=max(0.0, deadline - time.monotonic()))
-            if not done and failed is None:
+            # The others end when the first one does, or hang: to look at each alone would cost as much as the call.
+            num_awaited, look_s = (len(left), _LOOK_S) if outcomes else (1, timeout_s)
+            patience_s = max(0.0, deadline - time.monotonic())
+            done, left = ray.wait(left, num_returns=num_awaited, timeout=min(patience_s, look_s))
+            if left and not done and time.monotonic() >= deadline:
+                if failed is not None:
+                    break
                 late = [rank for rank, one in enumerate(references) if one in left]
                 what = f"rank {', '.join(map(str, late))} did not end {call.name} within {timeout_s:g} s"
                 raise LossError(what, rank=late[0], is_of_code=True)
-            if not done:
-                break
             for one in done:
                 rank = references.index(one)
                 outcomes[one] = self._outcome(call, rank, one)
@@ -231,12 +232,16 @@ class World:
 
     def _outcome(self, call: Call, rank: int, reference: Any) -> Outcome:
         try:
-            outcome: Outcome = ray.get(reference)
+            packed = ray.get(reference)
         except ObjectLostError as error:
             what = f"an input of {call.name} was on a node that died"
             raise LossError(what, rank=rank, lost_piece=error.object_ref_hex) from error
         except RayError as error:
             raise LossError(f"rank {rank} died in {call.name}: {_cause_of_death(error)}", rank=rank) from error
+        try:
+            outcome: Outcome = pickle.loads(packed)
+        except Exception as error:  # whatever the classes of its value do
+            return Outcome(error=error)
         return outcome
 
     def _failure(self, call: Call, rank: int, outcome: Outcome, *, is_of_all: bool) -> BaseException:

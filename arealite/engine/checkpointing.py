@@ -70,6 +70,9 @@ class CheckpointedEngine(Stateful):
         shards = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
         return file_entries(folder, [name, *shards, *([".metadata"] if rank == 0 else [])])
 
+    def note_checkpoint(self) -> None:
+        """Learn that the checkpoint with this engine's part is whole, of which only a master's makes use."""
+
     def read_state(self, folder: str) -> None:
         """Continue from what any number of ranks wrote (collective); a new rank seeds its generators."""
         state = self.state_dict() | {"num_ranks": 0}

@@ -76,19 +76,19 @@ class Recover:
         engine: FSDPEngine,
         dataloader: Stateful,
         *,
-        critic: FSDPEngine | None = None,
         rollout: InferenceEngine | None = None,
         clocks: Mapping[str, Stateful] | None = None,
+        **others: FSDPEngine | None,
     ) -> int:
         """Restore all objects from the checkpoint and return the first step to do, 0 without one.
 
-        Call it before the first episode starts. `save` writes the state of the same objects: tensors of the engines,
-        plain data of the others.
+        Call it before the first episode starts. `save` writes the state of the same objects: tensors of the engines
+        (`others` that train, e.g. `critic=`), plain data of the rest.
         """
         self._engine, self._rollout = engine, rollout
         self._engines = {"model" if rollout is None else "actor": engine}  # as their blocks of the config are called
-        if critic is not None:
-            self._engines["critic"] = critic
+        assert self._engines.keys().isdisjoint(others), f"{[*others]} must not have the name of the first engine"
+        self._engines |= {name: other for name, other in others.items() if other is not None}
         self._parts: dict[str, Stateful] = {"dataloader": dataloader, "recover": self._frequency, **(clocks or {})}
         if rollout is not None:
             self._parts["rollout"] = rollout
@@ -198,7 +198,9 @@ class Recover:
         return write.error
 
     def _note(self, facts: Mapping[str, Any]) -> None:
-        """Report a published checkpoint to the rollout engine."""
+        """Report a published checkpoint to the engines."""
+        for engine in self._engines.values():
+            engine.note_checkpoint()
         if self._rollout is not None and distributed.global_rank() == 0:
             self._rollout.note_checkpoint(facts["step"], facts["rollout"]["ledger_position"])
 

@@ -28,13 +28,13 @@ class Saver(Frequency):
         *,
         tokenizer: Any = None,
         processor: Any = None,
-        critic: TrainEngine | None = None,
         force: bool = False,
+        **others: TrainEngine | None,
     ) -> Path | None:
         """Save after step `step` if due or forced, but no step twice; return the folder (collective).
 
-        `processor` is the image processor of a model that has one.
-        A critic goes to `critic/` in it, with which `critic.path` of another run may start.
+        `processor` is the image processor of a model that has one. Other engines go to folders of their names in it:
+        with that of `critic=` another run's `critic.path` may start.
         """
         if not self.check(force=force):
             return None
@@ -44,8 +44,9 @@ class Saver(Frequency):
         unfinished = path.with_name(f".{path.name}.unfinished")
         on_rank_0(lambda: fresh_folder(unfinished))
         engine.save(SaveLoadMeta(path=str(unfinished), tokenizer=tokenizer, processor=processor))
-        if critic is not None:
-            critic.save(SaveLoadMeta(path=str(unfinished / "critic"), tokenizer=tokenizer))
+        for name, other in others.items():
+            if other is not None:
+                other.save(SaveLoadMeta(path=str(unfinished / name), tokenizer=tokenizer))
         on_rank_0(lambda: _publish(unfinished, path))
         self._last = path
         return path

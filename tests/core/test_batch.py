@@ -69,13 +69,17 @@ def test_what_is_restored_is_no_part_of_the_store() -> None:
 
 @given(RESTS, RESTS)
 def test_a_column_of_joined_parts_is_cut_into_those_of_the_parts(first: list[int], second: list[int]) -> None:
-    parts = [part_of(first), part_of(second)]
+    parts = [part_of(first, kept=True), part_of(second, kept=True)]
     batch = join([one.clone() for one in parts])
     batch["doubled"] = 2 * batch["logprobs"]
     batch["per_row"] = 3 * batch["rewards"]
-    for part, of_part in zip(parts, cut(batch, parts, ["doubled", "per_row"])):
+    for part, of_part in zip(parts, cut(batch, parts, ["doubled", "per_row", "kept_ids"])):
         assert torch.equal(of_part["doubled"], 2 * part["logprobs"])
         assert torch.equal(of_part["per_row"], 3 * part["rewards"])
+        piece = pack(of_part, ["kept_ids"]) | pack(part, ["attention_mask", "kept_counts"])
+        num_kept = part["kept_ids"].shape[1]
+        assert torch.equal(unpack(piece)["kept_ids"][:, :num_kept], part["kept_ids"])
+        assert (unpack(piece)["kept_ids"][:, num_kept:] == 0).all()
 
 
 def test_a_remote_batch_names_what_it_lacks_and_takes_only_columns() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch
 from cluster.common import wait_until
 from cluster.ray_cluster import RayCluster, ray_cluster
 from tensordict import TensorDict
-from testing_groups import WIDE, Tally
+from testing_groups import WIDE, Tally, Unreadable
 
 from arealite.api.errors import GroupLostError
+from arealite.core import world
 from arealite.core.batch import Column, Pieces, RemoteBatch, pack
 from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.records import CallRecord
@@ -68,19 +70,8 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
         gpus: float = 0,
         is_trained: bool = True,
     ) -> WorkerGroup:
-        spec = GroupSpec(
-            name=name,
-            num_ranks=ranks,
-            strategy="STRICT_PACK",
-            cpus=0,
-            gpus=gpus,
-            memory=0,
-            num_threads=1,
-            env={"PYTHONPATH": PATHS},
-            log_folder=str(tmp_path / "logs"),
-            call_timeout_s=timeout_s,
-            max_restarts=restarts,
-        )
+        options = {"gpus": gpus, "call_timeout_s": timeout_s, "max_restarts": restarts}
+        spec = spec_of(name, tmp_path / "logs", num_ranks=ranks, **options)
         group = WorkerGroup(spec, records.append, incidents.append)
         groups.append(group)
         folder = tmp_path / f"strikes-{len(groups)}"
@@ -93,6 +84,12 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
     yield started
     for group in groups:
         group.close()
+
+
+def spec_of(name: str, logs: Path, **given: Any) -> GroupSpec:
+    options = {"num_ranks": 1, "cpus": 0, "gpus": 0, "call_timeout_s": 60.0, "max_restarts": 3} | given
+    env = {"PYTHONPATH": PATHS}
+    return GroupSpec(name, strategy="STRICT_PACK", memory=0, num_threads=1, env=env, log_folder=str(logs), **options)
 
 
 def value(group: WorkerGroup, run: str, *args: Any, redo: Redo = "in_step", **kwargs: Any) -> Any:
@@ -149,6 +146,70 @@ def test_what_all_ranks_raise_is_the_callers_error_at_once(start: Start, inciden
         group.submit(wrong).values.result(timeout=120)
     assert is_agreed(raised.value) and (incidents, group.num_respawns) == ([], 0)
     assert value(group, "add", 1.5) == value(start("calm too"), "add", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(threading.Lock, "a call must return what can be pickled: got lock"), (Unreadable, "invalid literal for int()")],
+)
+def test_a_result_that_can_not_be_passed_on_is_an_error_of_its_caller(
+    start: Start, incidents: list[str], make: Callable[[], Any], why: str
+) -> None:
+    group = start("odd")
+    with pytest.raises((TypeError, ValueError)) as raised:
+        group.submit(Call("odd.make", "odd", lambda engine: make())).values.result(timeout=120)
+    assert why in str(raised.value) and is_agreed(raised.value) and (incidents, group.num_respawns) == ([], 0)
+    assert value(group, "pid") > 0
+
+
+def placements() -> int:
+    table = ray.util.placement_group_table()
+    return sum(one["state"] != "REMOVED" for one in table.values())
+
+
+def test_a_group_that_can_not_start_gives_back_its_place(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = placements()
+    (tmp_path / "file").touch()
+    with pytest.raises(GroupLostError, match=r"group none must keep its workers: got starting failed: "):
+        WorkerGroup(spec_of("none", tmp_path / "file" / "logs"), print, print)
+    monkeypatch.setattr(world, "_PLACE_S", 1.0)
+    with pytest.raises(GroupLostError, match=r"Ray must place 1 workers of group large with {'CPU': 1000000\.0} each"):
+        WorkerGroup(spec_of("large", tmp_path, cpus=1e6), print, print)
+    assert placements() == before
+
+
+def test_a_snapshot_that_is_not_kept_is_a_loss(
+    start: Start, incidents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stops the thread that fetches it: nobody else would notice, and calls would be kept for ever."""
+    group, get, is_over = start("held"), ray.get, threading.Event()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == "arealite-snapshot" and not is_over.is_set():
+            is_over.set()
+            raise OSError("no room")
+        return get(*args, **kwargs)
+
+    before = value(group, "add", 1.0)
+    monkeypatch.setattr(ray, "get", fail)
+    group.begin_step(2)
+    assert is_over.wait(60.0)
+    assert value(group, "add", 0.0) == 2 * before
+    (text,) = incidents
+    assert text.endswith("a rank took no snapshot: no room")
+
+
+def test_restarts_are_given_back_once_a_checkpoint_is_whole(start: Start, tmp_path: Path) -> None:
+    """Not with the part of each engine: what follows may fail."""
+    group = start(restarts=1)
+    workers: Any = None  # which only batches need
+    engine = RemoteEngine(workers, group, "critic", functools.partial(Tally, tmp_path, is_trained=False), None)
+    assert value(group, "add", 1.0, fault="killed") > 0
+    assert engine.write_state(str(tmp_path)) == {}
+    with pytest.raises(GroupLostError, match=r"after 1 restarts since the last checkpoint"):
+        value(group, "add", 1.0, fault="killed", times=9)
 
 
 def test_after_an_error_nobody_waits_for_a_call_that_hangs(start: Start, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a master refuses before anything starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,18 @@ from arealite.core.workers import Workers
 from arealite.engine.ppo.actor import FSDPPPOActor
 
 CONFIG = Path(__file__).parents[2] / "training" / "configs" / "sync-ppo.yaml"
+KEYS = ("input_ids", "attention_mask")
+
+
+def graph(*roles: str) -> DataFlowGraph:
+    """Return one that trains these roles."""
+    trained = [MFC(f"{role}_train", role, "train_step", FSDPPPOActor.ppo_update, KEYS) for role in roles]
+    calls = [MFC("gen", "rollout", "generate", outputs=KEYS), *trained]
+    return DataFlowGraph(calls, dict.fromkeys(roles, FSDPPPOActor), publishes="actor")
+
+
+def load(*given: str) -> Any:
+    return load_expr_config(["--config", str(CONFIG), *given], PPOConfig)[0]
 
 
 def test_a_batch_ahead_needs_a_bound_and_somebody_who_works_on_it() -> None:
@@ -40,14 +53,12 @@ def test_a_batch_ahead_needs_a_bound_and_somebody_who_works_on_it() -> None:
         Workers(config)
 
 
-def test_what_trains_and_would_be_in_no_checkpoint_is_refused() -> None:
-    config, _ = load_expr_config(["--config", str(CONFIG)], PPOConfig)
+def test_any_number_of_roles_may_train() -> None:
+    config = load()
     config.teacher = config.actor  # as the class of an experiment of one's own may have it
-    keys = ("input_ids", "attention_mask")
-    calls = [
-        MFC("gen", "rollout", "generate", outputs=keys),
-        *(MFC(f"{role}_train", role, "train_step", FSDPPPOActor.ppo_update, keys) for role in ("actor", "teacher")),
-    ]
-    graph = DataFlowGraph(calls, {"actor": FSDPPPOActor, "teacher": FSDPPPOActor}, publishes="actor")
-    with pytest.raises(ConfigError, match=r"roles that train must be actor and critic, .*: got teacher\. Rename it"):
-        Master(config, graph)
+    Master(config, graph("actor", "critic", "teacher"))
+
+
+def test_a_config_without_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"workers must be given to a script of a master: got nothing\. Add `workers"):
+        Master(load("workers=null"), graph("actor", "critic"))

@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ pytest.importorskip("ray")
 from arealite.api.cli_args import DPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.core.workers import Workers
+from arealite.utils.files import file_lock
 
 SCRIPT = """
 import json, os, pathlib, sys
@@ -50,18 +54,39 @@ SECRETS = {"AREALITE_SECRET": "the-secret-of-this-run-0123456789abcdef", "WANDB_
 pytestmark = pytest.mark.slow
 
 
-def test_a_ray_of_its_own_wants_the_secret_and_logs_none(tmp_path: Path) -> None:
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Return a folder whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def left_by_a_master(folder: Path, name: str) -> Path:
+    """Make what a master has left that was killed an hour ago."""
+    left = folder / f"arealite-ray-{name}"
+    (left / "session" / "logs").mkdir(parents=True)
+    os.utime(left, (time.time() - 3600, time.time() - 3600))
+    return left
+
+
+def test_a_ray_of_its_own_wants_the_secret_and_logs_none(tmp_path: Path, ray_folder: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
+    left_by_a_master(ray_folder, "dead")
+    held = left_by_a_master(ray_folder, "held")
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "GLOO_SOCKET_IFNAME")}
-    env = {name: value for name, value in env.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "--config", "config.yaml"],
-        cwd=tmp_path,
-        env=env | SECRETS,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as master:
+    env = {name: value for name, value in env.items() if not name.startswith("RAY_")}
+    env |= {"HOME": str(tmp_path), "RAY_TMPDIR": str(ray_folder)}
+    with (
+        file_lock(held / "lock", timeout_s=0.0),
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, "--config", "config.yaml"],
+            cwd=tmp_path,
+            env=env | SECRETS,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as master,
+    ):
         assert master.stdin is not None and master.stdout is not None
         told = json.loads(master.stdout.readline())
         with subprocess.Popen(
@@ -73,16 +98,23 @@ def test_a_ray_of_its_own_wants_the_secret_and_logs_none(tmp_path: Path) -> None
             assert stranger.stderr is not None
             refusal = next((line for line in stranger.stderr if "InvalidAuthToken" in line), "")
             stranger.kill()
+        files = [path for path in Path(told["session"]).rglob("*") if path.is_file()]
+        assert any(path.name == "runtime_env_agent.log" for path in files)
+        assert [path for path in files if any(one.encode() in path.read_bytes() for one in SECRETS.values())] == []
         master.stdin.close()
     assert master.returncode == 0
+    assert [*ray_folder.glob("arealite-ray-*")] == [held], "its own folder is gone, and that of a dead master"
     assert "Authentication token is missing or incorrect" in refusal
     assert {name: told[name] for name in SECRETS} == SECRETS
     assert (told["master"], told["GLOO_SOCKET_IFNAME"]) == ("lo", None)  # ranks on other nodes are not on our loopback
     assert (tmp_path / "e" / "t" / ".secret").read_text().strip() == SECRETS["AREALITE_SECRET"]
     assert not (tmp_path / ".ray").exists()  # where Ray keeps a token of its own, that others may read
-    files = [path for path in Path(told["session"]).rglob("*") if path.is_file()]
-    assert any(path.name == "runtime_env_agent.log" for path in files)
-    assert [path for path in files if any(one.encode() in path.read_bytes() for one in SECRETS.values())] == []
+
+
+def test_a_batch_has_parts_for_groups_that_are_not_there_so_far(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    given = ["--config", str(tmp_path / "config.yaml"), "ref={}", "workers.ref.ranks=3"]
+    assert Workers(load_expr_config(given, DPOConfig)[0]).num_parts == 3
 
 
 def test_a_master_is_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ class FileEngine:
         self.fails = False
 
     def save(self, meta: SaveLoadMeta) -> None:
+        Path(meta.path).mkdir(exist_ok=True)
         (Path(meta.path) / "model").write_text(f"{self.weight} {meta.tokenizer}")
         if self.fails:
             raise RuntimeError("disk full")
@@ -47,6 +48,11 @@ def test_saves_when_due(tmp_path: Path) -> None:
     assert paths == [None, None, folder / "step_2", None, None, folder / "step_5", None]
     assert sorted(os.listdir(folder)) == ["step_2", "step_5"]
     assert (folder / "step_5/model").read_text() == "5 tok"
+
+
+def test_other_engines_have_folders_of_their_names(tmp_path: Path) -> None:
+    path = saver_of(tmp_path).save(FileEngine(), 0, force=True, critic=None, judge=FileEngine(), teacher=FileEngine())
+    assert path is not None and sorted(os.listdir(path)) == ["judge", "model", "teacher"]
 
 
 def test_never_unless_forced(tmp_path: Path) -> None:
