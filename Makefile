@@ -90,7 +90,7 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 		echo 'RESULT {"skipped": "SGLang can not be installed here"}'; \
 	fi
 
-test-core: $(VENV)/.installed-dev            ## hold Core to the numbers of scripts of ranks, on a real Ray (5 minutes)
+test-core: $(VENV)/.installed-dev            ## hold Core to the numbers of scripts of ranks, on a real Ray; ends with RESULT {json} (5 minutes)
 	$(PIP) --quiet -e '.[ray]'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/core --ignore-glob='*/test_faults.py' --ignore-glob='*/test_group.py' $(ARGS)
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("num_ranks", "apart"), [(1, "workers={}"), (2, "workers.ref.ranks=1")])
-def test_script_migrated_script_and_graph_have_equal_numbers(tmp_path: Path, num_ranks: int, apart: str) -> None:
+def test_script_migrated_script_and_graph_have_equal_numbers(
+    tmp_path: Path, num_ranks: int, apart: str, measured: Callable[..., None]
+) -> None:
     """With two ranks the graph's reference has one worker, to whom both parts of a batch come."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
     keys = [f"allocation_mode=lite.d1p1t1+d{num_ranks}p1t1", "actor.kl_ctl=0.01", "ref={}"]
@@ -106,6 +109,12 @@ def test_script_migrated_script_and_graph_have_equal_numbers(tmp_path: Path, num
     calls = read_calls(tmp_path / "core" / "graph" / "calls.jsonl")
     steps = [one.step for one in calls if one.call == "actor_train"]
     assert steps == list(range(STEPS))
+    for other in (beside, graph):
+        measured(
+            equal_versions=other["weights"].count("\n"),
+            equal_rollouts=sum(map(len, other["rollouts"].values())),
+            equal_metrics=sum(map(len, other["metrics"])),
+        )
 
 
 def test_a_critic_of_its_own_has_the_numbers_of_one_beside_the_policy(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,13 +68,16 @@ def worker(run: Path, name: str) -> psutil.Process:
     return psutil.Process(json.loads(heartbeat.read_text())["pid"])
 
 
-def assert_nothing_was_lost(run: Path) -> None:
+def assert_nothing_was_lost(run: Path, measured: Callable[..., None]) -> None:
     command = [sys.executable, "-m", "arealite.cli.main", "ledger", str(run), "--json"]
     audit = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    measured(lost=audit["lost"], repeated=audit["repeated"])
     assert audit["adds_up"] and audit["lost"] == 0 and audit["repeated"] == 0
 
 
-def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(tmp_path: Path, faults: Path) -> None:
+def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(
+    tmp_path: Path, faults: Path, measured: Callable[..., None]
+) -> None:
     script, told = (
         faulty(migrated(tmp_path)),
         overrides(f"total_train_steps={STEPS}", "saver.freq_steps=2", "recover.freq_steps=3"),
@@ -84,13 +88,16 @@ def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(tm
     shaken = train(tmp_path, "shaken", script, "gsm8k_grpo", *told)
     assert list(faults.iterdir()) == []
     assert differences(calm, shaken) == []
-    assert_nothing_was_lost(tmp_path / "core" / "shaken")
+    assert_nothing_was_lost(tmp_path / "core" / "shaken", measured)
     logs = tmp_path / "core" / "shaken" / "logs"
     incidents = [line for line in (logs / "trainer-0.log").read_text().splitlines() if " is started again (" in line]
+    measured(lost_groups=len(incidents), equal_versions=shaken["weights"].count("\n"))
     assert len(incidents) == len(FAULTS)
 
 
-def test_a_node_of_a_cluster_is_lost(tmp_path: Path, faults: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_a_cluster_is_lost(
+    tmp_path: Path, faults: Path, monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]
+) -> None:
     """The policy's workers come back on another node; the run is started by one that is no part of the cluster."""
     script, told = faulty(migrated(tmp_path)), overrides("total_train_steps=4", "workers.actor.strategy=STRICT_PACK")
     calm = train(tmp_path, "calm", script, "gsm8k_grpo", *told)
@@ -103,7 +110,8 @@ def test_a_node_of_a_cluster_is_lost(tmp_path: Path, faults: Path, monkeypatch: 
             cluster.kill(cluster.machine_of(worker(tmp_path / "core" / "shaken", "actor-0")))
             shaken = training.result()
     assert differences(calm, shaken) == []
-    assert_nothing_was_lost(tmp_path / "core" / "shaken")
+    assert_nothing_was_lost(tmp_path / "core" / "shaken", measured)
+    measured(lost_nodes=1, equal_versions=shaken["weights"].count("\n"))
 
 
 @pytest.mark.parametrize("victim", ["master", "launcher"])

@@ -1,9 +1,11 @@
 """Groups on a real Ray run beside each other, keep nothing, and pass on errors. Engines sleep or echo: no model."""
 
+import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,22 @@ class Sleeper:
         time.sleep(seconds)
         answer: torch.Tensor = batch["input_ids"] + 1
         return answer
+
+    def fall(self, batch: TensorDict, *, file: str) -> torch.Tensor:
+        """Die half-way if a file is there, once."""
+        time.sleep(0.5)
+        if Path(file).exists():
+            Path(file).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.echo(batch, seconds=0.5)
+
+    def keep(self, batch: TensorDict) -> None:
+        """Make the ids that a token was sampled from, two for each."""
+        batch["kept_counts"] = 2 * batch["attention_mask"].int()
+        batch["kept_ids"] = batch["input_ids"].repeat_interleave(2, dim=1)
+
+    def sum_of_kept(self, batch: TensorDict) -> dict[str, float]:
+        return {"sum": float(batch["kept_ids"].sum())}
 
     def fail(self, batch: TensorDict) -> torch.Tensor:
         raise ValueError("the reward must be finite: got nan")
@@ -97,13 +115,15 @@ def make_master(folder: Path) -> Iterator[Master]:
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def test_calls_of_groups_that_need_nothing_of_each_other_run_at_once(master: Master) -> None:
+def test_calls_of_groups_that_need_nothing_of_each_other_run_at_once(
+    master: Master, measured: Callable[..., None]
+) -> None:
     """All records of the log have a moment in common: how long a loaded machine takes to begin them is no matter."""
     master.workers.take_records()
     master._log = CallLog(RunFolder(master.config).calls)
     metrics = master.run_graph(master.workers.scatter(new_batch(step=1)))
     assert metrics == {"train/sum": ROWS * LENGTH * 2.0 * len(ROLES)}
-    measured = master._measure()
+    metrics = master._measure()
     calls = {one.call: one for one in read_calls(RunFolder(master.config).calls)}
     inferred = [calls[f"{role}_inf"] for role in ROLES]
     assert all(one.seconds >= 1.0 for one in inferred)
@@ -111,10 +131,47 @@ def test_calls_of_groups_that_need_nothing_of_each_other_run_at_once(master: Mas
     train = calls["actor_train"]
     assert train.begin >= max(one.end for one in inferred)
     busy = max(one.end for one in inferred) - min(one.begin for one in inferred) + train.seconds
-    assert measured["core/overlap"] == pytest.approx(sum(one.seconds for one in calls.values()) / busy)
-    assert measured["core/overlap"] > 1.0
+    assert metrics["core/overlap"] == pytest.approx(sum(one.seconds for one in calls.values()) / busy)
+    assert metrics["core/overlap"] > 1.0
+    measured(overlap_of_3_calls=round(metrics["core/overlap"], 3))
     shown = master.progress(is_finished=False).calls
     assert {one.call: (one.begin, one.end) for one in shown} == {one.call: span(one) for one in calls.values()}
+
+
+def test_a_worker_that_dies_while_others_compute_is_replaced_and_they_go_on(master: Master, tmp_path: Path) -> None:
+    """The call is done again by its own group alone, and the step has the numbers of a calm one."""
+    file, made = tmp_path / "fault", {role: f"{role}_logprobs" for role in ROLES}
+    calls = [
+        MFC("critic_inf", "critic", "inference", Sleeper.fall, TOKENS, (made["critic"],), {"file": str(file)})
+        if call.name == "critic_inf"
+        else call
+        for call in graph(2.0).calls
+    ]
+    faulty = Master(master.config, DataFlowGraph(calls, dict.fromkeys(ROLES, Sleeper), publishes="actor"))
+    faulty.workers, faulty.engines = master.workers, master.engines
+    before = {group.spec.name: group.num_respawns for group in master.workers.groups}
+    found = []
+    for step in range(2):
+        master.workers.take_records()
+        file.touch() if step == 1 else None
+        found.append(faulty.run_graph(master.workers.scatter(new_batch(step=1))))
+    assert found[0] == found[1] == {"train/sum": ROWS * LENGTH * 2.0 * len(ROLES)} and not file.exists()
+    records = {one.call: one for one in master.workers.take_records() if one.call in faulty.graph.named}
+    assert {name: one.attempt for name, one in records.items()} == {
+        name: 1 + (name == "critic_inf") for name in ("actor_inf", "critic_inf", "ref_inf", "actor_train")
+    }
+    after = {group.spec.name: group.num_respawns - before[group.spec.name] for group in master.workers.groups}
+    assert after == {"actor": 0, "critic": 1, "ref": 0}
+    assert records["actor_train"].begin >= records["critic_inf"].end
+
+
+def test_ids_that_a_call_has_made_reach_other_calls_and_the_master(master: Master) -> None:
+    batch, actor, critic = master.workers.scatter(new_batch(step=3)), master.engines["actor"], master.engines["critic"]
+    actor.call("keep", batch)
+    columns = ("kept_ids",)  # what restores them comes along
+    assert critic.call("sum_of_kept", batch, keys=columns) == {"sum": 3.0 * 2 * ROWS * LENGTH}
+    ids = master.workers.fetch(batch["kept_ids"], batch)
+    assert ids.shape == (ROWS, 2 * LENGTH) and (ids == 3).all()
 
 
 def span(record: CallRecord) -> tuple[float, float]:
@@ -136,6 +193,16 @@ def test_the_object_store_and_the_master_keep_nothing_of_300_steps(master: Maste
         assert time.monotonic() < deadline, (bytes_before, stored_bytes(), references_before, num_references())
         time.sleep(0.1)  # Ray frees what nobody refers to once a second
     assert bytes_before > BATCH_BYTES / 2, "batches lie in the store"
+
+
+def test_batches_of_a_step_that_never_ends_do_not_fill_the_store(master: Master) -> None:
+    """As in a loop that evaluates, and does not train."""
+    stored = []
+    for step in range(60):
+        batch = master.workers.scatter(new_batch(step))
+        master.workers.fetch(master.engines["actor"].call("echo", batch, output="more"), batch)
+        stored.append(stored_bytes())
+    assert max(stored[40:]) < 40 * BATCH_BYTES / 2, "two keys of the source and one made are 3 of the 5 keys"
 
 
 def stored_bytes() -> int:
