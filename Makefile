@@ -81,9 +81,10 @@ test-vllm: $(VENV)/.installed-dev            ## train through a real vLLM on a C
 	AREALITE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_vllm_server.py
 	$(SERVERS) train --server vllm --python $(VLLM_VENV)/bin/python $(ARGS)
 
-test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on a CPU (6 minutes), or say loudly that it can't be installed
+test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on a CPU, also with images (8 minutes), or say loudly that it can't be installed
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
 		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_sglang_server.py && \
+		$(SERVERS) images --server sglang --python $(SGLANG_VENV)/bin/python && \
 		$(SERVERS) train --server sglang --python $(SGLANG_VENV)/bin/python $(ARGS); \
 	else \
 		echo "SKIPPED: SGLang can't be installed here, see above"; \

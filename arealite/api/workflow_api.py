@@ -36,6 +36,9 @@ class RolloutWorkflow(abc.ABC):
         each turn earned, on its last token: sums from a turn on are its return, and take the place of `rewards` for a
         critic and without a baseline. Baselines of groups compare `rewards` and leave them out.
 
+        For a model that sees images, `pixel_values [B, P, D]` and `image_grid_thw [B, I, 3]` have the patches of each
+        row and their grids, padded with 0 (`VisionRLVRWorkflow`).
+
         Any other key `[B]` is a metric of the workflow: its mean is logged as `workflow/<key>` (as `<key>` if that has
         a `/`) and in evaluations as `eval/<key>`.
         """

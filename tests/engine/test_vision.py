@@ -15,6 +15,7 @@ from training_cases import actor_config, train_config
 from transformers import AutoModelForImageTextToText
 
 from arealite.algorithms.logprobs import count_loss_tokens
+from arealite.api.cli_args import LoRAConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -161,6 +162,26 @@ def test_prompts_whose_images_got_lost_are_refused(path: str, batch: TensorDict)
     with pytest.raises(ValueError, match=r"^a sequence must have a placeholder for each of the 8 tokens of its images"):
         engine.evaluate_lm(cut)
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda path: FSDPEngine(train_config(path, lora=LoRAConfig(rank=2))),
+            "must be matrices: got .*visual.patch_embed",
+        ),
+        (
+            lambda path: FSDPEngine(train_config(path), has_value_head=True),
+            "must have a sequence classifier .* qwen2_5_vl",
+        ),
+    ],
+    ids=["lora", "critic"],
+)
+def test_what_such_models_can_not_do_is_refused(path: str, build: object, message: str) -> None:
+    engine = build(path)
+    with pytest.raises(ValueError, match=message):
+        engine.initialize(None, SPEC)
 
 
 def test_a_model_that_sees_no_images_takes_no_image_processor(tmp_path: Path) -> None:

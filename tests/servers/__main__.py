@@ -2,10 +2,11 @@
 
     python -m servers conformance [--vllm PYTHON] [--sglang PYTHON] [--skipped REASON] [--only WORD]
     python -m servers train --server vllm|sglang --python PYTHON
+    python -m servers images --server lite|vllm|sglang --python PYTHON
     python -m servers record --server vllm|sglang --python PYTHON --out FOLDER
 
 Start it with `tests` on PYTHONPATH. PYTHON is the interpreter of the environment in which a server is installed. The
-last line of the first two is `RESULT {json}`; the exit status is 1 when a check has failed.
+last line of the first three is `RESULT {json}`; the exit status is 1 when a check has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from servers import conformance, recording, training
+from servers import conformance, images, recording, training
 from servers.programs import Name, program
 
 
@@ -39,6 +40,8 @@ def main() -> int:
         result: dict[str, Any] = {"failed": 0}
     elif args.command == "train":
         result = training.run(program(args.server, args.python), folder)
+    elif args.command == "images":
+        result = images.run(program(args.server, args.python), folder)
     else:
         pythons: dict[Name, str] = {"lite": sys.executable, "vllm": args.vllm, "sglang": args.sglang}
         result = conformance.run(folder, {name: path for name, path in pythons.items() if path}, only=args.only)
@@ -63,9 +66,11 @@ def _parse() -> argparse.Namespace:
     conforming.add_argument("--skipped", help="why a server is left out, for the last line")
     conforming.add_argument("--only", default="", help="checks whose name contains this")
     trained = commands.add_parser("train", help="train through a server, by every way that weights can take")
+    shown = commands.add_parser("images", help="show images to a server; vLLM's environment needs torchvision for that")
     recorded = commands.add_parser("record", help="write down what a server answers, for the tests of our backends")
-    for command in (trained, recorded):
-        command.add_argument("--server", choices=["vllm", "sglang"], required=True)
+    for command in (trained, shown, recorded):
+        kinds = ["vllm", "sglang"] + ["lite"] * (command is shown)
+        command.add_argument("--server", choices=kinds, required=True)
         command.add_argument("--python", type=os.path.abspath, required=True, help="interpreter that has it")
     recorded.add_argument("--out", type=Path, required=True, help="folder for <program>-<version>.json")
     return parser.parse_args()

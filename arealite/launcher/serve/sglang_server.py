@@ -20,6 +20,7 @@ from arealite.utils.secret import secret_of_environment
 
 _VERSION_FLAG = "--weight-version"
 RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+IMAGE_CACHE_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"  # of what images became, which outlives the weights that it came from
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +89,11 @@ def check_options(options: argparse.Namespace) -> None:
             "allow_auto_truncate must be off: got on, which cuts prompts without saying so. Remove it from the sglang "
             "block."
         )
+    if os.environ.get(IMAGE_CACHE_VARIABLE, "0") != "0":
+        raise ConfigError(
+            f"{IMAGE_CACHE_VARIABLE} must be 0: got {os.environ[IMAGE_CACHE_VARIABLE]}, with which images that "
+            "were seen before an update are seen by the old weights. Remove it from launcher.inference_server_env_vars."
+        )
     if os.environ.get(RAW_LOGPROBS_VARIABLE, "0").lower() not in ("", "0", "false", "no", "n", "f", "off"):
         raise ConfigError(
             f"{RAW_LOGPROBS_VARIABLE} must be off: got {os.environ[RAW_LOGPROBS_VARIABLE]}, which returns logprobs of "
@@ -100,6 +106,7 @@ def _serve(flags: list[str]) -> None:
         flags += ["--api-key", secret]  # in our memory alone; SGLang shows it when it warms itself up
         _hide_in_logs(secret)
         importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(RequireSecret)
+    os.environ[IMAGE_CACHE_VARIABLE] = "0"
     sys.argv[1:] = flags
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

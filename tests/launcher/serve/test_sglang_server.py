@@ -67,6 +67,14 @@ def test_nodes_that_would_wait_for_ever_are_refused(
         check_options(options(nnodes, node_rank, address, num_devices))
 
 
+def test_a_cache_of_images_that_outlives_their_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "100")
+    with pytest.raises(ConfigError, match=r"^SGLANG_VLM_CACHE_SIZE_MB must be 0: got 100, with which images"):
+        check_options(options(1, 0, None, 1))
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "0")
+    check_options(options(1, 0, None, 1))
+
+
 def test_an_interpreter_without_sglang_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "--model-path", "m"]) == 2
     told = capsys.readouterr()
