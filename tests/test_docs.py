@@ -1,5 +1,7 @@
-"""What docs/data-and-rewards.md tells to type, typed: its files written, its commands run, in an empty folder."""
+"""What pages tell to type, typed: their files written, their commands run, in an empty folder."""
 
+import asyncio
+import importlib
 import json
 import os
 import re
@@ -11,27 +13,33 @@ from typing import Any
 import pytest
 
 from arealite.api.cli_args import DatasetConfig
+from arealite.api.errors import ParseError
+from arealite.workflow.tools import FunctionTools
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "data-and-rewards.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder in which everything was typed."""
-    folder = tmp_path_factory.mktemp("empty")
-    for name, body in re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL):
+def typed(page: str, folder: Path, examples: str) -> Path:
+    """Write the files of a page into a folder, run its commands there, and return it."""
+    for name, body in re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL):
         (folder / name).write_text(body)
     programs = folder / "bin"
     programs.mkdir()
     for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
-    env = os.environ | {"E": str(REPOSITORY / "examples" / "arealite"), "PATH": f"{programs}:{os.environ['PATH']}"}
-    for commands in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
+    env = os.environ | {"E": str(REPOSITORY / "examples" / examples), "PATH": f"{programs}:{os.environ['PATH']}"}
+    for commands in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
         done = subprocess.run(["sh", "-ec", commands], cwd=folder, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{commands}\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which everything was typed."""
+    return typed(PAGE, tmp_path_factory.mktemp("empty"), "arealite")
 
 
 def metrics(folder: Path, trial: str) -> list[dict[str, Any]]:
@@ -79,6 +87,28 @@ def test_a_second_turn_follows_a_wrong_answer(folder: Path) -> None:
     for row in map(json.loads, rows):
         texts = [text for part in row["segments"] for text in part.values()]
         assert len(texts) == 4 and again.fullmatch("".join(texts)), row
+
+
+@pytest.mark.slow
+def test_a_workflow_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the tools and the agent that the page shows do what it says."""
+    folder = typed((REPOSITORY / "docs" / "workflows.md").read_text(), tmp_path, "agents")
+    rows = metrics(folder, "guessing")
+    assert [row["step"] for row in rows] == [0, 1, 2] and 1 <= rows[0]["workflow/num_turns"] <= 3
+    lines = (folder / "runs/own/guessing/rollouts/step_0.jsonl").read_text().splitlines()
+    assert len(lines) == 8 * 4
+    for segments in (json.loads(line)["segments"] for line in lines):
+        assert [kind for part in segments for kind in part] == ["given", "sampled"] * (len(segments) // 2)
+        assert all(re.search("<.user.>(higher|lower)<", part["given"]) for part in segments[2::2])
+    monkeypatch.syspath_prepend(folder)
+    tools, walker = importlib.import_module("tools"), importlib.import_module("walker").Walker()
+    environment = FunctionTools([tools.multiply, tools.weather])
+    assert asyncio.run(environment.aexecute("multiply", {"a": 6, "b": 7})) == 42
+    with pytest.raises(ValueError, match="there is no city Bruma"):
+        asyncio.run(environment.aexecute("weather", {"city": "Bruma"}))
+    assert (walker.act({"content": "Go right"}), walker.act({"content": "LEFT"})) == (1, -1)
+    with pytest.raises(ParseError, match="Say left or right"):
+        walker.act({"content": "up"})
 
 
 def test_every_key_of_the_table_exists() -> None:
