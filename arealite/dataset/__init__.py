@@ -106,14 +106,18 @@ def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any, processor: Any, 
     config = with_known_keys(config)
     first = [(row, f"row {index} of {config.path}") for index, row in enumerate(rows[: config.max_rows], start)]
     if config.type in ("dpo", "rw"):
+        if config.image_key:
+            raise ValueError(
+                f"pairs of answers must be about texts: got the image_key {config.image_key}. Use other data."
+            )
         rows = [{"pair": _pair(row, where, config, tokenizer)} for row, where in first]
         longest = [max((one["input_ids"] for one in row["pair"]), key=len) for row in rows]
         return rows if config.max_length is None else _within(rows, longest, config.max_length)
     rows = [_with_messages(row, where, config) for row, where in first]
-    if config.image_key and processor is None and (config.type == "sft" or config.max_length is not None):
+    if config.image_key and processor is None:
         raise ValueError(
-            "processor must be given for demonstrations with images, and for max_length: got None. Pass "
-            "load_image_processor(config.tokenizer_path)."
+            f"processor must be given for rows with images ({config.image_key} of {config.path}): got None. Use a "
+            "script that shows images, such as clevr_count_70k_grpo.py: it passes load_image_processor(...)."
         )
     if config.type == "sft":
         told = _demonstrations(rows, tokenizer)
@@ -122,7 +126,7 @@ def _prepare(rows: Rows, config: DatasetConfig, tokenizer: Any, processor: Any, 
     else:  # without a limit, the first row tells whether the template takes such conversations
         asked = rows[: None if config.max_length else 1]
         told = [{"input_ids": ids} for ids in prompt_tokens(tokenizer, [row["messages"] for row in asked])]
-    if config.image_key and processor is not None:
+    if config.image_key:
         told = [expanded(one, row["images"], tokenizer, processor) for one, row in zip(told, rows, strict=False)]
     if config.type == "sft":
         shown = ({"images": row["images"]} if config.image_key else {} for row in rows)

@@ -140,9 +140,13 @@ def test_rows_that_can_not_be_shown_are_refused(row: dict, message: str, tools: 
         get_custom_dataset("clevr_count_70k", type="sft", **tools)
 
 
-def test_demonstrations_with_images_need_a_processor(clevr: str, tools: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"^processor must be given for demonstrations with images"):
-        get_custom_dataset(clevr, type="sft", tokenizer=tools["tokenizer"])
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_script_that_shows_no_images_is_not_given_any(clevr: str, kind: str, tools: dict[str, object]) -> None:
+    """It would ask about pictures that the model never sees."""
+    with pytest.raises(
+        ValueError, match=r"^processor must be given for rows with images \(images of .*: got None\. Use"
+    ):
+        get_custom_dataset(clevr, type=kind, tokenizer=tools["tokenizer"])
 
 
 ORIGINAL = """
