@@ -149,6 +149,11 @@ def test_a_script_that_shows_no_images_is_not_given_any(clevr: str, kind: str, t
         get_custom_dataset(clevr, type=kind, tokenizer=tools["tokenizer"])
 
 
+def test_pairs_are_about_texts(clevr: str, tools: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"^pairs of answers must be about texts: got the image_key images"):
+        get_custom_dataset(clevr, type="dpo", tokenizer=tools["tokenizer"])
+
+
 ORIGINAL = """
 experiment_name: clevr_count_70k-sft
 trial_name: trial0
