@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-algorithms lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-algorithms lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -64,7 +64,7 @@ SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
 test-secret: $(VENV)/.installed-dev            ## look for the secret of a run under faults wherever it must not be (1 minute)
 	$(VENV)/bin/python -m pytest -m slow tests/test_secret_of_runs.py $(ARGS)
 
-install-servers:            ## install vLLM and SGLang for CPUs, each in an environment of its own (4 minutes)
+install-servers:            ## install vLLM and SGLang for CPUs, each in an environment of its own (3 minutes)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
 	sh tests/servers/install_sglang.sh $(SGLANG_VENV)
 
@@ -123,11 +123,14 @@ test-elastic: $(VENV)/.installed            ## let servers join, leave and die w
 test-hostile: $(VENV)/.installed            ## send junk to servers, client, files, workflows and rewards (5 minutes; ARGS=--short: 1.5)
 	PYTHONPATH=tests $(VENV)/bin/python -m hostile $(ARGS)
 
+test-agents: $(VENV)/.installed-dev            ## train agents on the packages of OpenAI and Anthropic, and a command, token-exactly (3 minutes)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
+
 test-sandbox: $(VENV)/.installed-dev            ## try to break out of the sandbox for programs of models (a minute; installs bubblewrap)
 	sh tests/reward/install_bubblewrap.sh
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/reward/test_sandbox.py tests/reward/test_escapes.py $(ARGS)
 
-test-mistakes: $(VENV)/.installed            ## make the mistakes that users make, and hold what they see to kept sentences (4 minutes)
+test-mistakes: $(VENV)/.installed            ## make the mistakes that users make, and hold what they see to kept sentences (3 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m mistakes $(ARGS)
 
 chaos: $(VENV)/.installed            ## kill processes of runs at random and break servers, then audit (20 minutes; ARGS=--short: 3)

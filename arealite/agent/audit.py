@@ -49,8 +49,8 @@ def audit_turns(rows: Iterable[Mapping[str, Sequence[Any]]], sampled: Sequence[M
         for length, ends in by_length.items():
             found = ends.get(ids[:length].tobytes(), []) if length <= len(ids) else []
             turns = [one for one in found if mask[sampled[one].input_len : length].all() and sampled[one].output_len]
-            if turns:  # equal responses are trained on in one row each
-                number = min(turns, key=lambda one: times[one])
+            if turns:  # equal responses are trained on in one row each; their logprobs tell them apart
+                number = min(turns, key=lambda one: (times[one], len([*_differences(row, sampled[one])])))
                 times[number] += 1
                 explained[sampled[number].input_len : length] = True
                 for told in _differences(row, sampled[number]):
