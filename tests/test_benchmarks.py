@@ -35,6 +35,15 @@ def test_the_runtime_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_agents_are_measured(tmp_path: Path) -> None:
+    sizes = ["--runs", "16", "--turns", "2", "--delay", "0.5"]
+    plain, packaged = measured(tmp_path / "found.jsonl", "agents.py", *sizes)
+    assert (plain["client"], packaged["client"]) == ("aiohttp", "openai")
+    for found in (plain, packaged):
+        assert found["most_running"] == 16 and {"arealite-proxy", "arealite-agents"} <= found["cpu_ms_by_thread"].keys()
+
+
+@pytest.mark.slow
 def test_generation_is_measured(tmp_path: Path) -> None:
     found = measured(tmp_path / "found.jsonl", "generation.py", "--rounds", "1")
     assert [(one["case"], one["group"]) for one in found] == [("uniform", 1), ("uniform", 8), ("lengths", 1)]
