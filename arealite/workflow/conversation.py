@@ -100,7 +100,7 @@ class Conversation:
     def _read(self, response: ModelResponse) -> Message:
         with self._model.lock:
             sampled = response.output_tokens[: None if self._end is None else -1]
-            text = str(self._model.text.tokenizer.decode(sampled))
+            text = self._model.text.decode(response.input_tokens, sampled)
             if response.matched_stop:
                 text = text.partition(response.matched_stop)[0]
             message: Message = {"role": "assistant", "content": text}
@@ -110,7 +110,7 @@ class Conversation:
                 self.num_malformed_calls += 1
         calls = message.get("tool_calls", [])
         for call, name in zip(calls, call_ids(self.builder.ids, len(calls)), strict=True):
-            call["id"] = name
+            call.setdefault("id", name)
         return message
 
     @property

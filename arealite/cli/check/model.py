@@ -129,7 +129,11 @@ def check_template(found: Findings, config: Config, model: PreTrainedModel, toke
 
 def _check_turns(found: Findings, tokenizer: Any, *, is_agent: bool) -> None:
     """What agents may do with this template: columns of its certificate by thinking mode."""
-    for mode, cells in by_mode(tokenizer):
+    try:
+        modes = list(by_mode(tokenizer))
+    except ImportError as error:
+        return found.add("problem" if is_agent else "warning", f"turns are not looked at: {error}")
+    for mode, cells in modes:
         shown = "; ".join(f"{column}: {cell}" for column, cell in cells.items())
         seen = [f"{cell}: {meaning}" for cell, meaning in OUTCOMES.items() if cell in cells.values() and cell != "ok"]
         meaning = f" ({'; '.join(seen)})" if seen else ""
