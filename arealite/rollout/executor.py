@@ -23,7 +23,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.episode import Episode, EpisodeRunner
+from arealite.rollout.episode import Episode, EpisodeRunner, Outcome
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import OVERDUE, Budgets
 from arealite.rollout.prompts import Prompt, PromptSource, Row, ShouldAccept, named
@@ -339,7 +339,11 @@ class RolloutExecutor:
         self._advance()
 
     async def _run(self, episode: Episode) -> None:
-        outcome = await self._runner.run(episode)
+        outcome: Outcome
+        try:
+            outcome = await self._runner.run(episode)
+        except GeneratorExit as error:  # of a task that a workflow awaits: it closes all that await it but us
+            outcome = error
         if self._running.pop(episode, None) is None:
             return  # dropped meanwhile
         if isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):

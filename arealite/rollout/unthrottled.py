@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from arealite.api.errors import EpisodeError
-from arealite.rollout.episode import Episode, EpisodeRunner
+from arealite.rollout.episode import Episode, EpisodeRunner, Outcome
 from arealite.rollout.prompts import Prompt
 from arealite.rollout.staleness import StalenessAccount
 
@@ -94,7 +94,11 @@ async def _run_to_the_end(
     """Return the accepted episode; None if it was rejected or failed."""
     while True:
         episode = runner.start(prompt, head_version)
-        outcome = await runner.run(episode)
+        outcome: Outcome
+        try:
+            outcome = await runner.run(episode)
+        except GeneratorExit as error:  # of a task that a workflow awaits: it closes all that await it but us
+            outcome = error
         if not runner.end(episode, outcome):
             break
     if isinstance(outcome, BaseException | str):

@@ -573,6 +573,33 @@ def test_dropped_episodes_are_counted_by_kind(
     assert engine.executor.metrics()[f"rollout/failed_{kind}"] == engine.executor.stats.failed == 1
 
 
+class AwaitingWorkflow(WaitingWorkflow):
+    """Awaits a task of its own, which ends in the oddest way for the first prompt."""
+
+    async def arun_episode(self, engine: InferenceEngine, row: Row) -> TensorDict:
+        async def act() -> TensorDict:
+            if row["prompt_id"].index == 0:
+                raise GeneratorExit
+            return waiting_trajectory(row["prompt_id"].index, 0)
+
+        return await asyncio.create_task(act())
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_a_task_that_ends_as_a_generator_does_fails_its_prompt_only(
+    start: Callable[..., IdleEngine], is_evaluation: bool
+) -> None:
+    """Python closes every coroutine that awaits such a task, and tells only the outermost."""
+    engine = start(consumer_batch_size=2, episode_retries=0, max_failed_share=1.0)
+    workflow = AwaitingWorkflow()
+    if is_evaluation:
+        batch = engine.executor.run_all(rows(3), workflow, is_evaluation=True)
+    else:
+        batch = engine.executor.prepare_batch([rows(6)], workflow)
+    assert prompts_of(batch) == [1, 2]
+    assert is_evaluation or engine.executor.metrics()["rollout/failed_workflow"] == 1
+
+
 def test_a_filter_that_cancels_fails_its_prompt(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=2, episode_retries=0)
 
