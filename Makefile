@@ -133,7 +133,7 @@ test-sandbox: $(VENV)/.installed-dev            ## try to break out of the sandb
 test-mistakes: $(VENV)/.installed            ## make the mistakes that users make, and hold what they see to kept sentences (3 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m mistakes $(ARGS)
 
-chaos: $(VENV)/.installed            ## kill processes of runs at random and break servers, then audit (20 minutes; ARGS=--short: 3)
+chaos: $(VENV)/.installed            ## kill processes of runs at random, break servers and agents, then audit (20 minutes; ARGS=--short: 3)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos $(ARGS)
 
 benchmark: $(VENV)/.installed            ## measure the embedded engine against transformers (a few minutes)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 from chaos import kills
+from chaos.agent_promises import judge_agents
+from chaos.agents import KINDS, PLANS
 from chaos.experiment import Experiment
 from chaos.flaky_proxy import FAULTS, REFUSED
 from chaos.fleet import fleet
@@ -140,6 +142,72 @@ def test_a_run_that_left_no_files_breaks_promises_too(tmp_path: Path) -> None:
     experiment = Experiment(tmp_path, tmp_path / "model", "lite.d1+d1")
     experiment.temporary.mkdir()
     assert len(judge(experiment, Outcome()).broken) >= 4
+
+
+def write_agents(folder: Path, *, lies: bool) -> Experiment:
+    """Write what a run of agents leaves that has met each plan once; with `lies`, one thing of each kind is wrong."""
+    experiment = Experiment(folder, folder / "model", "lite.d1+d1", steps=1)
+    (experiment.run_folder / "rollouts").mkdir(parents=True)
+    ledger = Ledger(
+        str(experiment.run_folder / "ledger.sqlite"),
+        StalenessAccount(batch_size=1, max_head_offpolicyness=99, max_concurrent=9),
+    )
+    rows, asked = [], []
+    for index, plan in enumerate(PLANS):
+        prompt = Prompt(PromptId(0, index))
+        ledger.issue([prompt], cursor=CURSOR)
+        kinds = [KINDS.get(act) for act in plan]
+        if lies and plan[0].__name__ in ("talks", "hangs"):
+            kinds = [None if kinds[0] else "agent", None]  # what must not fail does, and the other way round
+        for attempt, kind in enumerate(kinds):
+            ledger.start(prompt, head_version=0)
+            if kind is None:
+                break
+            if attempt == 0:
+                ledger.retry(prompt, kind)
+            else:
+                ledger.drop(prompt, "failed", kind, [], 0.1)
+        else:
+            continue
+        if plan[0].__name__ == "rejects":
+            ledger.drop(prompt, "rejected", "workflow", [], 0.1)
+            continue
+        ledger.accept(prompt, [], 0.1)
+        ledger.train([prompt], 0)
+        name = {"prompt_id": f"0-{index}", "attempt": attempt}
+        response = {"input_tokens": [1, index], "output_tokens": [5, 6], "output_logprobs": [-0.5, -0.25]}
+        response |= {"output_versions": [0, 1], "stop_reason": "stop", "num_interrupts": 1}
+        row = {"input_ids": [1, index, 5, 6], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -0.5, -0.25]}
+        rows += [name | {"sample": 0, "versions": [-1, -1, 0, 1]} | row]
+        rows += [rows[-1] | {"input_ids": [1, index, 5, 6, 7], "loss_mask": [0] * 5, "logprobs": [0.0] * 5}]
+        run = {"counts": {"retries": 1, "orphans": 1}, "turns": ["a"], "read": ["a"], "responses": [response]}
+        asked.append(name | {"runs": {"0": run}})
+    ledger.close()
+    if lies:
+        rows[0] |= {"input_ids": [1, 0, 5, 7]}
+        asked[1]["runs"]["0"] |= {"read": ["a", "b"], "counts": {}}
+    (experiment.run_folder / "rollouts" / "step_0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (experiment.folder / "runs" / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    return experiment
+
+
+def test_agents_that_were_trained_and_failed_as_they_must_break_no_promise(tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    assert list(judge_agents(write_agents(tmp_path, lies=False), counts)) == []
+    assert counts["turns"] == counts["turns_equal"] == counts["interrupted"] == counts["retries"] == 9
+    assert (counts["failed_workflow"], counts["failed_timeout"], counts["failed_agent"]) == (3, 1, 5)
+
+
+def test_what_was_trained_or_counted_wrongly_of_agents_is_told(tmp_path: Path) -> None:
+    told = list(judge_agents(write_agents(tmp_path, lies=True), Counter()))
+    run = "run ('0-0', 1, '0') must train on what was sampled"
+    assert told == [
+        f"{run}: row 0 trains on 2 tokens that no response has there, from 2 on",
+        f"{run}: response 0 is trained on in 0 rows",
+        "run ('0-1', 0, '0') must have every turn that a client has read: it lacks ['b']",
+        "an attempt of prompt 0, talks then talks, must fail with None: got agent",
+        "prompt 8, hangs then talks, must fail with timeout: got trained after []",
+    ]
 
 
 def test_ten_seeds_bring_every_role_to_every_moment() -> None:

@@ -1,6 +1,6 @@
-"""Kills processes of real runs at random moments and puts broken servers in front of others.
+"""Kills processes of real runs at random moments, puts broken servers in front of others, and lets agents misbehave.
 
-    PYTHONPATH=tests python -m chaos [--short] [--seed N] [--runs N] [--faulty N] [--folder DIR]
+    PYTHONPATH=tests python -m chaos [--short] [--seed N] [--runs N] [--faulty N] [--agents N] [--folder DIR]
 
 Prints what it does, and at last `RESULT {json}`. Exit status: 0 when every run has kept every promise, else 1, and
 then the folders of the runs that have not are kept and named.
@@ -21,7 +21,9 @@ from typing import Any
 from testing_quickstart import write_tiny_model
 
 from chaos import kills
-from chaos.experiment import Experiment
+from chaos.agent_promises import judge_agents
+from chaos.agents import PLANS
+from chaos.experiment import AGENT_ENTRY, WORD_PROBLEMS, Experiment
 from chaos.flaky_proxy import REFUSED
 from chaos.fleet import fleet
 from chaos.kills import Outcome, Say
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first run of both sorts; the others count on")
     parser.add_argument("--runs", type=int, help="runs whose processes are killed; default 10, or 2")
     parser.add_argument("--faulty", type=int, help="runs whose servers are unreliable; default 3, or 1")
+    parser.add_argument("--agents", type=int, default=1, help="runs of agents that misbehave; default 1")
     parser.add_argument("--folder", type=Path, help="where to work; default is the temporary folder")
     args = parser.parse_args()
     suite = Suite(Path(tempfile.mkdtemp(prefix="arealite-chaos-", dir=args.folder)))
@@ -48,6 +51,8 @@ def main() -> int:
         suite.kill_processes(seed, number=2 if args.short else 3)
     for seed in range(args.seed, args.seed + (num_faulty if args.faulty is None else args.faulty)):
         suite.serve_badly(seed, number=0 if args.short else 2)
+    for seed in range(args.seed, args.seed + args.agents):
+        suite.run_agents(seed, steps=4 if args.short else 12)
     result = suite.result()
     if result["broken_runs"] == 0:
         shutil.rmtree(suite.folder)
@@ -64,6 +69,7 @@ class Suite:
         self._model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
         self._faults: Counter[str] = Counter()
         self._verdicts: dict[str, Verdict] = {}
+        self._agents: Counter[str] = Counter()
 
     def kill_processes(self, seed: int, *, number: int) -> None:
         """Kill `number` processes of a run that can't do without them, and a reward worker."""
@@ -100,6 +106,39 @@ class Suite:
             verdict.broken += servers.complaints()
         self._conclude(folder, outcome, verdict, voice)
 
+    def run_agents(self, seed: int, *, steps: int) -> None:
+        """Train agents that crash, hang, lie, leave and ask again, through unreliable servers, one of which dies."""
+        voice = _introduce(f"seed {seed}: agents that misbehave, 2 unreliable servers, 1 kill")
+        folder = self.folder / f"agents-{seed}"
+        with fleet(folder / "fleet", self._model, size=2, seed=seed, refuses=False) as servers:
+            overrides = {
+                # An epoch has every plan of the agents three times.
+                "train_dataset.path": f"{WORD_PROBLEMS}?train={3 * len(PLANS)}&test=2",
+                "rollout.episode_timeout": 8,
+                "rollout.max_failed_share": 1.0,
+            }
+            run, addresses = folder / "run", servers.proxies
+            experiment = Experiment(
+                run,
+                self._model,
+                SERVED_ALLOCATION,
+                addresses,
+                steps=steps,
+                group_size=2,
+                num_idle=Experiment.batch_size - 1,
+                entry=AGENT_ENTRY,
+                overrides=overrides,
+            )
+            kill = kills.draw_one(seed, "foreign_server", steps=steps)
+            outcome = kills.run(experiment, kill, timeout_s=TIMEOUT_S, say=voice)
+            outcome.faults += servers.faults().elements()
+            verdict = judge(experiment, outcome)
+            counts: Counter[str] = Counter()
+            verdict.broken += [*judge_agents(experiment, counts), *servers.complaints()]
+        voice(f"agents: {json.dumps(counts)}")
+        self._agents += counts
+        self._conclude(folder, outcome, verdict, voice)
+
     def result(self) -> dict[str, Any]:
         """Return what the last line tells."""
         verdicts = self._verdicts.values()
@@ -110,6 +149,7 @@ class Suite:
             "lost": sum(verdict.lost for verdict in verdicts),
             "repeated": sum(verdict.repeated for verdict in verdicts),
             "staleness_max": max((verdict.staleness_max for verdict in verdicts), default=-1),
+            "agents": self._agents,
             "seeds": list(self._verdicts),
             "wall_s": round(time.monotonic() - self._started),
         }

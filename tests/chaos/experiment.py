@@ -10,14 +10,16 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from testing_processes import spawn
 
 REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
+AGENT_ENTRY = Path(__file__).with_name("agent_run.py")
 WORD_PROBLEMS = f"{REPOSITORY / 'examples' / 'quickstart' / 'word_problems.py'}:rows"
 CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
 MARKER = "AREALITE_CHAOS_RUN"
@@ -49,6 +51,9 @@ class Experiment:
     checkpoint_steps: int = 1
     entry: Path = ENTRY
     reward: str = "arealite.reward:gsm8k_reward_fn"
+    num_idle: int = 0
+    """Prompts that may wait beside those: batches are pulled as a whole, also to replace a few that were dropped."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def run_folder(self) -> Path:
@@ -57,7 +62,7 @@ class Experiment:
     @property
     def max_pending(self) -> int:
         """Return how many prompts a run pulls ahead of those it trains on."""
-        return (self.bound + 1) * self.batch_size
+        return (self.bound + 1) * self.batch_size + self.num_idle
 
     @property
     def temporary(self) -> Path:
@@ -99,6 +104,7 @@ class Experiment:
             "recover.retries": self.retries,
             "launcher.stall_timeout": 90,
             "launcher.preflight": False,
+            **self.overrides,
         }
         return [str(self.entry), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items())]
 

@@ -66,8 +66,8 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, model: Path, *, size: int, seed: int) -> Iterator[Fleet]:
-    """Start servers and proxies, and end them; `seed` decides what the proxies do."""
+def fleet(folder: Path, model: Path, *, size: int, seed: int, refuses: bool = True) -> Iterator[Fleet]:
+    """Start servers and proxies, and end them; `seed` decides what proxies do, and one of them `refuses` weights."""
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         members = []
@@ -75,7 +75,7 @@ def fleet(folder: Path, model: Path, *, size: int, seed: int) -> Iterator[Fleet]
             ports = [port_of(stack.enter_context(hold_port())) for _ in range(2)]
             server, proxy = (f"{LOOPBACK}:{port}" for port in ports)
             faults = folder / f"faults-{index}.jsonl"
-            refused = random.Random(f"{seed} refuses").randint(10, 60) if index == 0 else -1
+            refused = random.Random(f"{seed} refuses").randint(10, 60) if refuses and index == 0 else -1
             served = ["--model-path", str(model), "--port", str(ports[0]), "--context", "512", "--seed", str(index)]
             respawned = [sys.executable, "-m", "arealite.server", *served]
             _guard(stack, folder / f"server-{index}.txt", "chaos.respawn", *respawned)

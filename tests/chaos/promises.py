@@ -92,8 +92,8 @@ def _steps(experiment: Experiment, _: Outcome, __: Verdict) -> Iterator[str]:
         yield f"metrics.jsonl must tell steps 0..{experiment.steps} once and in order: got {told}"
     seen: dict[str, int] = {}
     for step in range(experiment.steps):
-        samples = _samples(experiment, step)
-        prompts = {row["prompt_id"] for row in samples}
+        samples = {(row["prompt_id"], row["sample"]) for row in _samples(experiment, step)}
+        prompts = {prompt for prompt, _ in samples}
         if len(samples) != experiment.batch_size * experiment.group_size or len(prompts) != experiment.batch_size:
             yield f"step {step} must train whole groups: got {len(samples)} samples of {len(prompts)} prompts"
         for prompt in prompts:

@@ -10,7 +10,7 @@ from typing import Literal
 import psutil
 
 from arealite.utils.processes import descendants, is_alive
-from chaos.experiment import ENTRY, MARKER
+from chaos.experiment import AGENT_ENTRY, ENTRY, MARKER
 
 Role = Literal["server", "trainer", "launcher", "guard", "reward", "foreign_server"]
 
@@ -40,7 +40,7 @@ def role_of(pid: int) -> Role | None:
             return "server"
         case ["-m", "arealite.launcher.local"]:
             return "launcher"
-        case [script, *_] if script == str(ENTRY):
+        case [script, *_] if script in (str(ENTRY), str(AGENT_ENTRY)):
             return "trainer"
         case ["-P", "-c"] if "arealite.reward.worker" in words[3]:
             return "reward"
