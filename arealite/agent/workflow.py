@@ -149,16 +149,17 @@ def _as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
     numbers = list(by_turn.values()) if by_turn or isinstance(reward, Mapping) else [reward]
     try:
         numbers = [float(number) for number in numbers]
-    except (TypeError, ValueError):
-        numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
+        total = math.fsum(numbers)
+    except (TypeError, ValueError, OverflowError):
+        total = math.nan
+    if not math.isfinite(total):
         raise AgentError(
             f"an agent must return a finite number, numbers by the id of a response, or None: got {reward!r:.200}. "
             "Return its reward."
         )
     if unknown := [name for name in by_turn if run.by_id(name) is None]:
         raise AgentError(f"rewards must be for responses of the run: got one for {unknown[0]!r}. Use the `id` of one.")
-    return math.fsum(numbers), dict(zip(by_turn, numbers))
+    return total, dict(zip(by_turn, numbers))
 
 
 def _choose_roots(run: Run, which: str) -> None:

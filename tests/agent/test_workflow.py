@@ -120,7 +120,10 @@ async def test_an_agent_may_reject_its_group(model, workflow_of) -> None:
     assert await workflow_of(agent, n=2).arun_episode(model, ROW) is None
 
 
-@pytest.mark.parametrize("reward", ["good", float("nan"), {"chatcmpl-other": 1.0}, {"x": "y"}, object()])
+@pytest.mark.parametrize(
+    "reward",
+    ["good", float("nan"), pytest.param(10**400, id="too large"), {"chatcmpl-other": 1.0}, {"x": "y"}, object()],
+)
 async def test_what_is_no_reward_fails_the_episode(model, workflow_of, reward) -> None:
     async def agent(data, base_url, api_key):
         async with client_of(base_url, api_key) as client:
