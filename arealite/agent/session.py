@@ -195,11 +195,11 @@ class Session:
         if config.max_turns is not None and counts["turns"] >= config.max_turns:
             raise self._refuse("max_turns", f"a run must have at most {config.max_turns} turns: got one more.")
         room = [gconfig.max_new_tokens, *([call.max_tokens] if call.max_tokens else [])]
-        if config.max_tokens is not None:
-            if counts["tokens"] >= config.max_tokens:
-                message = f"a run must sample at most {config.max_tokens} tokens: got {counts['tokens']}."
-                raise self._refuse("max_tokens", message)
-            room.append(config.max_tokens - counts["tokens"])
+        if config.max_sampled_tokens is not None:
+            if counts["tokens"] >= config.max_sampled_tokens:
+                message = f"a run must sample at most {config.max_sampled_tokens} tokens: got {counts['tokens']}."
+                raise self._refuse("max_sampled_tokens", message)
+            room.append(config.max_sampled_tokens - counts["tokens"])
         counts["turns"] += 1
         changes = {"n_samples": 1, "max_new_tokens": min(room), "stop": call.stop or gconfig.stop}
         return ModelRequest(prompt.ids, gconfig.new(**changes), rid=self.key, seed_key=self.seed_key)

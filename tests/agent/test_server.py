@@ -159,12 +159,12 @@ async def test_limits_end_a_run_with_a_reason(model) -> None:
 
 
 async def test_the_tokens_of_a_run_are_limited(model) -> None:
-    async with proxied(model, max_tokens=9) as (proxy, session), openai_client(proxy, session.key) as client:
+    async with proxied(model, max_sampled_tokens=9) as (proxy, session), openai_client(proxy, session.key) as client:
         lengths = [(await client.chat.completions.create(**ASKED)).usage.completion_tokens for _ in range(2)]
         assert lengths == [7, 2]
         with pytest.raises(openai.BadRequestError, match="at most 9 tokens"):
             await client.chat.completions.create(**ASKED)
-    assert session.limit == "max_tokens"
+    assert session.limit == "max_sampled_tokens"
 
 
 async def test_a_full_context_is_told_in_words_that_agents_know(model) -> None:
