@@ -111,7 +111,12 @@ class CoroutineAgent(Agent):
         call = {"data": data} | _fields(endpoint)
         if "http_client" in self._names:
             call["http_client"] = self._http_client()
-        return await self._function(**{name: call[name] for name in self._names})
+        try:
+            return await self._function(**{name: call[name] for name in self._names})
+        except SystemExit as error:  # it would end the loop of all agents
+            raise AgentError(
+                f"an agent must return its reward: got sys.exit({error.code!r}). Raise an error."
+            ) from error
 
     def _http_client(self) -> Any:
         """Return one client for all runs: making one takes 30 ms of CPU."""

@@ -142,6 +142,20 @@ async def test_an_agent_that_never_asks_fails(model, workflow_of) -> None:
         await workflow_of(agent).arun_episode(model, ROW)
 
 
+async def test_an_agent_that_exits_fails_its_own_episode_only(model, workflow_of) -> None:
+    async def agent(data, base_url, api_key):
+        if data["question"] == "Exit":
+            sys.exit(2)
+        async with client_of(base_url, api_key) as client:
+            await say(client, "Hi")
+        return 1.0
+
+    workflow = workflow_of(agent)
+    with pytest.raises(AgentError, match=r"got sys.exit\(2\)"):
+        await workflow.arun_episode(model, ROW | {"question": "Exit"})
+    assert (await workflow.arun_episode(model, ROW))["rewards"].tolist() == [1.0]
+
+
 async def test_the_error_of_an_agent_is_the_episodes(model, workflow_of) -> None:
     async def agent(data, base_url, api_key):
         raise ZeroDivisionError("mine")
