@@ -7,6 +7,7 @@ over a limit; 401 without the key of a run; 409 after the run's end. No client i
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -33,6 +34,7 @@ _PREFIXES = ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1")  # Anthropic's pa
 _NUM_ENDED = 100_000  # runs whose late requests are recognised
 _NEVER_AGAIN = {"x-should-retry": "false"}
 _CLOSE_S = 5.0
+_LATE = "requests must come before the end of their run: got a later one. Make a client for each run, with its api_key."
 
 
 class Proxy:
@@ -118,7 +120,7 @@ class Proxy:
         if found:
             return found[0]
         if any(key in self._ended for key in keys):
-            raise RefusedError("requests must come before the end of their run: got a later one.", "run_ended", 409)
+            raise RefusedError(_LATE, "run_ended", 409)
         advice = "Send the api_key that the agent was given."
         raise RefusedError(f"requests must show the key of a run: got none or another one. {advice}", "no_key", 401)
 
@@ -146,7 +148,7 @@ class Proxy:
                 response = await _begun(request, is_streamed=is_streamed)
             await response.write(wire.heartbeat if is_streamed else b" ")
         try:
-            answer = _result(delivery)
+            whole = _written(wire, delivery, is_streamed=is_streamed)
         except RefusedError as error:
             if response is not None and not is_streamed:  # its status is sent: let the client come back for the error
                 assert request.transport is not None
@@ -158,7 +160,6 @@ class Proxy:
             await response.write(wire.error_event(error))
             await response.write_eof()
             return response
-        whole = b"".join(wire.events(answer)) if is_streamed else orjson.dumps(wire.body(answer))
         delivery.num_delivered += 1
         try:
             return await _ended(request, response, whole, is_streamed=is_streamed)
@@ -200,10 +201,21 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     raise RefusedError(f"the body must be a JSON object: got {raw[:60]!r}. Correct the request.")
 
 
-def _result(delivery: Delivery) -> Any:
+def _written(wire: Wire, delivery: Delivery, *, is_streamed: bool) -> bytes:
+    """Return an answer as its client gets it. Raises RefusedError, also for a defect: clients would retry a 500."""
     if delivery.task.cancelled():
         raise RefusedError("requests must come before the end of their run: it has just ended.", "run_ended", 409)
-    return delivery.task.result()
+    try:
+        answer = delivery.task.result()
+        if is_streamed:
+            return b"".join(wire.events(answer))
+        return json.dumps(wire.body(answer), ensure_ascii=False).encode()  # orjson refuses integers of 65 bits
+    except RefusedError:
+        raise
+    except Exception as error:
+        logger.warning("a request of an agent could not be answered", exc_info=error)
+        message = f"the request must be one that can be answered: got {type(error).__name__}: {error}. Change it."
+        raise RefusedError(message, code="not_answered") from error
 
 
 async def _begun(request: web.Request, *, is_streamed: bool) -> web.StreamResponse:

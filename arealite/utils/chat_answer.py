@@ -6,6 +6,7 @@ wrong in silence (calls without a name, text that belongs to no argument, calls 
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -238,7 +239,7 @@ def _parsed(template: dict[str, Any], text: str, prefix: str, tools: list[Any] |
     try:
         events = [*parser.initial_events, *parser.feed(text)]
         parsed, last = parser.finalize()
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise MalformedCall(f"calls of tools must be such as the chat template shows: got {error}") from error
     if (calls := load_response_template(template).fields.get("tool_calls")) is not None:
         bodies: list[str] = []
@@ -264,6 +265,10 @@ def _checked(calls: list[Any]) -> list[Message]:
         )
         if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
             raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
+        try:  # Python reads more than clients do
+            json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise MalformedCall(f"calls of tools must be JSON: got {error}") from error
     return [
         {
             **({"id": call["id"]} if isinstance(call.get("id"), str) else {}),

@@ -184,6 +184,9 @@ class ChatText:
     def _as_written(self, message: Message) -> Message:
         """Text as a string or as a part, and the arguments of calls as an object or as JSON, as the template wants."""
         content = message.get("content")
+        others = [part.get("type") for part in content if "text" not in part] if isinstance(content, list) else []
+        if others:  # a template would write the part itself, or a placeholder that nothing fills
+            raise ValueError(f"messages must be text: got a part of type {others[0]!r}. Leave it out.")
         if not self._takes_text and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
         elif self._takes_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):

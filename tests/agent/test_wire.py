@@ -15,6 +15,7 @@ WEATHER = {
     "description": "Look up the weather.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 CALL = tool_call("weather", '{"city":"Oslo"}')
 
 
@@ -219,6 +220,15 @@ async def test_anthropics_tool_runner_keeps_its_thread_at_the_server(model) -> N
     assert two.parent is one and ids_equal(session, model) and not session.run.branches
 
 
+async def test_arguments_of_more_than_64_bits(tokenizer) -> None:
+    model = ScriptedModel(lambda prompt: tool_call("weather", f'{{"city":{10**30}}}'), tokenizer)
+    tool = {"name": "weather", "input_schema": WEATHER["parameters"]}
+    async with proxied(model) as (proxy, session), anthropic_client(proxy, session) as client:
+        asked = [{"role": "user", "content": "Where?"}]
+        reply = await client.messages.create(model="m", messages=asked, tools=[tool], max_tokens=150)
+        assert reply.content[0].input == {"city": 10**30}
+
+
 @pytest.mark.parametrize(
     "path, body, code",
     [
@@ -228,11 +238,22 @@ async def test_anthropics_tool_runner_keeps_its_thread_at_the_server(model) -> N
         ("chat/completions", {"messages": [{"role": "user"}], "functions": [{}]}, "functions must be left out"),
         ("chat/completions", {"messages": [{"role": "user"}], "tools": [{"type": "web"}]}, "tools must be functions"),
         ("chat/completions", {"messages": [{"role": "user"}], "max_tokens": 0}, "max_tokens must be at least 1"),
+        ("chat/completions", {"messages": [{"role": "user"}], "stop": [1]}, "stop must be texts of at least one"),
+        ("chat/completions", {"messages": [{"role": "user"}], "stop": {"a": 1}}, "stop must be texts of at least one"),
+        ("chat/completions", {"messages": [{"role": "user"}], "n": 0}, "n must be from 1 to 128"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": {"type": "text"}}]},
+            "content must be a text",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "got a part of type 'image_url'"),
         ("completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
+        ("completions", {"prompt": [-1]}, "must be one that can be answered: got OverflowError"),
         ("responses", {"input": [{"type": "computer_call"}]}, "items of input must be"),
         ("responses", {"input": "a", "background": True}, "background must be left out"),
         ("messages", {"messages": [{"role": "assistant", "content": [{"type": "x"}]}]}, "assistant's blocks must be"),
         ("messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": True}, "must be of type int"),
+        ("messages", {"messages": [{"role": "user", "content": "a"}], "stop_sequences": [""]}, "must be texts"),
     ],
 )
 async def test_requests_that_are_refused(model, path, body, code) -> None:

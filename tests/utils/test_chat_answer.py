@@ -103,6 +103,9 @@ def test_thoughts(family, prompt, text, thoughts, content) -> None:
         ("Llama 3.1", '{"name": "look_up", "parameters": {"word": "a"', "must be such as"),
         ("Mistral Nemo", "[TOOL_CALLS]look_up", "must be such as"),
         ("Gemma 4", "<|tool_call>call:look_up{word:", "must be such as"),
+        ("Qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', "must be JSON: got 'utf-8'"),
+        ("Qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "must be JSON: got Out of range"),
+        ("Qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": ' + 3000 * "[", "must be such as"),
     ],
 )
 def test_what_the_parser_would_take_for_whole(family, text, told) -> None:

@@ -21,6 +21,7 @@ _NOT_OBEYED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("response_format", "tool_choice", "top_logprobs", "reasoning", "reasoning_effort", "thinking", "output_config"),
 )
+_MAX_N = 128  # as OpenAI has it
 _HARMLESS: tuple[Any, ...] = (None, "auto", 0, {"type": "auto"}, {"type": "text"}, {"type": "disabled"}, {})
 
 
@@ -58,6 +59,11 @@ class Call:
     @property
     def wants_logprobs(self) -> bool:
         return self.body.get("logprobs") not in (None, False)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(read(self.body, "stream_options", dict, {}).get("include_usage"))
 
     @property
     def not_obeyed(self) -> list[str]:
@@ -146,6 +152,23 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
+def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
+    """Return the stop strings that are given, one or several."""
+    given = body.get(name) or []
+    stop = [given] if isinstance(given, str) else given
+    if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
+        raise RefusedError(f"{name} must be texts of at least one letter: got {given!r:.100}. Correct the request.")
+    return stop
+
+
+def read_count(body: Mapping[str, Any]) -> int:
+    """Return how many answers are asked for."""
+    number = read(body, "n", int, 1)
+    if not 1 <= number <= _MAX_N:
+        raise RefusedError(f"n must be from 1 to {_MAX_N}: got {number}. Correct the request.")
+    return number
+
+
 def refuse(body: Mapping[str, Any], *names: str) -> None:
     """Refuse what would change the meaning of an answer and is not served."""
     for name in names:
@@ -180,6 +203,8 @@ def joined(content: Any, *, text_types: tuple[str, ...] = ("text",)) -> Any:
     """Return content as one string if it has only text, else its parts."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise RefusedError(f"content must be a text or a list of parts: got {content!r:.100}. Correct the request.")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if all(part["type"] in text_types for part in parts):
         return "".join(part["text"] for part in parts)

@@ -15,8 +15,9 @@ from arealite.agent.wire.base import (
     event,
     function_tool,
     joined,
-    read,
+    read_count,
     read_limit,
+    read_stop,
     refuse,
     tool_call,
 )
@@ -30,14 +31,13 @@ class Chat(Wire):
         messages = [_canonical(message) for message in body["messages"]]
         if not messages:
             raise RefusedError("messages must have at least one message: got none. Send a user message.")
-        stop = body.get("stop") or []
         return Call(
             body,
             messages,
             [_tool(tool) for tool in body.get("tools") or []] or None,
             max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
-            stop=[stop] if isinstance(stop, str) else list(stop),
-            n=max(1, read(body, "n", int, 1)),
+            stop=read_stop(body, "stop"),
+            n=read_count(body),
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
@@ -54,8 +54,7 @@ class Chat(Wire):
 
     def events(self, answer: Answer) -> Iterator[bytes]:
         head = _head(answer, "chat.completion.chunk")
-        options = answer.call.body.get("stream_options") or {}
-        wants_usage = bool(options.get("include_usage"))
+        wants_usage = answer.call.wants_usage
         no_usage = {"usage": None} if wants_usage else {}
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:

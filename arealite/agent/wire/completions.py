@@ -3,7 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from arealite.agent.wire.base import Answer, Call, Find, RefusedError, Wire, event, read, read_limit, refuse
+from arealite.agent.wire.base import (
+    Answer,
+    Call,
+    Find,
+    RefusedError,
+    Wire,
+    event,
+    read_count,
+    read_limit,
+    read_stop,
+    refuse,
+)
 from arealite.agent.wire.chat import usage
 
 
@@ -18,13 +29,12 @@ class Completions(Wire):
         is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
             raise RefusedError(f"prompt must be one text, or the ids of its tokens: got {prompt!r:.100}. Send one.")
-        stop = body.get("stop") or []
         return Call(
             body,
             prompt=prompt,
             max_tokens=read_limit(body, "max_tokens"),
-            stop=[stop] if isinstance(stop, str) else list(stop),
-            n=max(1, read(body, "n", int, 1)),
+            stop=read_stop(body, "stop"),
+            n=read_count(body),
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
@@ -34,7 +44,7 @@ class Completions(Wire):
     def events(self, answer: Answer) -> Iterator[bytes]:
         for index in range(len(answer.turns)):
             yield event(self._head(answer) | {"choices": [self._choice(answer, index)]})
-        if (answer.call.body.get("stream_options") or {}).get("include_usage"):
+        if answer.call.wants_usage:
             yield event(self._head(answer) | {"choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
 
@@ -54,7 +64,7 @@ class Completions(Wire):
             }
         return {
             "index": index,
-            "text": turn.raw_text.partition(turn.response.matched_stop or "\0")[0],
+            "text": turn.raw_text.partition(matched)[0] if (matched := turn.response.matched_stop) else turn.raw_text,
             "finish_reason": turn.response.stop_reason,
             "logprobs": logprobs,
         }

@@ -14,8 +14,8 @@ from arealite.agent.wire.base import (
     event,
     function_tool,
     joined,
-    read,
     read_limit,
+    read_stop,
     tool_call,
 )
 
@@ -43,7 +43,7 @@ class Messages(Wire):
             messages,
             tools,
             max_tokens=read_limit(body, "max_tokens"),
-            stop=list(read(body, "stop_sequences", list, [])),
+            stop=read_stop(body, "stop_sequences"),
             parent=previous,
         )
 
