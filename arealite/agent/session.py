@@ -85,8 +85,9 @@ class Session:
 
     def deliver(self, wire: Wire, raw: bytes, body: dict[str, Any], *, is_retry: bool, is_trained: bool) -> Delivery:
         """Return the delivery that a request is for: one whose client has gone, or a new one. Raises RefusedError."""
-        same = self._deliveries[hashlib.blake2b(wire.prefix.encode() + raw).digest()]
-        lost = [one for one in same if not (one.num_clients or one.num_delivered or one.is_over)]
+        key = hashlib.blake2b(f"{wire.prefix}{is_trained}".encode() + raw).digest()
+        same = self._deliveries[key] = [one for one in self._deliveries[key] if not one.is_over]
+        lost = [one for one in same if not (one.num_clients or one.num_delivered)]
         if lost or (is_retry and same):
             self.counts["retries"] += 1
             delivery = (lost or same)[-1]
@@ -140,6 +141,7 @@ class Session:
         if delivery.task.done() and (delivery.task.cancelled() or delivery.task.exception() is not None):
             return
         delivery.task.cancel()
+        self._answers.pop(delivery.answer_id, None)
         self.counts["orphans"] += 1
         self.model.tokenizing.submit(self.run.discard, delivery.answer_id)  # where turns are added
 
@@ -164,15 +166,22 @@ class Session:
     def _prompt(self, call: Call, parent: Turn | None) -> NextPrompt:
         try:
             if call.prompt is not None:
-                return self._continuation(call.prompt)
-            return self.model.bridge.prompt(self.run, call.messages, call.tools, parent=parent)
+                prompt = self._continuation(call.prompt)
+            else:
+                prompt = self.model.bridge.prompt(self.run, call.messages, call.tools, parent=parent)
         except ValueError as error:
             raise RefusedError(str(error), code="invalid_prompt") from error
+        if prompt.parent is not None:
+            self.run.continued.add(prompt.parent)
+        return prompt
 
     def _count(self, call: Call, parent: Turn | None) -> int:
-        before = self.run.branches.copy(), self.run.counts.copy()
+        counters = self.run.branches, self.run.counts
+        before = [counter.copy() for counter in counters]
         prompt = self._prompt(call, parent)
-        self.run.branches, self.run.counts = before  # nothing was asked
+        for counter, old in zip(counters, before, strict=True):  # nothing was asked
+            counter.clear()
+            counter.update(old)
         return len(prompt.ids)
 
     def _continuation(self, prompt: str | list[int]) -> NextPrompt:

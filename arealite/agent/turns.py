@@ -81,6 +81,7 @@ class Run:
         self.turns: list[Turn] = []
         self.branches: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
+        self.continued: set[Turn] = set()  # turns that someone has gone on from, whatever became of that
         self._by_id: dict[str, Turn] = {}
         self._by_digest: dict[str, list[Turn]] = defaultdict(list)  # of conversations, the answer included
         self._asked: set[str] = set()  # digests of what was asked
@@ -96,8 +97,12 @@ class Run:
         self._openings |= {asked[index] for index in _first_question(turn.messages)}
 
     def discard(self, answer_id: str) -> None:
-        """Remove the turns of an answer that no client got: they are never trained on, and no parents."""
-        for turn in [turn for turn in self.turns if turn.id.partition(".")[0] == answer_id]:
+        """Remove the turns of an answer that no client got: they are never trained on, and no parents.
+
+        One that was continued has been read, even if its client seemed to have left.
+        """
+        turns = [turn for turn in self.turns if turn.id.partition(".")[0] == answer_id]
+        for turn in [] if self.continued.intersection(turns) else turns:
             turn.is_trained = False
             self.turns.remove(turn)
             del self._by_id[turn.id]
@@ -138,26 +143,26 @@ class Run:
     ) -> TensorDict:
         """Return the rows `[b, S]` of the run, each with the run's `reward` as a whole.
 
-        `turn_rewards [b, S]` is there if turns have rewards (by their ids) or if there is a discount: sums of it from a
-        turn on are that turn's return. It is what the turn earned and `turn_discount` of the return of the next, on
-        average if several follow; without rewards of turns, the leaves earn `reward`.
+        Sums of `turn_rewards [b, S]` from a turn on are that turn's return: what the turn earned (by its id) and
+        `turn_discount` of the return of the next, on average if several follow; without rewards of turns, the leaves
+        earn `reward`. Turns that neither are trained on nor lead to such a turn count for nothing.
         Raises TrajectoryError if nothing was sampled to train on, or for the id of no turn.
         """
         if unknown := turn_rewards.keys() - self._by_id.keys():
             raise TrajectoryError(
                 f"rewards of turns must name responses of their run: got {sorted(unknown)}. Use the response's id."
             )
-        leaves = sorted(set(self.turns) - {turn.parent for turn in self.turns}, key=lambda turn: turn.ids)
+        live = self._live()
+        leaves = sorted(live - {turn.parent for turn in live}, key=lambda turn: turn.ids)
         trained: set[Turn] = set()
         rows: list[TensorDict] = []
-        gains = self._gains(reward, turn_rewards, turn_discount) if turn_rewards or turn_discount != 1.0 else None
+        gains = self._gains(live, reward, turn_rewards, turn_discount)
         for path in (leaf.path for leaf in leaves):
-            new = [turn.is_trained and turn not in trained and turn.response.output_len > 0 for turn in path]
-            if any(new):
-                earned = [gains[turn] if turn.response.output_len else None for turn in path] if gains else None
-                responses = [turn.response for turn in path]
-                rows.append(trajectory_from_turns(responses, reward, turn_rewards=earned, trained=new))
-                trained.update(path)
+            new = [turn.is_trained and turn not in trained for turn in path]
+            earned = [gains[turn] if turn.response.output_len else None for turn in path]
+            responses = [turn.response for turn in path]
+            rows.append(trajectory_from_turns(responses, reward, turn_rewards=earned, trained=new))
+            trained.update(path)
         if not rows:
             raise TrajectoryError(
                 f"a run must sample something to train on: got {len(self.turns)} turns, none of them trained. Let the "
@@ -167,14 +172,25 @@ class Run:
         run["sample_index"] = torch.full((len(rows),), sample_index)
         return run
 
-    def _gains(self, reward: float, turn_rewards: Mapping[str, float], discount: float) -> dict[Turn, float]:
+    def _live(self) -> set[Turn]:
+        """Return the turns that are trained on, and those that they continue."""
+        live: set[Turn] = set()
+        for turn in reversed(self.turns):  # children come after their parents
+            if turn in live or (turn.is_trained and turn.response.output_len > 0):
+                live |= {turn} if turn.parent is None else {turn, turn.parent}
+        return live
+
+    def _gains(
+        self, live: set[Turn], reward: float, turn_rewards: Mapping[str, float], discount: float
+    ) -> dict[Turn, float]:
         """Return what each turn adds to the sum, so that sums along a path are discounted returns."""
         children: dict[Turn | None, list[Turn]] = defaultdict(list)
-        for turn in self.turns:
+        turns = [turn for turn in self.turns if turn in live]
+        for turn in turns:
             children[turn.parent].append(turn)
         returns: dict[Turn, float] = {}
         gains: dict[Turn, float] = {}
-        for turn in reversed(self.turns):  # children come after their parents
+        for turn in reversed(turns):
             after = [returns[child] for child in children[turn]]
             later = sum(after) / len(after) if after else 0.0
             own = turn_rewards.get(turn.id, 0.0) if turn_rewards else (0.0 if after else reward)

@@ -95,8 +95,8 @@ class AgentWorkflow(RolloutWorkflow):
         """Return the rows of one run, or None if it is rejected."""
         assert self._proxy is not None
         session = Session(engine, self._model, seed_key=str(sample))
-        await self._proxy.open(session)
         try:
+            await self._proxy.open(session)
             reward = await self._reward(session, data)
         finally:
             await asyncio.shield(self._proxy.end(session))

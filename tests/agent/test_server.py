@@ -130,6 +130,55 @@ async def test_an_orphan_that_was_sampled_leaves_the_run(model) -> None:
         assert session.counts["orphans"] == 1 and session.run.by_id(kept.id) is None
 
 
+async def test_what_was_continued_is_no_orphan(model) -> None:
+    """Its client closed the connection before the proxy could see that the answer had arrived."""
+    async with proxied(model, retry_grace=0.05) as (proxy, session), openai_client(proxy, session.key) as client:
+        first = await client.chat.completions.create(**ASKED)
+        (delivery,) = next(iter(session._deliveries.values()))
+        await until(lambda: not delivery.num_clients)
+        more = [*ASKED["messages"], {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Again"}]
+        second = await client.chat.completions.create(model="m", messages=more)
+        delivery.num_delivered, delivery.num_clients = 0, 1
+        proxy.loop.call_soon(lambda: session.leave(delivery))
+        await until(lambda: delivery.is_over)
+        await proxy.end(session)
+        await asyncio.to_thread(session.model.tokenizing.submit(int).result)
+    rows = session.run.rows(1.0, {first.id: 1.0, second.id: 2.0})
+    assert rows["loss_mask"].sum() == sum(one.output_len for one in model.responses)
+
+
+async def test_who_comes_back_too_late_gets_another_answer(model) -> None:
+    async with proxied(model, retry_grace=0.01) as (proxy, session), httpx2.AsyncClient() as client:
+        url, headers = f"{proxy.address}/v1/responses", {"Authorization": f"Bearer {session.key}"}
+        body = {"input": "Hi"}
+        first = (await client.post(url, json=body, headers=headers)).json()
+        (delivery,) = next(iter(session._deliveries.values()))
+        await until(lambda: not delivery.num_clients)
+        delivery.num_delivered, delivery.num_clients = 0, 1
+        proxy.loop.call_soon(lambda: session.leave(delivery))
+        await until(lambda: not session.run.turns)
+        again = (await client.post(url, json=body, headers=headers | {"x-stainless-retry-count": "1"})).json()
+        assert [turn.id for turn in session.run.turns] == [again["id"]] != [first["id"]]
+        reply = await client.post(url, json={"input": "So?", "previous_response_id": first["id"]}, headers=headers)
+        assert reply.json()["error"]["code"] == "previous_response_not_found"
+
+
+async def test_counting_tokens_changes_no_counts(tokenizer) -> None:
+    """Not even those of an answer that is on its way."""
+    model = ScriptedModel(lambda prompt: "<tool_call>broken</tool_call>", tokenizer, asyncio.Event())
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    async with (
+        proxied(model) as (proxy, session),
+        anthropic.AsyncAnthropic(base_url=proxy.address, api_key=session.key) as client,
+    ):
+        answer = asyncio.create_task(client.messages.create(**ASKED, tools=[tool], max_tokens=100))
+        await until(lambda: model.num_running == 1)
+        await client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "<|im_end|>"}])
+        model.may_answer.set()
+        await answer
+    assert session.run.counts["malformed_calls"] == 1 and session.run.counts["special_text"] == 0
+
+
 async def test_late_requests_change_nothing(model) -> None:
     async with proxied(model) as (proxy, session), openai_client(proxy, session.key, max_retries=3) as client:
         model.may_answer = asyncio.Event()
@@ -141,6 +190,7 @@ async def test_late_requests_change_nothing(model) -> None:
         with pytest.raises(openai.ConflictError) as after:
             await client.chat.completions.create(**ASKED)
         assert during.value.code == after.value.code == "run_ended"
+        assert "Make a client for each run" in after.value.message
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key="sk-other").chat.completions.create(**ASKED)
         await until(lambda: model.num_cancelled == 1)

@@ -32,7 +32,7 @@ def test_a_chain_is_one_row() -> None:
     assert row["versions"].tolist() == [[-1, -1, 2, -1, 4, 4]]
     assert row["logprobs"][0, [2, 4, 5]].tolist() == pytest.approx([-0.3, -0.5, -0.6])
     assert row["rewards"].tolist() == [2.0] and row["sample_index"].tolist() == [3]
-    assert "turn_rewards" not in row
+    assert row["turn_rewards"].tolist() == [[0.0] * 5 + [2.0]], "there whatever agents return: columns must be the same"
 
 
 def test_a_run_may_be_long() -> None:
@@ -64,7 +64,7 @@ def test_turns_of_an_untrained_key_are_context(forked) -> None:
     a, _, b, d = forked
     b.is_trained = d.is_trained = False
     rows = run_of(a, b, d).rows(1.0, {})
-    assert rows["loss_mask"].tolist() == [[0, 1, 0, 0, 0]]
+    assert rows["loss_mask"].tolist() == [[0, 1]]
     a.is_trained = False
     with pytest.raises(TrajectoryError, match="must sample something to train on: got 3 turns, none of them trained"):
         run_of(a, b, d).rows(1.0, {})
@@ -84,6 +84,14 @@ def test_a_reward_of_the_run_is_what_its_leaves_earn() -> None:
     b = turn("b", a, [3], [4])
     row = run_of(a, b, turn("c", b, [5], [6])).rows(1.0, {}, turn_discount=0.5)
     assert row["turn_rewards"].tolist() == [[0.0, -0.25, 0.0, -0.5, 0.0, 1.0]]
+
+
+def test_a_judge_that_continues_a_conversation_changes_nothing() -> None:
+    a = turn("a", None, [1], [2])
+    b = turn("b", a, [3], [4])
+    judges = [turn(name, one, [0], [9], is_trained=False) for name, one in (("j", a), ("k", b))]
+    rows = run_of(a, b).rows(1.0, {}, turn_discount=0.5)
+    assert (run_of(a, b, *judges).rows(1.0, {}, turn_discount=0.5) == rows).all()
 
 
 def test_rewards_name_turns_of_the_run(forked) -> None:

@@ -193,6 +193,18 @@ async def test_a_run_that_a_limit_ends(model, workflow_of, on_limit) -> None:
         assert batch["rewards"].tolist() == [0.0] * 2 and batch["agent/limited"].tolist() == [1.0] * 2
 
 
+async def test_a_run_that_a_limit_ends_beside_rewards_of_turns(model, workflow_of) -> None:
+    is_long = iter([True, False])
+
+    async def agent(data, base_url, api_key):
+        num_turns = 3 if next(is_long) else 1
+        async with client_of(base_url, api_key) as client:
+            return {(await say(client, "Hi")).id: 1.0 for _ in range(num_turns)}
+
+    batch = await workflow_of(agent, n=2, config=AgentConfig(max_turns=2)).arun_episode(model, ROW)
+    assert sorted(batch["turn_rewards"].sum(1).tolist()) == [0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("which, trained", [("all", 3), ("first", 1), ("longest", 1)])
 async def test_which_conversations_are_trained_on(tokenizer, workflow_of, which, trained) -> None:
     model = ScriptedModel(lambda prompt: "A long answer." if "Hi" in prompt else "No", tokenizer)
