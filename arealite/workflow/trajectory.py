@@ -134,7 +134,11 @@ class TrajectoryBuilder:
         self._ids = response.input_tokens + response.output_tokens
 
     def earn(self, reward: float) -> None:
-        """Add to what the last turn earned."""
+        """Add to what the last turn of the row earned."""
+        if not (self._turns and self._turns[-1].is_trained):
+            raise TrajectoryError(
+                f"a reward must follow a turn of its row: got {reward} and none. Call earn() before branch()."
+            )
         self._turns[-1].reward = (self._turns[-1].reward or 0.0) + reward
 
     def branch(self, ids: Sequence[int] | None = None) -> None:

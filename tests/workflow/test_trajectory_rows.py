@@ -71,6 +71,14 @@ def answer(ids: list[int], *tokens: int, logprob: float = -1.0) -> ModelResponse
     return ModelResponse(ids, list(tokens), [logprob] * len(tokens), [2] * len(tokens), "stop", "")
 
 
+def test_a_reward_after_a_branch_belongs_to_no_turn() -> None:
+    builder = TrajectoryBuilder(FIRST.input_tokens)
+    builder.add(FIRST)
+    builder.branch()
+    with pytest.raises(TrajectoryError, match=r"a reward must follow a turn of its row: got 1\.0 and none"):
+        builder.earn(1.0)
+
+
 def test_a_branch_shares_its_context_and_trains_on_no_token_twice() -> None:
     builder = TrajectoryBuilder([1, 2])
     builder.add(answer(builder.ids, 10, 11), reward=1.0)
