@@ -173,7 +173,8 @@ class AgentConfig(ConfigBase):
     """Most tokens that one run may sample; None is any number."""
     on_limit: Literal["train", "reject"] = "train"
     """What becomes of a run whose agent fails after a call was refused for `max_turns`, `max_sampled_tokens` or the
-    context: trained on with a reward of 0, or rejected with its group. An agent that ends by itself is rewarded as always."""
+    context: trained on with a reward of 0, or rejected with its group. An agent that ends by itself is rewarded as
+    always."""
     train_roots: Literal["all", "first", "longest"] = "all"
     """Which conversations of a run are trained on, if there are several: all, the first one, or the one with the most
     sampled tokens. Agents also ask for titles and summaries."""
