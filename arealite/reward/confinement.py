@@ -34,7 +34,8 @@ ADVICE = (
     "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu), `sysctl -w user.max_user_namespaces=15000` "
     "(Red Hat); for Docker, `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`; " + UNCONFINED
 )
-_FOLDER = "/tmp"
+FOLDER = "/sandbox"
+"""Where a program may write; /tmp is the same, unless a Python lies there."""
 _OPEN_FOLDER = "/media"  # where root shows nobody a Python that lies in a folder such as /root, seen by nobody else
 _MAX_OPEN = 64  # files per process: each may be a socket, whose buffers nothing counts
 _NEEDED = ("--size", "--disable-userns")
@@ -110,14 +111,16 @@ def in_bubblewrap(
     for path in filter(os.path.exists, ("/etc/ld.so.cache", "/etc/alternatives")):
         words += bound(path)
     words += ["--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MIB << 20), "--tmpfs", "/dev/shm"]
-    words += ["--perms", "1777", "--size", str(limits.disk_mib << 20), "--tmpfs", _FOLDER]
+    words += ["--perms", "1777", "--size", str(limits.disk_mib << 20), "--tmpfs", FOLDER]
     prefixes = sorted({os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)})
     of_python = [path for path in prefixes if not f"{path}/".startswith("/usr/")]
+    if not any(path.startswith("/tmp/") for path in of_python):
+        words += ["--symlink", FOLDER, "/tmp"]
     for path in of_python:
         words += bound(path, _OPEN_FOLDER if is_root else "")
     for name, content in files.items():
-        words += ["--file", passed(memory_file(content)), f"{_FOLDER}/{name}"]
-    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _FOLDER, "--hostname", "sandbox"]
+        words += ["--file", passed(memory_file(content)), f"{FOLDER}/{name}"]
+    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER, "--hostname", "sandbox"]
     words += ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
     words += ["--new-session", "--die-with-parent", "--as-pid-1"]
     words += ["--seccomp", passed(memory_file(_syscall_filter())), "--json-status-fd", passed(theirs), "--"]
@@ -132,7 +135,7 @@ def in_bubblewrap(
         inside += [f"--nproc={limits.processes + 1}"]
     # Most signals do nothing to the first process of a namespace, so the program is the second one.
     inside += ["--", "/bin/sh", "-c", '"$@"; exit $?', "sh", *command]
-    environment = _ENVIRONMENT | {"HOME": _FOLDER, "TMPDIR": _FOLDER}
+    environment = _ENVIRONMENT | {"HOME": FOLDER, "TMPDIR": FOLDER}
     return Confined([*_first_to_go(), *words, *inside], "/", environment, tuple(descriptors), status)
 
 

@@ -23,6 +23,7 @@ from typing import Literal
 from arealite.api.errors import ConfigError, EnvError
 from arealite.reward.confinement import (
     ADVICE,
+    FOLDER,
     NOBODY,
     SHARED_MIB,
     Confined,
@@ -248,9 +249,9 @@ class _Run:
     def _num_inodes(self) -> int:
         """Count the files of an isolated program, through the eyes of its first process."""
         number = 0
-        for place, size_mib in (("tmp", self._limits.disk_mib), ("dev/shm", SHARED_MIB)):
+        for place, size_mib in ((FOLDER, self._limits.disk_mib), ("/dev/shm", SHARED_MIB)):
             with contextlib.suppress(OSError):  # it may end
-                found = os.statvfs(f"/proc/{self._root}/root/{place}")
+                found = os.statvfs(f"/proc/{self._root}/root{place}")
                 if found.f_blocks * found.f_frsize == size_mib << 20:  # else the sandbox is not made yet
                     number += found.f_files - found.f_ffree
         return number
