@@ -119,7 +119,7 @@ os.system("cp /usr/bin/env env; chmod 6777 env")
 attempt("capability to bind", lambda: call(126, ctypes.create_string_buffer(b"\\x22\\x05\\x08\\x20" + b"\\0" * 4),
         ctypes.create_string_buffer(b"\\xff" * 24)))
 import subprocess
-for program in (["su", "-c", "id"], ["mount", "-t", "tmpfs", "x", "/tmp"], ["/tmp/env", "id", "-u", "0"]):
+for program in (["su", "-c", "id"], ["mount", "-t", "tmpfs", "x", "/sandbox"], ["/sandbox/env", "id", "-u", "0"]):
     status = subprocess.run(program, capture_output=True, stdin=subprocess.DEVNULL)
     print("refused" if status.returncode or b"uid=0" not in status.stdout else "ESCAPED", program)
 """,
@@ -130,11 +130,11 @@ for name, flag in (("user", 0x10000000), ("mount", 0x20000), ("pid", 0x20000000)
 attempt("clone3 user", lambda: call(435, ctypes.create_string_buffer((0x10000000).to_bytes(8, "little") + b"\\0" * 24
         + (17).to_bytes(8, "little") + b"\\0" * 48), 88) or os._exit(0))
 attempt("setns", lambda: call(308, os.open("/proc/1/ns/mnt", 0), 0))
-attempt("mount", lambda: call(165, b"proc", b"/tmp", b"proc", 0, 0))
+attempt("mount", lambda: call(165, b"proc", b"/sandbox", b"proc", 0, 0))
 attempt("remount", lambda: call(165, b"", b"/usr", b"", 0x1021, 0))
-attempt("umount", lambda: call(166, b"/tmp", 2))
-attempt("pivot_root", lambda: call(155, b"/tmp", b"/tmp"))
-attempt("chroot", lambda: os.chroot("/tmp"))
+attempt("umount", lambda: call(166, b"/sandbox", 2))
+attempt("pivot_root", lambda: call(155, b"/sandbox", b"/sandbox"))
+attempt("chroot", lambda: os.chroot("/sandbox"))
 attempt("fsopen", lambda: call(430, b"tmpfs", 0))
 attempt("open_tree", lambda: call(428, -100, b"/", 1))
 handle = ctypes.create_string_buffer(b"\\x08\\0\\0\\0\\x01\\0\\0\\0\\x02" + b"\\0" * 20)
@@ -149,7 +149,7 @@ for name, number, *arguments in (
     ("memfd_secret", 447, 0), ("shmget", 29, 1, 4096, 0o1600), ("msgget", 68, 1, 0o1600),
     ("x32", 0x40000000 + 39), ("kexec", 246, 0, 0, 0, 0), ("init_module", 175, buffer, 256, b""),
     ("reboot", 169, 0, 0, 0), ("settimeofday", 164, buffer, 0), ("sethostname", 170, b"x", 1),
-    ("swapon", 167, b"/tmp", 0), ("acct", 163, b"/tmp"), ("iopl", 172, 3), ("quotactl", 179, 0, 0, 0, 0),
+    ("swapon", 167, b"/sandbox", 0), ("acct", 163, b"/sandbox"), ("iopl", 172, 3), ("quotactl", 179, 0, 0, 0, 0),
 ):
     attempt(name, lambda: call(number, *arguments))
 """,
