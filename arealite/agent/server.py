@@ -1,4 +1,4 @@
-"""The proxy: an HTTP server on loopback, in an event loop of its own, that agents take for OpenAI's or Anthropic's.
+"""The proxy: an HTTP server, in an event loop of its own, that agents take for OpenAI's or Anthropic's.
 
 A run has a key, shown as bearer token, `x-api-key` or in the path (`/s/<key>/v1`). While an answer takes long, bytes
 that every client ignores keep its connection alive. Status: 400 when the client must change its request, or the run is
@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -40,7 +40,9 @@ _LATE = "requests must come before the end of their run: got a later one. Make a
 class Proxy:
     """Serves the runs that are open, until closed."""
 
-    def __init__(self, *, heartbeat_s: float) -> None:
+    def __init__(
+        self, *, heartbeat_s: float, host: str = "127.0.0.1", port: int = 0, routes: Sequence[web.RouteDef] = ()
+    ) -> None:
         self._heartbeat_s = heartbeat_s
         self._sessions: dict[str, tuple[Session, bool]] = {}  # by key, and whether what it samples is trained on
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -53,10 +55,11 @@ class Proxy:
             app.router.add_get(f"{prefix}/models", self._endpoint(_CHAT, self._models))
             app.router.add_get(f"{prefix}/models/{{model:.+}}", self._endpoint(_CHAT, self._model))
         app.router.add_post("/s/{key}/reward", self._endpoint(_CHAT, self._reward))
+        app.router.add_routes(routes)
         self._server = HttpServer(app, None)  # each run has a key
         self.loop = EventLoopThread("arealite-proxy", what="loop of the proxy")
         self.loop.closers.append(self._server.close)
-        self.port = self.loop.run(self._server.start("127.0.0.1"))
+        self.port = self.loop.run(self._server.start(host, port))
 
     @property
     def address(self) -> str:

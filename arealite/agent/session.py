@@ -78,6 +78,8 @@ class Session:
         self.is_open = True
         self.reward: Any = None
         """What a process has posted."""
+        self.num_busy = 0  # requests in progress
+        self.last_seen_s = time.monotonic()  # when one ended
         self._deliveries: defaultdict[bytes, list[Delivery]] = defaultdict(list)
         self._answers: dict[str, Answer] = {}
 
@@ -102,11 +104,13 @@ class Session:
         if delivery.expiry is not None:
             delivery.expiry.cancel()
         delivery.num_clients += 1
+        self.num_busy += 1
         return delivery
 
     def leave(self, delivery: Delivery) -> None:
         """Note that a client has its answer, or has gone without it."""
         delivery.num_clients -= 1
+        self.num_busy, self.last_seen_s = self.num_busy - 1, time.monotonic()
         if not delivery.num_delivered and not delivery.num_clients and self.is_open:
             grace_s = self.model.config.retry_grace
             delivery.expiry = asyncio.get_running_loop().call_later(grace_s, self._forget, delivery)

@@ -14,6 +14,7 @@ paths of that tree: each sampled token is trained on in exactly one row.
 # b rows of a run
 
 import asyncio
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -62,13 +63,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.gconfig, self.tokenizer, self.config = gconfig, tokenizer, config or AgentConfig()
         self.turn_discount = turn_discount
         self._agent = agent_of(run, num_processes=num_processes)
-        bridge = Bridge(
-            tokenizer,
-            history=self.config.history,
-            special_text=self.config.special_text,
-            enable_thinking=enable_thinking,
-        )
-        self._model = Model(bridge, tokenizer, gconfig, self.config, DaemonThreads(1, "agent-tokenizer"))
+        self._model = model_of(gconfig, tokenizer, self.config, enable_thinking=enable_thinking)
         self._proxy: Proxy | None = None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
@@ -103,7 +98,8 @@ class AgentWorkflow(RolloutWorkflow):
         if reward is None:
             return None
         loop, tokenizing = asyncio.get_running_loop(), self._model.tokenizing  # where turns are added and discarded
-        return await loop.run_in_executor(tokenizing, self._rows, session, reward, sample)
+        make = functools.partial(rows_of, session, reward, sample, turn_discount=self.turn_discount)
+        return await loop.run_in_executor(tokenizing, make)
 
     async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
         """Run the agent to its end, or that of the episode, and return what it is rewarded with."""
@@ -124,26 +120,38 @@ class AgentWorkflow(RolloutWorkflow):
             await asyncio.wait({agent})  # until what it has started is gone
         return session.reward if returned is POSTED else returned
 
-    def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
-        run, counts = session.run, session.counts
-        total, by_turn = _as_rewards(reward, run)
-        _choose_roots(run, self.config.train_roots)
-        if not any(turn.is_trained for turn in run.turns):
-            raise AgentError(f"an agent must ask the model and get an answer: got {counts['turns']} calls. Look at it.")
-        rows = run.rows(total, by_turn, turn_discount=self.turn_discount, sample_index=sample)
-        metrics = {
-            "turns": len(run.turns),
-            "retries": counts["retries"],
-            "orphans": counts["orphans"],
-            "limited": session.limit is not None,
-            **{name: run.counts[name] for name in ("malformed_calls", "special_text")},
-            **{f"branch_{reason}": run.branches[reason] for reason in _BRANCHES},
-        }
-        num_rows = rows.batch_size[0]
-        return rows.update({f"agent/{name}": torch.full((num_rows,), float(n)) for name, n in metrics.items()})
+
+def model_of(
+    gconfig: GenerationHyperparameters, tokenizer: Any, config: AgentConfig, *, enable_thinking: bool
+) -> Model:
+    """Return what all runs share, with a thread for the tokenizer."""
+    bridge = Bridge(
+        tokenizer, history=config.history, special_text=config.special_text, enable_thinking=enable_thinking
+    )
+    return Model(bridge, tokenizer, gconfig, config, DaemonThreads(1, "agent-tokenizer"))
 
 
-def _as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
+def rows_of(session: Session, reward: Any, sample: int, *, turn_discount: float) -> TensorDict:
+    """Return the rows of a run that has ended, in the thread of its tokenizer. Raises AgentError, TrajectoryError."""
+    run, counts = session.run, session.counts
+    total, by_turn = as_rewards(reward, run)
+    _choose_roots(run, session.model.config.train_roots)
+    if not any(turn.is_trained for turn in run.turns):
+        raise AgentError(f"an agent must ask the model and get an answer: got {counts['turns']} calls. Look at it.")
+    rows = run.rows(total, by_turn, turn_discount=turn_discount, sample_index=sample)
+    metrics = {
+        "turns": len(run.turns),
+        "retries": counts["retries"],
+        "orphans": counts["orphans"],
+        "limited": session.limit is not None,
+        **{name: run.counts[name] for name in ("malformed_calls", "special_text")},
+        **{f"branch_{reason}": run.branches[reason] for reason in _BRANCHES},
+    }
+    num_rows = rows.batch_size[0]
+    return rows.update({f"agent/{name}": torch.full((num_rows,), float(n)) for name, n in metrics.items()})
+
+
+def as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
     """Return the reward of a run, and those of turns by id. Raises AgentError."""
     by_turn = reward if isinstance(reward, Mapping) else {}
     numbers = list(by_turn.values()) if by_turn or isinstance(reward, Mapping) else [reward]

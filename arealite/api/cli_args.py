@@ -35,6 +35,7 @@ from arealite.api.config.rollout import AgentConfig as AgentConfig
 from arealite.api.config.rollout import GenerationHyperparameters as GenerationHyperparameters
 from arealite.api.config.rollout import InferenceEngineConfig as InferenceEngineConfig
 from arealite.api.config.rollout import LiteConfig as LiteConfig
+from arealite.api.config.rollout import OnlineConfig as OnlineConfig
 from arealite.api.config.rollout import WeightCheckConfig as WeightCheckConfig
 from arealite.api.config.schema import config_help as config_help
 from arealite.api.config.workers import RoleConfig as RoleConfig

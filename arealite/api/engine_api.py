@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         SaveLoadMeta,
         WeightUpdateMeta,
     )
-    from arealite.api.workflow_api import RolloutWorkflow
+    from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 
     LossFn = Callable[[Any, TensorDict], torch.Tensor]  # of LazyLogits, which live above contracts
     LossWeightFn = Callable[[TensorDict], float]
@@ -150,7 +150,7 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     def prepare_batch(
         self,
-        dataloader: Iterable[list[dict[str, Any]]],
+        dataloader: Iterable[list[dict[str, Any]]] | OutsideRows,
         workflow: RolloutWorkflow,
         should_accept: Callable[[TensorDict], bool] | None = None,
     ) -> TensorDict:

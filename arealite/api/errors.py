@@ -55,6 +55,14 @@ class EpisodeError(AReaLiteError, RuntimeError):
     """Episodes failed more often than allowed; the cause is the last failure."""
 
 
+class AbandonedError(AReaLiteError, RuntimeError):
+    """Whoever brought an episode has gone; it is rejected for `reason`, which no budget counts."""
+
+    def __init__(self, reason: Literal["abandoned", "gone"]) -> None:
+        super().__init__(f"an episode must be brought to its end by who began it: got none ({reason}).")
+        self.reason = reason
+
+
 class EpisodeTimeoutError(AReaLiteError, TimeoutError):
     """An episode ran past its deadline."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from arealite.api.engine_api import InferenceEngine
+    from arealite.api.io_struct import PromptId
 
 
 KEYS_OF_ROWS = ("rewards", "no_eos", "group_index", "sample_index")
@@ -42,6 +45,18 @@ class RolloutWorkflow(abc.ABC):
         Any other key `[B]` is a metric of the workflow: its mean is logged as `workflow/<key>` (as `<key>` if that has
         a `/`) and in evaluations as `eval/<key>`.
         """
+
+
+class OutsideRows(abc.ABC):
+    """Rows that others bring when they like, in place of a dataloader; each starts an episode at once, or none."""
+
+    @abc.abstractmethod
+    def open(self, admit: Callable[[dict[str, Any]], Future[bool]], *, episode_timeout: float) -> None:
+        """Begin to take rows (rank 0, once); `admit` starts the episode of one, unless none may start now."""
+
+    @abc.abstractmethod
+    def fetch(self, prompt_id: PromptId) -> dict[str, Any]:
+        """Return what is left of a row after a restart."""
 
 
 def own_metrics(batch: TensorDict) -> dict[str, torch.Tensor]:

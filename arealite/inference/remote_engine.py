@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.episode import Episode
 from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.executor import RolloutExecutor
-from arealite.rollout.prompts import Row, ShouldAccept
+from arealite.rollout.prompts import Dataloader, ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import heartbeat
 from arealite.utils.distributed import global_rank
@@ -217,7 +217,7 @@ class RemoteInferenceEngine(InferenceEngine):
         return self._share(lambda: self._rollouts().run_all(data, workflow))
 
     def prepare_batch(
-        self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
+        self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         if self._reserved is not None:
             batch, self._reserved = self._reserved, None
@@ -227,7 +227,7 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def reserve_batch(
         self,
-        dataloader: Iterable[list[Row]],
+        dataloader: Dataloader,
         workflow: RolloutWorkflow,
         should_accept: ShouldAccept | None = None,
         *,

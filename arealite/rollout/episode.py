@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ContextOverflowError, EpisodeError, EpisodeTimeoutError, TrajectoryError
+from arealite.api.errors import AbandonedError, ContextOverflowError, EpisodeError, EpisodeTimeoutError, TrajectoryError
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.api.workflow_api import runs_of
 from arealite.rollout.account.ledger import Ledger
@@ -124,6 +124,8 @@ class EpisodeRunner:
         try:
             returned = await _run_workflow(self.engine, episode, timeout_s=self.config.episode_timeout)
             return BY_WORKFLOW if returned is None else self._judged(episode, returned)
+        except AbandonedError as error:
+            return error.reason
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling() > 0:
                 raise
@@ -160,7 +162,8 @@ class EpisodeRunner:
         """
         prompt = episode.prompt
         if isinstance(outcome, BaseException):
-            may_retry = prompt.attempt < self.config.episode_retries and not isinstance(outcome, ContextOverflowError)
+            may_retry = prompt.is_repeatable and prompt.attempt < self.config.episode_retries
+            may_retry &= not isinstance(outcome, ContextOverflowError)
             what = f"episode {prompt.prompt_id} of {type(prompt.workflow).__name__}"
             what += f" failed in attempt {prompt.attempt} ({kind_of(outcome)})"
             num_alike = self.budgets.attempt(outcome)

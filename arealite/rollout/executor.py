@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
@@ -20,18 +20,19 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId, RolloutStat
 from arealite.api.run_folder import RunFolder
-from arealite.api.workflow_api import RolloutWorkflow
+from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Episode, EpisodeRunner, Outcome
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import OVERDUE, Budgets
-from arealite.rollout.prompts import Prompt, PromptSource, Row, ShouldAccept, named
+from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, brought, named
 from arealite.rollout.ready import ReadyEpisodes
 from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.trajectory import assemble_batch
 from arealite.rollout.unthrottled import UnthrottledBatches
 from arealite.utils import heartbeat, stop
+from arealite.utils.data_order import cursor_after
 from arealite.utils.tasks import BackgroundTasks
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class RolloutExecutor:
         self._is_starting = False  # more will start in the next turn of the loop
         self._num_unnamed = 0
         self._source: PromptSource | None = None
+        self._is_open = False  # whether others bring rows when they like
         # Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode.
         self._reopened: list[Prompt] | None = None
         # Brings servers that joined the current weights, while the trainer waits; `loop.ask` asks for it.
@@ -87,7 +89,7 @@ class RolloutExecutor:
     # Called by the trainer's thread: batches
 
     def prepare_batch(
-        self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
+        self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         """Return the next batch of bounded staleness; prompts are pulled in the caller's thread as they are wanted."""
         batch_size = self.config.consumer_batch_size
@@ -99,7 +101,7 @@ class RolloutExecutor:
 
     def reserve_batch(
         self,
-        dataloader: Iterable[list[Row]],
+        dataloader: Dataloader,
         workflow: RolloutWorkflow,
         should_accept: ShouldAccept | None = None,
         *,
@@ -138,7 +140,7 @@ class RolloutExecutor:
         # Asynchronous training asks for one batch more than may start now, so that rejected episodes are replaced.
         spare = batch_size if self.config.max_head_offpolicyness else 0
         num_prompts = min(self._account.room() + spare, self._queue_size) - len(self._queue)
-        if num_prompts > 0:
+        if num_prompts > 0 and not self._is_open:
             return num_prompts
         return 0 if self._account.can_take(batch_size, ahead=ahead) else None
 
@@ -286,17 +288,10 @@ class RolloutExecutor:
             self.load_state_dict({"ledger_position": 0, "version": 0, "num_unnamed": 0})
 
     def _begin_with(
-        self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept
+        self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept
     ) -> PromptSource:
         """Return the source of this dataloader, after queueing what it must fetch again for a run that resumes."""
-        if self._source is None:
-            self._source = PromptSource(dataloader)
-        elif self._source.dataloader is not dataloader:
-            raise ValueError(
-                f"prepare_batch must get one dataloader in a run: got a second one, {type(dataloader).__name__}, whose "
-                "prompts would have the names of the first one's. Put all rows into one data set, in the order of a "
-                "curriculum with shuffle=false."
-            )
+        self._source = (self._source or PromptSource(dataloader)).of(dataloader)
         self._begin()
         if self._reopened:
             fetch = self._source.require_fetch()
@@ -304,6 +299,10 @@ class RolloutExecutor:
                 prompt.row, prompt.workflow, prompt.should_accept = fetch(prompt.prompt_id), workflow, should_accept
             reopened, self._reopened = self._reopened, []
             self.loop.run(self._enqueue(reopened))
+        if isinstance(dataloader, OutsideRows) and not self._is_open:
+            self._is_open = True
+            admit = lambda row: self.loop.submit(self._admit(row, workflow, should_accept))  # noqa: E731
+            dataloader.open(admit, episode_timeout=self.config.episode_timeout)
         return self._source
 
     # In the event loop: start an episode, run it, record its end
@@ -312,6 +311,14 @@ class RolloutExecutor:
         self._check()
         self._ledger.issue(prompts, cursor=cursor)
         await self._enqueue(prompts)
+
+    async def _admit(self, row: Row, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> bool:
+        """Start the episode of a row from outside at once, or not at all: it waits nowhere."""
+        if self._queue or self._is_paused or self._is_closed or self._account.capacity() <= 0:
+            return False
+        number = self._ledger.num_issued
+        await self._issue([brought(number, row, workflow, should_accept)], cursor_after(number + 1))
+        return True
 
     async def _enqueue(self, prompts: list[Prompt]) -> None:
         self._queue.extend(prompts)
@@ -409,7 +416,7 @@ class RolloutExecutor:
             self._check()
             if (found := look()) is not None:
                 return found
-            if deadline is None and not self._running and not self._is_paused:
+            if deadline is None and not self._running and not self._is_paused and not self._is_open:
                 raise RuntimeError(
                     f"{count} episodes must be able to finish: got {len(self._ready)} finished, none running and "
                     f"{len(self._queue)} waiting to start, of which version {self._account.version} admits "

@@ -46,8 +46,8 @@ class Budgets:
         self._first_causes.add(None if isinstance(error, UnreachableError) else cause)
 
     def reject(self, reason: str) -> None:
-        """Count a rejection by the workflow or a filter; nobody is to blame for an episode's age."""
-        if reason != OVERDUE:
+        """Count a rejection by the workflow or a filter; age, and who leaves, say nothing about them."""
+        if reason in (BY_WORKFLOW, BY_FILTER):
             self._rejected[reason] += 1
 
     def accept(self) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.io_struct import PromptId
-from arealite.api.workflow_api import RolloutWorkflow
+from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Row = dict[str, Any]
+Dataloader = Iterable[list[Row]] | OutsideRows
 ShouldAccept = Callable[["TensorDict"], bool]
 
 
@@ -38,6 +39,7 @@ class Prompt:
     workflow: RolloutWorkflow | None = None  # None after a recovery, until a dataloader has fetched the row again
     should_accept: ShouldAccept | None = None  # None if a filter of `wait` may still reject its trajectory
     attempt: int = 0
+    is_repeatable: bool = True  # whether another attempt makes sense; nobody comes a second time from outside
     first_started_s: float | None = None  # time of the event loop when the first attempt began
 
     # Kept by the ledger
@@ -55,10 +57,20 @@ class Prompt:
 class PromptSource:
     """Pulls batches of rows from a dataloader and begins again when it ends."""
 
-    def __init__(self, dataloader: Iterable[list[Row]]) -> None:
+    def __init__(self, dataloader: Dataloader) -> None:
         self.dataloader = dataloader
         self._batches = self._cycle()
         self._error: Exception | None = None
+
+    def of(self, dataloader: Dataloader) -> "PromptSource":
+        """Return this source. Raises ValueError if it is another dataloader's."""
+        if self.dataloader is not dataloader:
+            raise ValueError(
+                f"prepare_batch must get one dataloader in a run: got a second one, {type(dataloader).__name__}, whose "
+                "prompts would have the names of the first one's. Put all rows into one data set, in the order of a "
+                "curriculum with shuffle=false."
+            )
+        return self
 
     def prompts(self, num: int, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> list[Prompt]:
         """Pull batches until there are `num` rows, or more."""
@@ -97,6 +109,7 @@ class PromptSource:
     def _cycle(self) -> Iterator[list[Row]]:
         for epoch in itertools.count():
             index = 0
+            assert not isinstance(self.dataloader, OutsideRows), "nobody pulls what others bring"
             for rows in self.dataloader:
                 yield [named(row, PromptId(epoch, index + offset)) for offset, row in enumerate(rows)]
                 index += len(rows)
@@ -105,6 +118,12 @@ class PromptSource:
                     "the dataloader must yield rows: got none in a whole pass. Check that it is not an exhausted "
                     "iterator and that batch_size fits the data set."
                 )
+
+
+def brought(number: int, row: Row, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> Prompt:
+    """Return the prompt of a row from outside, the run's `number`th."""
+    row = named(row, PromptId(0, number))
+    return Prompt(row["prompt_id"], row, workflow, should_accept, is_repeatable=False)
 
 
 def named(row: Row, prompt_id: PromptId) -> Row:

@@ -21,6 +21,12 @@ def length_of_epoch(dataset_size: int, *, batch_size: int, drop_last: bool) -> i
     return dataset_size // batch_size * batch_size if drop_last else dataset_size
 
 
+def cursor_after(count: int) -> dict[str, Any]:
+    """Return the cursor that the prompts (0, 0) to (0, count - 1) lie before."""
+    data = {"seed": 0, "dataset_size": count, "batch_size": 1, "shuffle": False, "drop_last": False}
+    return {"epoch": 0, "position": count, **data}
+
+
 def passed_prompts(cursor: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield epoch and index of every prompt before a cursor, in the order of the run."""
     size, last_epoch = cursor["dataset_size"], cursor["epoch"]

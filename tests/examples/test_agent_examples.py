@@ -2,14 +2,19 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from testing_metrics import undocumented
+from testing_ports import held_port
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+
+from arealite.rollout.account.audit import audit
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "agents"
@@ -19,6 +24,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
+
+
+def environment() -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONPATH")}
+    return env | {"PYTHONPATH": str(REPOSITORY)}
 
 
 def run(name: str, data: str, model: Path, fileroot: Path) -> list[dict[str, Any]]:
@@ -40,9 +50,9 @@ def run(name: str, data: str, model: Path, fileroot: Path) -> list[dict[str, Any
         ),
         *("valid_dataset.max_rows=2", "launcher.preflight=false", "recover.mode=disabled"),
     ]
-    env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONPATH")}
-    env["PYTHONPATH"] = str(REPOSITORY)
-    done = subprocess.run([sys.executable, *words], env=env, cwd="/", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], env=environment(), cwd="/", capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (fileroot / name / "trial0/metrics.jsonl").read_text().splitlines()]
     assert not undocumented({key for row in rows for key in row})
@@ -77,3 +87,38 @@ def test_the_search_agent_is_told_its_tool(model: Path, tmp_path: Path) -> None:
 def test_math_with_python(model: Path, tmp_path: Path) -> None:
     *_, line = run("python_math", f"{WORD_PROBLEMS}?train=20&test=2", model, tmp_path)
     assert '"name": "python_tool"' in line["segments"][0]["given"]
+
+
+def test_players_open_sessions_until_the_trainer_has_gone(model: Path, tmp_path: Path) -> None:
+    """The example's trainer and its clients, each a process."""
+    port, script, folder = held_port(), str(EXAMPLES / "online.py"), tmp_path / "online/trial0"
+    config = ["--config", str(EXAMPLES / "configs/online.yaml"), f"actor.path={model}", f"cluster.fileroot={tmp_path}"]
+    smaller = ["train_dataset.batch_size=2", "gconfig.max_new_tokens=12", "total_train_steps=2"]
+    others = [f"agent.online.port={port}", "launcher.preflight=false", "recover.mode=disabled"]
+    words = [sys.executable, "-m", "arealite.launcher.local", script, *config, *smaller, *others]
+    env = environment() | {"AREALITE_SECRET": "a secret of the test"}
+    with (tmp_path / "log").open("w") as log:
+        trainer = subprocess.Popen(words, env=env, cwd="/", stdout=log, stderr=log)
+        started = [trainer]
+        try:
+            deadline = time.monotonic() + 300
+            while not is_listening(port):
+                assert trainer.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+            play = [sys.executable, script, "play", f"http://127.0.0.1:{port}"]
+            started.append(subprocess.Popen(play, env=env, cwd="/", stdout=subprocess.PIPE, text=True))
+            assert trainer.wait(300) == 0, (tmp_path / "log").read_text()
+            assert started[1].communicate(timeout=60)[0] == "the trainer has gone\n"
+        finally:
+            for process in started:
+                process.terminate()
+                process.wait(60)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert not undocumented({key for row in rows for key in row})
+    assert rows[-1]["agent/sessions_ended"] >= 8 and rows[-1]["staleness/max"] <= 2
+    assert audit(folder).is_clean and audit(folder).trained == 4
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

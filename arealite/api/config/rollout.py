@@ -159,6 +159,21 @@ class LiteConfig(ConfigBase):
 
 
 @dataclass
+class OnlineConfig(ConfigBase):
+    """Sessions that people or other programs open, in place of a data set: `OnlineSessions`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other nodes reach shows keys and texts to whoever can listen on the network."""
+    port: NonNegativeInt = 0
+    """Port to listen on; 0 is any free one, which the log names."""
+    idle_s: Positive = 300.0
+    """Seconds without a request after which a session is dropped."""
+    deadline_s: Positive = 1800.0
+    """Seconds from the first session of a group until those that have not ended are dropped and the others trained on.
+    Must be less than `rollout.episode_timeout`."""
+
+
+@dataclass
 class AgentConfig(ConfigBase):
     """How an agent that speaks HTTP runs: `AgentWorkflow`."""
 
@@ -182,3 +197,5 @@ class AgentConfig(ConfigBase):
     """Seconds in which a client that left without its answer may come back for it; later the answer is dropped."""
     heartbeat_s: Positive = 10.0
     """Seconds between the bytes that keep a client waiting while it gets nothing else."""
+    online: OnlineConfig = field(default_factory=OnlineConfig)
+    """Sessions that others open over HTTP: `OnlineSessions`."""

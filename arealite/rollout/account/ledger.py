@@ -54,6 +54,11 @@ class Ledger:
         kinds = ("rejected_", "failed_", "retried_")
         return {name: count for name, count in self.counts.items() if name.startswith(kinds) and count}
 
+    @property
+    def num_issued(self) -> int:
+        """How many tickets were given out, also before a recovery."""
+        return self._last_ticket
+
     # Transitions
 
     def issue(self, prompts: Sequence[Prompt], *, cursor: Mapping[str, Any] | None, is_counted: bool = True) -> None:

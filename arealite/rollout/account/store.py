@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.episode import Episode
-from arealite.rollout.prompts import Row, ShouldAccept
+from arealite.rollout.prompts import Dataloader, Row, ShouldAccept
 from arealite.rollout.trajectory import assemble_batch
 from arealite.utils.files import iter_jsonl, reading, writing
 from arealite.utils.tensors import concat_padded_tensors, real_entries
@@ -148,7 +148,7 @@ class Replay:
         return self._next("step")
 
     def prepare_batch(
-        self, dataloader: Iterable[list[Row]], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
+        self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         return self._next("step")
 
