@@ -54,7 +54,7 @@ def test_countdown_problems_can_be_solved_and_splits_differ() -> None:
 
 @pytest.mark.parametrize("file", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda file: file.stem)
 def test_configs_load(file: Path) -> None:
-    given = ["actor.path=m", "train_dataset.path=d"] if file.stem == "cpu" else []
+    given = {"cpu": ["actor.path=m", "train_dataset.path=d"], "online": ["actor.path=m"]}.get(file.stem, [])
     config, _ = load_expr_config(["--config", str(file), *given], GRPOConfig)
     assert config.gconfig.n_samples > 1 and (config.actor.baseline, config.actor.reward_scale) == (
         "group_mean",

@@ -117,7 +117,8 @@ def test_summaries_come_to_please_a_reward_model_that_pairs_have_taught(model: P
         [one["input_ids"] for one in samples]
     )
     assert [one["reward"] for one in samples] == pytest.approx(scores, abs=1e-4)
-    assert all("SUBREDDIT: r/" in one["prompt"] and "TL;DR:" in one["prompt"] for one in samples)
+    prompts = [one["segments"][0]["given"] for one in samples]
+    assert all("SUBREDDIT: r/" in prompt and "TL;DR:" in prompt for prompt in prompts)
 
 
 def test_distillation_comes_nearer_to_the_teacher(tmp_path: Path) -> None:
