@@ -12,6 +12,8 @@ which other work on the cores disturbs less than seconds, is of this process and
 with a copy, of one numpy array of as many bytes.
 `account`: CPU time of the master per sampled token, of episodes of 512 canned tokens from a real HTTP server, with
 ledger and rollout files, scattered to a worker that infers and trains nothing.
+`episodes`: the same episodes, of 8 samples, in the master and on a rollout worker. On two cores, which a server shares,
+workers are no quicker; what the master computes for an episode says how many it could take if they had their own.
 `scale`: groups of workers that do no arithmetic, only wait for given times: the share of a step for which the master
 computes. On two cores its workers need longer than they were told, so the share is of the time that they were told.
 For 1,000 ranks, the CPU time of the master is taken to grow with their number, at the same calls of a step and samples
@@ -21,7 +23,9 @@ of a rank.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -50,6 +54,7 @@ from arealite.api.cli_args import (
     load_expr_config,
 )
 from arealite.api.config.run import RunConfig
+from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import FinetuneSpec
 from arealite.cli.main import main as arealite
 from arealite.core.batch import Column, RemoteBatch
@@ -60,6 +65,7 @@ from arealite.core.remote_engine import RemoteEngine
 from arealite.core.workers import Workers
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.utils.tensors import concat_padded_tensors
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
 TOKENS = ("input_ids", "attention_mask")
@@ -360,6 +366,71 @@ def measure_account(args: argparse.Namespace, folder: str, *, num_tokens: int = 
     }
 
 
+# Rollout workers
+
+
+class LongGroup(LongRequest):
+    """A group of requests of many tokens per episode."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
+        """Sample them at once."""
+        return concat_padded_tensors(
+            await asyncio.gather(*(super(LongGroup, self).arun_episode(engine, data) for _ in range(GROUP)))
+        )
+
+
+def measure_episodes(
+    args: argparse.Namespace, folder: str, *, nums: Sequence[int] = (0, 1), num_tokens: int = 512
+) -> dict[str, Any]:
+    """Return episodes per second, and CPU per episode of the master and of all rollout workers, by their number."""
+    found: dict[str, Any] = {"samples": GROUP, "tokens_per_sample": num_tokens, "nums": list(nums)}
+    for num in nums:
+        given = [f"cluster.fileroot={folder}", "actor.path=none", f"workers.rollout.num={num}"]
+        config = load_expr_config(["--config", str(CONFIG), *given], GRPOConfig)[0]
+        workflow = LongGroup(num_tokens)
+        with served(0.0, num_tokens=num_tokens) as address, Workers(config, is_declared=True) as workers:
+            config.rollout = InferenceEngineConfig(
+                experiment_name="benchmark",
+                trial_name=f"rollout-{num}",
+                fileroot=folder,
+                server_addrs=[address],
+                consumer_batch_size=_EPISODES,
+                max_concurrent_rollouts=_EPISODES,
+                max_head_offpolicyness=4,
+            )
+            clients = workers.rollouts(functools.partial(LongGroup, num_tokens), None)
+            rollout = RemoteSGLangEngine(config.rollout, clients=clients)
+            rollout.initialize(None, None)
+            try:
+                measured = _take_batches(rollout, workflow, args.rounds)
+            finally:
+                rollout.destroy()
+                if clients is not None:
+                    clients.close()
+        found |= {f"{name}_{num}": value for name, value in measured.items()}
+    return found
+
+
+_EPISODES = 64  # of a batch
+
+
+def _take_batches(rollout: RemoteSGLangEngine, workflow: OneRequest, rounds: int) -> dict[str, float]:
+    """Consume batches as a trainer without work would; the first two warm up."""
+    loader = [[{"input_ids": list(range(5, 5 + PROMPT_TOKENS))} for _ in range(_EPISODES)]]
+    others = [one for one in psutil.Process().children(recursive=True) if "RolloutWorker" in one.name()]
+    for version in range(rounds + 2):
+        if version == 2:
+            began, own_s, other_s = time.perf_counter(), time.process_time(), sum(map(_cpu_s, others))
+        rollout.prepare_batch(loader, workflow)
+        rollout.set_version(version + 1)
+    count = rounds * _EPISODES
+    return {
+        "episodes_per_s": count / (time.perf_counter() - began),
+        "master_cpu_us": 1e6 * (time.process_time() - own_s) / count,
+        "workers_cpu_us": 1e6 * (sum(map(_cpu_s, others)) - other_s) / count,
+    }
+
+
 # Scale
 
 
@@ -418,6 +489,12 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
         "{call_ratio:.2f} to an actor), fetch {fetch_mib_per_s:.0f} (ratio {fetch_ratio:.2f} to get)",
     ),
     "account": (measure_account, "{cpu_us_per_token:.2f} us of the master's CPU per sampled token"),
+    "episodes": (
+        measure_episodes,
+        "of {samples} samples of {tokens_per_sample} tokens: in the master {episodes_per_s_0:.0f}/s, "
+        "{master_cpu_us_0:.0f} us of its CPU each; on a worker {episodes_per_s_1:.0f}/s, {master_cpu_us_1:.0f} us of the master's and "
+        "{workers_cpu_us_1:.0f} us of its own",
+    ),
     "scale": (
         measure_scale,
         "{ranks} ranks in {roles} groups: master {master_cpu_s:.3f} s of CPU in a step of {told_s:g} s, "

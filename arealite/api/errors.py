@@ -99,6 +99,12 @@ class GroupLostError(AReaLiteError, RuntimeError):
     """A group of workers can't go on: a worker ended, failed alone, or did not answer in time."""
 
 
+class WorkerLostError(AReaLiteError, RuntimeError):
+    """The process that ran an episode ended; the prompt is issued again, and no budget counts it."""
+
+    kind = "worker_lost"
+
+
 class LedgerError(AReaLiteError, RuntimeError):
     """The ledger of a run can't be written or read, or does not reach as far as asked."""
 

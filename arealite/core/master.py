@@ -67,10 +67,10 @@ class Master:
         ft_spec = source.ft_spec
         recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
 
-        self.workers = cleanup.enter_context(Workers(config, goes_ahead=True))
+        self.workers = cleanup.enter_context(Workers(config, is_declared=True))
         self.engines = self._make_engines(cleanup, ft_spec)
         actor = self.engines[self.graph.publishes]
-        source.start(cleanup, self.workers.scatter)
+        source.start(cleanup, self.workers)
         saver = Saver(config.saver, ft_spec)
 
         # An interrupted run resumes as if nothing had happened; any other one starts at step 0.

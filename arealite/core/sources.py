@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameter
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.workers import Workers
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.inference.remote_engine import RemoteInferenceEngine
@@ -38,16 +40,20 @@ class Episodes:
         self.ft_spec = FinetuneSpec(
             config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps
         )
-        self._workflow = make_workflow(config.gconfig, tokenizer)
+        self._make_workflow = functools.partial(make_workflow, config.gconfig, tokenizer)
+        self._workflow = self._make_workflow()
         self._eval_workflow = make_workflow(config.eval_gconfig, tokenizer)
         self._should_accept = has_spread if config.actor.dynamic_sampling else None
         self.rollout: RemoteInferenceEngine | None = None
 
-    def start(self, cleanup: ExitStack, hand_out: Callable[[TensorDict], Any]) -> None:
+    def start(self, cleanup: ExitStack, workers: Workers) -> None:
         """Connect to the servers."""
         for workflow in (self._workflow, self._eval_workflow):
             cleanup.callback(getattr(workflow, "close", lambda: None))
-        self.rollout = RemoteInferenceEngine(self._config.rollout, hand_out=hand_out)
+        clients = workers.rollouts(self._make_workflow, self._should_accept)
+        if clients is not None:
+            cleanup.callback(clients.close)
+        self.rollout = RemoteInferenceEngine(self._config.rollout, hand_out=workers.scatter, clients=clients)
         self.rollout.initialize(None, self.ft_spec)
         cleanup.callback(self.rollout.destroy)
         self.evaluator = Evaluator(self._config.evaluator, self.ft_spec, self._valid_dataset, self._eval_workflow)
@@ -101,9 +107,9 @@ class Rows:
         )
         self._evaluation = Frequency(config.evaluator, self.ft_spec.steps_per_epoch, is_first_due=True)
 
-    def start(self, cleanup: ExitStack, hand_out: Callable[[TensorDict], Any]) -> None:
+    def start(self, cleanup: ExitStack, workers: Workers) -> None:
         """Remember how a batch reaches the workers."""
-        self._hand_out = hand_out
+        self._hand_out = workers.scatter
 
     @property
     def clocks(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Worker:
         self._engines: dict[str, Any] = {}
         self._log = log
         if log is not None:
-            _write_output_to(Path(log))
+            write_output_to(Path(log))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(num_threads)
         heartbeat.start(name)
@@ -135,7 +135,7 @@ class Worker:
         except Exception as error:
             traceback.print_exc()
             where = [*users_code(error), *([f"  the whole traceback: {self._log}"] if self._log else [])]
-            return Outcome(error=_portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
+            return Outcome(error=portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
         return outcome if isinstance(outcome, Outcome) else Outcome(outcome)
 
 
@@ -170,7 +170,7 @@ def _pickled(outcome: Outcome) -> bytes:
         return cloudpickle.dumps(Outcome(error=TypeError(told)))
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: BaseException) -> BaseException:
     """Return an error that the master can read."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -179,7 +179,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _write_output_to(path: Path) -> None:
+def write_output_to(path: Path) -> None:
     """Append what this process writes to a log beside those of other processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:

@@ -25,17 +25,20 @@ from arealite.api.cli_args import BaseExperimentConfig, WorkersConfig
 from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, unpack, with_counts
 from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
+from arealite.core.rollouts.workers import RolloutWorkers, spawn
 from arealite.core.world import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.launcher.place.ray import connect, forwarded_environment
 from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.plan.layout import Group, make_layout
+from arealite.rollout.prompts import ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils.distributed import join_default_group, leave_default_group
 from arealite.utils.files import file_lock
@@ -54,8 +57,8 @@ _YOUNG_S = 60.0  # a folder of this age may not be locked yet
 class Workers:
     """Starts and ends groups of workers. Use it as a context; the process becomes a master with one rank."""
 
-    def __init__(self, config: BaseExperimentConfig, *, goes_ahead: bool = False) -> None:
-        """`goes_ahead` tells whether the loop obeys `workers.ahead`."""
+    def __init__(self, config: BaseExperimentConfig, *, is_declared: bool = False) -> None:
+        """`is_declared` tells whether the loop is that of a declared graph."""
         check_workers(config.workers)
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
@@ -63,10 +66,10 @@ class Workers:
                 "--nproc-per-node 1, and set workers.<role>.ranks."
             )
         self._config, self._limits = config, config.workers or WorkersConfig()
-        if self._limits.ahead and not goes_ahead:
-            raise ConfigError(
-                "workers.ahead must be 0 in a script with a loop of its own: got 1. Remove it, or declare a graph."
-            )
+        for key, number in {"ahead": self._limits.ahead, "rollout.num": self._limits.rollout.num}.items():
+            if number and not is_declared:
+                where = "in a script with a loop of its own"
+                raise ConfigError(f"workers.{key} must be 0 {where}: got {number}. Remove it, or declare a graph.")
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
         self._step, self._num_batches = 0, 0  # of the run; scattered since the last snapshot
@@ -134,6 +137,23 @@ class Workers:
             call_timeout_s=self._limits.call_timeout,
             max_restarts=self._limits.restarts,
         )
+
+    def rollouts(
+        self, make_workflow: Callable[[], RolloutWorkflow], should_accept: ShouldAccept | None
+    ) -> RolloutWorkers | None:
+        """Return what runs episodes with this workflow on `workers.rollout.num` processes; None if that is 0."""
+        if (num := self._limits.rollout.num) == 0:
+            return None
+        assert self._config.rollout is not None, "episodes have a block"
+        start = functools.partial(
+            spawn,
+            env=self._env,
+            log_folder=RunFolder(self._config).logs,
+            config=self._config.rollout,
+            make_workflow=make_workflow,
+            should_accept=should_accept,
+        )
+        return RolloutWorkers(num, start, max_restarts=self._limits.restarts, note_incident=self._note_incident)
 
     def roles_of(self, group: WorkerGroup) -> tuple[str, ...]:
         """Return the roles that a group has."""

@@ -30,11 +30,11 @@ from arealite.utils import heartbeat
 
 logger = logging.getLogger("arealite.core")
 
-_PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
+PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
 _LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on which they agree
 _LOOK_S = 0.5  # between looks at the ranks that are left when one has ended
 _DEATH_S = 2.0  # in which Ray notices the death that made another rank fail
-_AT_START = ("PYTHON", "PYTORCH", "TORCH")  # variables that a process must start with; Ray writes these to its logs
+AT_START = ("PYTHON", "PYTORCH", "TORCH")  # variables that a process must start with; Ray writes these to its logs
 
 
 Redo = Literal["never", "until_done", "in_step", "always"]
@@ -98,11 +98,11 @@ def place(spec: GroupSpec) -> Any:
     """Return a placement group with a bundle for each worker; GroupLostError if Ray has no room for it."""
     placement = placement_group([_bundle(spec)] * spec.num_ranks, strategy=spec.strategy)
     with heartbeat.waiting(f"Ray to place {spec.num_ranks} workers of group {spec.name}", on="ranks"):
-        if not placement.wait(_PLACE_S):
+        if not placement.wait(PLACE_S):
             remove_placement_group(placement)
             raise GroupLostError(
                 f"Ray must place {spec.num_ranks} workers of group {spec.name} with {_bundle(spec)} each "
-                f"({spec.strategy}) within {_PLACE_S:g} s: got {ray.available_resources()} free. "
+                f"({spec.strategy}) within {PLACE_S:g} s: got {ray.available_resources()} free. "
                 f"Add nodes, or lower workers.{spec.name}.ranks."
             )
     return placement
@@ -124,7 +124,7 @@ class World:
     def _spawn(self, rank: int, placement: Any) -> Any:
         spec, bundle = self.spec, _bundle(self.spec)
         options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "memory": bundle.get("memory")}
-        at_start = {name: value for name, value in spec.env.items() if name.startswith(_AT_START)}
+        at_start = {name: value for name, value in spec.env.items() if name.startswith(AT_START)}
         others = {name: value for name, value in spec.env.items() if name not in at_start}
         return (
             ray.remote(Worker)
@@ -237,7 +237,7 @@ class World:
             what = f"an input of {call.name} was on a node that died"
             raise LossError(what, rank=rank, lost_piece=error.object_ref_hex) from error
         except RayError as error:
-            raise LossError(f"rank {rank} died in {call.name}: {_cause_of_death(error)}", rank=rank) from error
+            raise LossError(f"rank {rank} died in {call.name}: {cause_of_death(error)}", rank=rank) from error
         try:
             outcome: Outcome = pickle.loads(packed)
         except Exception as error:  # whatever the classes of its value do
@@ -261,14 +261,14 @@ class World:
         """Return what every rank returns."""
         with heartbeat.waiting(f"the workers of group {self.spec.name}, {doing}", on="ranks"):
             try:
-                return list(ray.get(list(references), timeout=_PLACE_S))
+                return list(ray.get(list(references), timeout=PLACE_S))
             except GetTimeoutError as error:
-                raise LossError(f"{doing} did not end within {_PLACE_S:g} s", is_of_code=True) from error
+                raise LossError(f"{doing} did not end within {PLACE_S:g} s", is_of_code=True) from error
             except RayError as error:
                 raise LossError(f"{doing} failed: {last_line(error)}") from error
 
 
-def _cause_of_death(error: RayError) -> str:
+def cause_of_death(error: BaseException) -> str:
     return last_line(error).removeprefix("The actor is dead because ").partition(" Some common causes")[0]
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -40,6 +41,7 @@ class Completions:
     ) -> None:
         self.may_generate = asyncio.Event()  # cleared while a weight update pauses the servers
         self.may_generate.set()
+        self.on_hold: Callable[[], Awaitable[None]] | None = None  # lets other clients hold or release theirs, too
         self.update_timeout_s = config.weight_update_timeout  # timeout of the last weight update
         self.num_tokens = 0  # sampled so far
         self.num_stale_kv_tokens = 0
@@ -86,6 +88,23 @@ class Completions:
                         f"http://{server.address} must serve a model with the vocabulary of {path}: got {theirs} token "
                         f"ids and {ours}. Correct the server's model, or ours."
                     )
+
+    def count(self, num_tokens: int, num_stale_kv_tokens: int) -> None:
+        """Count tokens that were sampled, here or by another process for this one."""
+        self.num_tokens += num_tokens
+        self.num_stale_kv_tokens += num_stale_kv_tokens
+
+    async def hold(self) -> None:
+        """Let requests wait, before servers pause for a weight update."""
+        self.may_generate.clear()
+        if self.on_hold is not None:
+            await self.on_hold()
+
+    async def release(self) -> None:
+        """Let requests go on."""
+        self.may_generate.set()
+        if self.on_hold is not None:
+            await self.on_hold()
 
     def note_change(self) -> None:
         """Wake what waits for a server (called when servers have changed)."""
@@ -148,8 +167,7 @@ class Completions:
             logprobs += segment.logprobs
             versions += segment_versions
             kept += segment.kept or [[]] * len(segment.tokens)
-            self.num_tokens += len(segment.tokens)
-            self.num_stale_kv_tokens += segment.stale_kv_tokens
+            self.count(len(segment.tokens), segment.stale_kv_tokens)
             if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
                 break
             num_interrupts += 1

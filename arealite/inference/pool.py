@@ -52,6 +52,14 @@ class Server:
     tells_versions: bool = False  # whether a reply has ever said which weights sampled it
 
 
+@dataclass(frozen=True)
+class PoolView:
+    """What a pool of another process must know of this one."""
+
+    version: int
+    servers: tuple[tuple[str, ServerFacts, int], ...]  # address, facts, version
+
+
 class ServerPool:
     """The servers of a run. One thread changes what there is, any may look."""
 
@@ -61,6 +69,22 @@ class ServerPool:
         self.version = 0  # of the newest published weights
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._shown: dict[str, int] = {}  # versions of the servers of the last view
+
+    def view(self) -> PoolView:
+        """Return what `mirror` of another pool takes."""
+        return PoolView(self.version, tuple((one.address, one.facts, one.version) for one in self.servers))
+
+    def mirror(self, view: PoolView) -> None:
+        """Have the servers of a view, but keep what this pool has found out: who answers, who has lost its weights."""
+        shown = {address: version for address, _, version in view.servers}
+        self._servers = {address: one for address, one in self._servers.items() if address in shown}
+        for address, facts, version in view.servers:
+            server = self._servers.setdefault(address, Server(address, facts))
+            if self._shown.get(address) != version:
+                server.version = version
+        self.version, self._shown = view.version, shown
+        self._notify()
 
     def add(self, address: str, facts: ServerFacts = ServerFacts()) -> None:
         """Add a server whose weights are unknown; one that is there already stays as it is."""

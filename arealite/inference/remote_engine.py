@@ -3,13 +3,15 @@ ranks other than 0 it is a receiver: batches come through collectives, everythin
 joins while the trainer waits for a batch gets the current weights then, otherwise at the next weight update."""
 
 import asyncio
+import logging
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from tensordict import TensorDict
 
@@ -24,11 +26,11 @@ from arealite.inference.backends import KINDS, Backend
 from arealite.inference.completions import Completions
 from arealite.inference.discovery import Membership, open_registry
 from arealite.inference.http import open_session
-from arealite.inference.pool import ServerPool, parse_addresses
+from arealite.inference.pool import PoolView, ServerPool, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.collective import RankZeroExchange
-from arealite.rollout.episode import Episode
+from arealite.rollout.episode import Attempts, Episode
 from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Dataloader, ShouldAccept
@@ -39,8 +41,34 @@ from arealite.utils.environment import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import ensure_secret, secret_of_environment
+from arealite.utils.tasks import BackgroundTasks
 
 T = TypeVar("T")
+logger = logging.getLogger("arealite.client")
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """What clients in other processes must know of this one: versions, servers, and whether requests may go out."""
+
+    version: int
+    backend: Backend  # knows what each server supports
+    servers: PoolView
+    may_generate: bool
+    update_timeout_s: float
+
+
+class OtherClients(Attempts, Protocol):
+    """Clients in other processes, which run episodes for this one."""
+
+    async def start(self, view: ClientView, secret: str | None, count: Callable[[int, int], None]) -> None:
+        """Be ready to run; `count` is told of tokens that they sampled."""
+
+    async def show(self, view: ClientView) -> None:
+        """Return when every client obeys the view."""
+
+    def note_checkpoint(self) -> None:
+        """Forget how often clients were lost: the run would resume from here."""
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -49,9 +77,14 @@ class RemoteInferenceEngine(InferenceEngine):
     protocol: type[Any] = Backend  # what the servers must speak
 
     def __init__(
-        self, config: InferenceEngineConfig, *, hand_out: Callable[[TensorDict], Any] = lambda batch: batch
+        self,
+        config: InferenceEngineConfig,
+        *,
+        hand_out: Callable[[TensorDict], Any] = lambda batch: batch,
+        clients: OtherClients | None = None,
     ) -> None:
-        """`hand_out` makes of a training batch what the loop gets: a master of Core puts it into Ray's store."""
+        """`hand_out` makes of a training batch what the loop gets: a master of Core puts it into Ray's store. `clients`
+        run training episodes in other processes; evaluations run here."""
         refuse_import()
         kind = KINDS[config.backend]
         if not issubclass(kind.backend, self.protocol):
@@ -64,7 +97,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.servers = ServerPool()
         accepts_mismatch = config.weight_check.on_mismatch == "warn"
         self._backend = kind.backend(pause_mode=config.pause_mode, accepts_mismatch=accepts_mismatch)
-        self._hand_out = hand_out
+        self._hand_out, self._clients = hand_out, clients
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._completions: Completions
@@ -75,6 +108,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._replay: Replay | None = None
         self._reserved: Any = None  # the next batch, as `hand_out` has made it
         self._exchange = RankZeroExchange()
+        self._showing = BackgroundTasks("showing the servers to other clients", logger)
         self.canary_gap: float | None = None  # largest one per token, of servers' and trainer's logprobs, last update
 
     # Life cycle
@@ -102,7 +136,7 @@ class RemoteInferenceEngine(InferenceEngine):
             )
         raise_file_limit()
         self._collector = QuietCollector()
-        self._executor = RolloutExecutor(self.config, self)
+        self._executor = RolloutExecutor(self.config, self, self._clients)
         self._executor.catch_up = self._let_catch_up
         try:
             self._executor.loop.run(self._connect(addresses))
@@ -126,11 +160,10 @@ class RemoteInferenceEngine(InferenceEngine):
             folder = RunFolder(self.config).path
             folder.mkdir(parents=True, exist_ok=True)
             secret = ensure_secret(folder)
-        session = open_session(secret)
-        loop.closers.append(session.close)
-        completions = self._completions = Completions(self.config, self._backend, self.servers, session)
-        self.receiver = WeightReceiver(completions)
-        self.servers.on_change = lambda: loop.call_soon(self._note_change)
+        completions = self._open(secret)
+        if self._clients is not None:
+            completions.on_hold = self._show
+            await self._clients.start(self._view(), secret, completions.count)
         if addresses:
             await completions.connect(addresses)
         else:
@@ -142,11 +175,32 @@ class RemoteInferenceEngine(InferenceEngine):
         heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])
         self.servers.advance(self.servers.servers, self._version)
 
+    def _open(self, secret: str | None) -> Completions:
+        """Make the client itself, which has no servers yet (in the loop)."""
+        loop, session = self._require_executor().loop, open_session(secret)
+        loop.closers.append(session.close)
+        self._completions = Completions(self.config, self._backend, self.servers, session)
+        self.receiver = WeightReceiver(self._completions)
+        self.servers.on_change = lambda: loop.call_soon(self._note_change)
+        return self._completions
+
+    def _view(self) -> ClientView:
+        completions = self._completions
+        may_generate = completions.may_generate.is_set()
+        return ClientView(self._version, self._backend, self.servers.view(), may_generate, completions.update_timeout_s)
+
+    async def _show(self) -> None:
+        """Let other clients know the servers, and wait until they do: none may pause or resume before."""
+        if self._clients is not None:
+            await self._clients.show(self._view())
+
     def _note_change(self) -> None:
         """Wake waiting requests, adjust the concurrency and ask for a catch-up (in the loop)."""
         if self._executor is None:
             return
         self._completions.note_change()
+        if self._clients is not None:
+            self._showing.start(self._show())
         if self._membership is not None:
             self._executor.set_capacity(len(self.servers.healthy) / self.config.num_servers)
         if self.servers.joining:
@@ -296,6 +350,8 @@ class RemoteInferenceEngine(InferenceEngine):
         """Record that a published checkpoint holds the updates up to a step and the ledger up to a position."""
         if self._executor is not None:
             self._executor.note_checkpoint(step, position)
+            if self._clients is not None:
+                self._clients.note_checkpoint()
 
     @property
     def stats(self) -> RolloutStat:

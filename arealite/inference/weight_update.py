@@ -125,7 +125,7 @@ class WeightReceiver:
     async def release(self) -> None:
         """Route requests to the updated servers, also those that the update held."""
         await self.admit()
-        self._completions.may_generate.set()
+        await self._completions.release()
 
     async def _pause(self) -> None:
         """Pause the servers, and leave those out that can't be reached."""
@@ -133,7 +133,7 @@ class WeightReceiver:
         if update.meta.only_joining:
             update.asked = self._servers.joining
         else:
-            self._completions.may_generate.clear()
+            await self._completions.hold()
             reachable = [one for one in self._servers.servers if one.is_reachable]
             update.asked = self._servers.updatable or reachable or self._servers.servers
         await self._on_all(self._backend.pause, update.asked, may_be_gone=True)
@@ -311,7 +311,7 @@ class WeightReceiver:
             paused = [one for one in update.asked if one.is_reachable and one.version != NO_VERSION]
             for another in (await self._resume(paused)).values():
                 logger.warning("a server did not resume after a failed weight update: %s", another)
-            self._completions.may_generate.set()
+            await self._completions.release()
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise WeightUpdateError(
@@ -379,7 +379,7 @@ class WeightReceiver:
         if not update.is_wrong and (update.has_dropped or has_left or update.has_lost_sender):
             if update.meta.only_joining:
                 return
-            self._completions.may_generate.set()  # requests wait for a server, which has a deadline of its own
+            await self._completions.release()  # requests wait for a server, which has a deadline of its own
             self._failing_since = self._failing_since or now
             servers = self._servers.servers
             have_refused = bool(servers) and all(server.is_backing_off and server.refused for server in servers)

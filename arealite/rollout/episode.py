@@ -15,13 +15,20 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import AbandonedError, ContextOverflowError, EpisodeError, EpisodeTimeoutError, TrajectoryError
+from arealite.api.errors import (
+    AbandonedError,
+    ContextOverflowError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    TrajectoryError,
+    WorkerLostError,
+)
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.api.workflow_api import runs_of
 from arealite.rollout.account.ledger import Ledger
@@ -49,6 +56,8 @@ class Episode:
     newest_version: int = -1  # of the tokens that they sampled
     is_narrowed: bool = False  # whether top_p or top_k have narrowed a completion
     samples: list[SampleRecord] = field(default_factory=list)  # completions that ended, in that order
+    rewards: list[float] = field(default_factory=list)  # of what the workflow returned, whatever became of it
+    lines: list[str] | None = None  # of the rollout file, if another process has written them
     trajectory: TensorDict = field(init=False, repr=False)  # there once the attempt was accepted
     deadline: asyncio.Timeout | None = None  # deadline of the attempt, while it runs
     num_waiting_for_servers: int = 0  # requests that no server can take at present
@@ -100,24 +109,21 @@ def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int | str, atte
 _MAX_REWARDS = 1_000_000
 
 
+class Attempts(Protocol):
+    """Where attempts run: in this process, or in others."""
+
+    async def run(self, episode: Episode) -> Outcome:
+        """Run one attempt in the caller's task, and return how it ended."""
+
+
 @dataclass(frozen=True)
-class EpisodeRunner:
-    """Runs attempts in the event loop, and records them."""
+class LocalAttempts:
+    """Runs attempts in the event loop of this process."""
 
     config: InferenceEngineConfig
     engine: InferenceEngine
-    ledger: Ledger
-    budgets: Budgets
     is_evaluation: bool = False
     columns: Columns = field(default_factory=Columns)
-    sampled_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_REWARDS))
-    """Of what workflows returned since they were last taken, whatever became of it."""
-
-    def start(self, prompt: Prompt, head_version: int) -> Episode:
-        if prompt.first_started_s is None:
-            prompt.first_started_s = asyncio.get_running_loop().time()
-        self.ledger.start(prompt, head_version)
-        return Episode(prompt, prompt.attempt, head_version, self.config.seed)
 
     async def run(self, episode: Episode) -> Outcome:
         """Run one attempt in the caller's task, and return how it ended."""
@@ -146,7 +152,7 @@ class EpisodeRunner:
         try:
             needs_kept = episode.is_narrowed and not self.is_evaluation
             trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
-            self.sampled_rewards.extend(trajectory["rewards"][runs_of(trajectory).first_rows].tolist())
+            episode.rewards = trajectory["rewards"][runs_of(trajectory).first_rows].tolist()
             if prompt.should_accept is not None and not prompt.should_accept(trajectory):
                 return BY_FILTER
             self.columns.check(trajectory, prompt.workflow)
@@ -155,12 +161,39 @@ class EpisodeRunner:
             raise
         return trajectory
 
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """Lets attempts run, and records them."""
+
+    config: InferenceEngineConfig
+    attempts: Attempts
+    ledger: Ledger
+    budgets: Budgets
+    sampled_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_REWARDS))
+    """Of what workflows returned since they were last taken, whatever became of it."""
+
+    def start(self, prompt: Prompt, head_version: int) -> Episode:
+        if prompt.first_started_s is None:
+            prompt.first_started_s = asyncio.get_running_loop().time()
+        self.ledger.start(prompt, head_version)
+        return Episode(prompt, prompt.attempt, head_version, self.config.seed)
+
+    async def run(self, episode: Episode) -> Outcome:
+        """Run one attempt in the caller's task, and return how it ended."""
+        outcome = await self.attempts.run(episode)
+        self.sampled_rewards.extend(episode.rewards)
+        return outcome
+
     def end(self, episode: Episode, outcome: Outcome) -> bool:
         """Record how an attempt ended, and return whether its prompt must run again.
 
         The budgets learn of an accepted one when nobody can reject it any more.
         """
         prompt = episode.prompt
+        if isinstance(outcome, WorkerLostError) and prompt.is_repeatable:  # nobody's attempt has failed
+            self.ledger.retry(prompt, kind_of(outcome))
+            return True
         if isinstance(outcome, BaseException):
             may_retry = prompt.is_repeatable and prompt.attempt < self.config.episode_retries
             may_retry &= not isinstance(outcome, ContextOverflowError)

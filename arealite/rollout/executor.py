@@ -23,7 +23,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.episode import Episode, EpisodeRunner, Outcome
+from arealite.rollout.episode import Attempts, Episode, EpisodeRunner, LocalAttempts, Outcome
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import OVERDUE, Budgets
 from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, brought, named
@@ -48,9 +48,11 @@ _UNNAMED_EPOCH = -1  # epoch of prompts that were submitted without a `prompt_id
 class RolloutExecutor:
     """Runs all episodes of a run, on global rank 0."""
 
-    def __init__(self, config: InferenceEngineConfig, engine: InferenceEngine) -> None:
-        self.config = config
-        batch_size = config.consumer_batch_size
+    def __init__(
+        self, config: InferenceEngineConfig, engine: InferenceEngine, attempts: Attempts | None = None
+    ) -> None:
+        """`attempts` runs training episodes elsewhere; None runs them here, as evaluations always are."""
+        self.config, self._engine, batch_size = config, engine, config.consumer_batch_size
         self._max_concurrent = config.max_concurrent_rollouts or batch_size
         self._queue_size = config.queue_size or 16 * self._max_concurrent
         self._account = StalenessAccount(
@@ -63,7 +65,7 @@ class RolloutExecutor:
         run = RunFolder(config) if config.fileroot else None
         self._store = RolloutStore(None if run is None else run.rollouts)
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
-        self._runner = EpisodeRunner(config, engine, self._ledger, Budgets(config))
+        self._runner = EpisodeRunner(config, attempts or LocalAttempts(config, engine), self._ledger, Budgets(config))
 
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
@@ -128,7 +130,7 @@ class RolloutExecutor:
             if num_prompts == _TOO_LATE:
                 return None
             self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
-        return assemble_batch([one.trajectory for one in self.loop.run(self._reserve(batch_size))])
+        return assemble_batch([one.trajectory for one in self.loop.run(self._ready.reserve(batch_size))])
 
     def train_reserved(self) -> None:
         """Note that the step of the reserved batch begins."""
@@ -183,7 +185,8 @@ class RolloutExecutor:
         if is_evaluation:
             # It counts for the budgets, but nothing of it is kept.
             ledger = Ledger(None, self._account)
-            runner = EpisodeRunner(self.config, runner.engine, ledger, runner.budgets, is_evaluation=True)
+            here = LocalAttempts(self.config, self._engine, is_evaluation=True)
+            runner = EpisodeRunner(self.config, here, ledger, runner.budgets)
             run = self._unthrottled.evaluate(runner, prompts, keep)
         else:
             run = self._unthrottled.train(runner, prompts, version=self._account.version)
@@ -398,9 +401,6 @@ class RolloutExecutor:
 
         await self._wait_until(can_take, count, timeout)
         return self._ready.take(count)
-
-    async def _reserve(self, count: int) -> list[Episode]:
-        return self._ready.reserve(count)
 
     async def _take_reserved(self) -> list[Episode]:
         self._check()

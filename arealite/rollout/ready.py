@@ -40,7 +40,7 @@ class ReadyEpisodes:
         assert not self._reserved, "the reserved batch comes first"
         return self._train(self._oldest(count))
 
-    def reserve(self, count: int) -> list[Episode]:
+    async def reserve(self, count: int) -> list[Episode]:
         """Set the next version's batch aside, which it is certain to hold, and return it by prompt."""
         assert self._account.can_take(count, ahead=1) and not self._reserved
         self._reserved = sorted(self._oldest(count, ahead=1), key=lambda one: one.prompt_id)

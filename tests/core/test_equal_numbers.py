@@ -92,11 +92,13 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return sorted(set(found))
 
 
-@pytest.mark.parametrize(("num_ranks", "apart"), [(1, "workers={}"), (2, "workers.ref.ranks=1")])
+@pytest.mark.parametrize(
+    ("num_ranks", "apart"), [(1, "workers={}"), (2, "workers={ref: {ranks: 1}, rollout: {num: 2}}")]
+)
 def test_script_migrated_script_and_graph_have_equal_numbers(
     tmp_path: Path, num_ranks: int, apart: str, measured: Callable[..., None]
 ) -> None:
-    """With two ranks the graph's reference has one worker, to whom both parts of a batch come."""
+    """With two ranks the graph's reference has one worker, to whom both parts of a batch come; episodes have two."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
     keys = [f"allocation_mode=lite.d1p1t1+d{num_ranks}p1t1", "actor.kl_ctl=0.01", "ref={}"]
     keys += [f"total_train_steps={STEPS}"]

@@ -174,7 +174,7 @@ def test_a_group_that_can_not_start_gives_back_its_place(
     (tmp_path / "file").touch()
     with pytest.raises(GroupLostError, match=r"group none must keep its workers: got starting failed: "):
         WorkerGroup(spec_of("none", tmp_path / "file" / "logs"), print, print)
-    monkeypatch.setattr(world, "_PLACE_S", 1.0)
+    monkeypatch.setattr(world, "PLACE_S", 1.0)
     with pytest.raises(GroupLostError, match=r"Ray must place 1 workers of group large with {'CPU': 1000000\.0} each"):
         WorkerGroup(spec_of("large", tmp_path, cpus=1e6), print, print)
     assert placements() == before

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.inference.pool import ServerPool, backoff_s
+from arealite.inference.pool import ServerFacts, ServerPool, backoff_s
 
 
 def pool_of(addresses: list[str], **settings: Any) -> ServerPool:
@@ -242,3 +242,21 @@ async def test_a_server_that_has_failed_thousands_of_times_backs_off_as_long_as_
     servers = pool_of(["a"])
     servers.servers[0].num_failures = 5000
     assert servers.back_off(servers.servers[0]) == 600.0
+
+
+def test_a_pool_mirrors_another_but_keeps_what_it_has_found_out() -> None:
+    ours, theirs = ServerPool(), ServerPool()
+    for address in ("a:1", "b:1"):
+        theirs.add(address, ServerFacts(num_gpus=2))
+    theirs.advance(theirs.servers, 3)
+    ours.mirror(theirs.view())
+    a, b = ours.servers
+    assert [(one.address, one.version, one.facts.num_gpus) for one in (a, b)] == [("a:1", 3, 2), ("b:1", 3, 2)]
+    ours.mark_weights_lost(a, 3)
+    ours.mark_reachable(b, False)
+    ours.mirror(theirs.view())  # which knows of neither
+    assert ours.healthy == [] and ours.servers == [a, b]
+    theirs.remove("b:1")
+    theirs.advance(theirs.servers, 4)
+    ours.mirror(theirs.view())
+    assert ours.healthy == [a] and (ours.version, a.version) == (4, 4)

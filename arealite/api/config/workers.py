@@ -23,6 +23,14 @@ class RoleConfig(ConfigBase):
 
 
 @dataclass
+class RolloutWorkersConfig(ConfigBase):
+    """Processes that run the training episodes of a declared graph."""
+
+    num: NonNegativeInt = 0
+    """How many, on any nodes; 0 is the master itself, which always keeps the account and runs evaluations."""
+
+
+@dataclass
 class WorkersConfig(ConfigBase):
     """Groups of workers on Ray, which a master tells what to do."""
 
@@ -36,6 +44,8 @@ class WorkersConfig(ConfigBase):
     """The teacher of a distillation."""
     model: RoleConfig = field(default_factory=RoleConfig)
     """The model of an experiment without reinforcement learning."""
+    rollout: RolloutWorkersConfig = field(default_factory=RolloutWorkersConfig)
+    """Episodes."""
     ahead: Literal[0, 1] = 0
     """Batches on which roles that never train, on workers of their own, work while others train (declared graphs); 1
     needs `rollout.max_head_offpolicyness` of at least 1."""

@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -94,34 +94,10 @@ class RolloutStore:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
+                ending = f', "trained_step": {json.dumps(step)}, "batch": {batch}}}\n'
                 for one in episodes:
-                    file.writelines(json.dumps(line) + "\n" for line in self._lines(one, step, batch))
-
-    def _lines(self, one: Episode, step: int | None, batch: int) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a trajectory as JSON values; `read_batches` inverts it."""
-        tokenizer = self._tokenizer_of(one.prompt.workflow)
-        tensors = dict(sorted(one.trajectory.exclude(_NOT_STORED).items()))
-        dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
-        real = {key: real_entries(one.trajectory, key) for key in tensors}
-        for number in range(num_rows := one.trajectory.batch_size[0]):
-            row = {key: tensor[number] for key, tensor in tensors.items()}
-            row |= {key: row[key][mask[number]] for key, mask in real.items() if mask is not None}  # no padding
-            columns = {key: value.tolist() for key, value in row.items()}
-            yield {
-                "prompt_id": str(one.prompt_id),
-                "row": number,
-                "num_rows": num_rows,
-                "sample": columns.get("sample_index", number),
-                "attempt": one.attempt,
-                "segments": tokenizer and _segments(tokenizer, columns["input_ids"], columns["loss_mask"]),
-                **{key: columns[key] for key in _PER_TOKEN},
-                "reward": columns["rewards"],
-                "more": {key: value for key, value in columns.items() if key not in _DTYPES},
-                "dtypes": {key: dtype for key, dtype in dtypes.items() if dtype != _DTYPES.get(key)},
-                "server": ",".join(sorted(one.servers)),
-                "trained_step": step,
-                "batch": batch,
-            }
+                    lines = one.lines or lines_of(one, one.trajectory, self._tokenizer_of(one.prompt.workflow))
+                    file.writelines(line + ending for line in lines)
 
     def _tokenizer_of(self, workflow: object) -> Any:
         """Return a copy of the workflow's tokenizer for this thread: a tokenizer must not serve two."""
@@ -131,6 +107,33 @@ class RolloutStore:
         if id(original) not in self._tokenizers:
             self._tokenizers[id(original)] = (original, copy.deepcopy(original))  # kept, so that its id stays its own
         return self._tokenizers[id(original)][1]
+
+
+def lines_of(one: Episode, trajectory: TensorDict, tokenizer: Any) -> list[str]:
+    """Return the rows of an episode as JSON, without what is known when they are written; `read_batches` inverts it."""
+    tensors = dict(sorted(trajectory.exclude(_NOT_STORED).items()))
+    dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
+    real = {key: real_entries(trajectory, key) for key in tensors}
+    lines = []
+    for number in range(num_rows := trajectory.batch_size[0]):
+        row = {key: tensor[number] for key, tensor in tensors.items()}
+        row |= {key: row[key][mask[number]] for key, mask in real.items() if mask is not None}  # no padding
+        columns = {key: value.tolist() for key, value in row.items()}
+        values = {
+            "prompt_id": str(one.prompt_id),
+            "row": number,
+            "num_rows": num_rows,
+            "sample": columns.get("sample_index", number),
+            "attempt": one.attempt,
+            "segments": tokenizer and _segments(tokenizer, columns["input_ids"], columns["loss_mask"]),
+            **{key: columns[key] for key in _PER_TOKEN},
+            "reward": columns["rewards"],
+            "more": {key: value for key, value in columns.items() if key not in _DTYPES},
+            "dtypes": {key: dtype for key, dtype in dtypes.items() if dtype != _DTYPES.get(key)},
+            "server": ",".join(sorted(one.servers)),
+        }
+        lines.append(json.dumps(values).removesuffix("}"))
+    return lines
 
 
 class Replay:

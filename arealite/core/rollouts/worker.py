@@ -1,0 +1,113 @@
+"""A rollout worker: a Ray actor that runs the attempts that its master tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.io_struct import PromptId
+from arealite.api.script import users_code
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.batch import Piece, pack
+from arealite.core.worker import portable, write_output_to
+from arealite.inference.remote_engine import ClientView, RemoteInferenceEngine
+from arealite.rollout.account.store import lines_of
+from arealite.rollout.episode import Episode, LocalAttempts
+from arealite.rollout.executor import RolloutExecutor
+from arealite.rollout.prompts import Prompt, Row, SampleRecord, ShouldAccept
+from arealite.utils import heartbeat
+from arealite.utils.processes import raise_file_limit
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of an attempt; a trajectory is a piece."""
+
+    outcome: Piece | str | BaseException
+    samples: list[SampleRecord]
+    rewards: list[float]
+    servers: set[str]
+    lines: list[str] | None  # of the rollout file
+    counts: tuple[int, int]  # tokens sampled since the last report, and those with a stale KV cache
+
+
+class _Client(RemoteInferenceEngine):
+    """Samples from the servers that the master shows; its executor only lends it an event loop."""
+
+    def __init__(self, config: InferenceEngineConfig, secret: str | None) -> None:
+        super().__init__(dataclasses.replace(config, fileroot=""))
+        self._executor = RolloutExecutor(self.config, self)
+        self.loop = self._executor.loop
+        self.loop.run(self._start(secret))
+
+    async def _start(self, secret: str | None) -> None:
+        await self._open(secret).load_vocabulary()
+
+    async def follow(self, view: ClientView) -> None:
+        """Obey a view of the master."""
+        completions = self._completions
+        self._version, completions.update_timeout_s = view.version, view.update_timeout_s
+        completions.backend = view.backend
+        self.servers.mirror(view.servers)
+        (completions.may_generate.set if view.may_generate else completions.may_generate.clear)()
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return how many tokens were sampled since the last time."""
+        completions = self._completions
+        counts = completions.num_tokens, completions.num_stale_kv_tokens
+        completions.num_tokens = completions.num_stale_kv_tokens = 0
+        return counts
+
+
+class RolloutWorker:
+    """The actor: its methods run side by side."""
+
+    def __init__(
+        self,
+        name: str,
+        log: str | None,
+        env: Mapping[str, str],
+        config: InferenceEngineConfig,
+        make_workflow: Callable[[], RolloutWorkflow],
+        should_accept: ShouldAccept | None,
+        secret: str | None,
+    ) -> None:
+        os.environ.update(env)
+        raise_file_limit()
+        if log is not None:
+            write_output_to(Path(log))
+        heartbeat.start(name)
+        self._client = _Client(config, secret)
+        self._workflow, self._should_accept = make_workflow(), should_accept
+        self._attempts = LocalAttempts(config, self._client)
+
+    async def follow(self, view: ClientView) -> None:
+        """Obey a view of the master."""
+        await self._in_loop(self._client.follow(view))
+
+    async def run(self, prompt_id: PromptId, row: Row, attempt: int, head_version: int) -> Report:
+        """Run one attempt at a prompt."""
+        return await self._in_loop(
+            self._run(Prompt(prompt_id, row, self._workflow, self._should_accept), attempt, head_version)
+        )
+
+    async def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(self._client.loop.submit(coroutine))
+
+    async def _run(self, prompt: Prompt, attempt: int, head_version: int) -> Report:
+        episode = Episode(prompt, attempt, head_version, self._attempts.config.seed)
+        outcome, lines = await self._attempts.run(episode), None
+        if isinstance(outcome, BaseException):
+            if lines_of_user := users_code(outcome):
+                outcome.add_note("\n".join(["on a rollout worker:", *lines_of_user]))
+            outcome = portable(outcome)
+        elif not isinstance(outcome, str):
+            lines = lines_of(episode, outcome, getattr(self._workflow, "tokenizer", None))
+            outcome = pack(outcome, outcome.keys())
+        return Report(outcome, episode.samples, episode.rewards, episode.servers, lines, self._client.take_counts())

@@ -1,0 +1,173 @@
+"""Episodes on workers of a real Ray, against real servers in threads: as in one process, whatever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tensordict import TensorDict
+from testing_server import ScriptedServer, serve
+from testing_workflows import SamplingWorkflow
+
+pytest.importorskip("ray")
+from arealite.api.cli_args import InferenceEngineConfig, PPOConfig, load_expr_config
+from arealite.api.errors import EpisodeError
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.rollouts.workers import RolloutWorkers
+from arealite.core.workers import Workers
+from arealite.dataset.loader import PromptLoader
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.rollout.account.audit import audit
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arealite" / "configs" / "gsm8k_ppo_cpu.yaml"
+Connect = Callable[..., tuple[RemoteInferenceEngine, RolloutWorkers | None]]
+
+
+class FailingWorkflow(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        raise OSError("the disk is full")
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    given = [f"cluster.fileroot={tmp_path_factory.mktemp('workers')}", "actor.path=none", "workers.rollout.num=2"]
+    config = load_expr_config(["--config", str(EXAMPLE), *given], PPOConfig)[0]
+    with Workers(config, is_declared=True) as workers:
+        yield workers
+
+
+@pytest.fixture
+def connect(workers: Workers, tmp_path: Path) -> Iterator[Connect]:
+    """Start servers and an engine, whose episodes run on two workers unless `is_here`."""
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+
+        def connected(
+            server: ScriptedServer,
+            make: Callable[[], RolloutWorkflow],
+            name: str = "t",
+            is_here: bool = False,
+            **more: Any,
+        ) -> tuple[RemoteInferenceEngine, RolloutWorkers | None]:
+            stack.enter_context(serve(server))
+            names = {"fileroot": str(tmp_path), "experiment_name": "e", "trial_name": name}
+            config = InferenceEngineConfig(server_addrs=[server.address], consumer_batch_size=4, **names, **more)
+            assert workers._config.rollout is not None
+            workers._config.rollout = config
+            clients = None if is_here else workers.rollouts(make, None)
+            engine = RemoteInferenceEngine(config, clients=clients)
+            engine.initialize(None, None)
+            stack.callback(clients.close if clients else lambda: None)
+            stack.callback(engine.destroy)
+            return engine, clients
+
+        yield connected
+
+
+def loader() -> PromptLoader:
+    return PromptLoader([{"input_ids": [5, 6, 7 + row]} for row in range(100)], 4, seed=1)
+
+
+SAMPLING = functools.partial(SamplingWorkflow, n_samples=2, max_new_tokens=6)
+
+
+def lines_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    path = folder / "rollouts" / f"step_{step}.jsonl"
+    return [json.loads(line) | {"server": ""} for line in path.read_text().splitlines()]
+
+
+def test_batches_and_files_are_those_of_one_process(connect: Connect, tmp_path: Path) -> None:
+    batches = []
+    for name in ("here", "there"):
+        engine, clients = connect(ScriptedServer(), SAMPLING, name, is_here=name == "here")
+        batches.append([engine.prepare_batch(loader(), SAMPLING())])
+        metrics = engine.metrics()
+        assert metrics["rollout/generated_tokens"] == 4 * 2 * 6 and metrics["rollout/accepted"] == 4
+        assert metrics["reward/sampled_mean"] == pytest.approx(float(batches[-1][0]["rewards"].mean()))
+        engine.state_dict()
+        assert (clients is None) == (name == "here")
+    (here,), (there,) = batches
+    assert set(here.keys()) == set(there.keys())
+    assert {key: here[key].tolist() for key in set(here.keys())} == {
+        key: there[key].tolist() for key in set(there.keys())
+    }
+    assert all(here[key].dtype == there[key].dtype for key in set(here.keys()))
+    assert lines_of(tmp_path / "e" / "here", 0) == lines_of(tmp_path / "e" / "there", 0)
+
+
+def test_an_update_of_weights_holds_the_requests_of_every_worker(connect: Connect, tmp_path: Path) -> None:
+    """The server tells no versions, so a request that any worker sent too early would bear the wrong one."""
+    server = ScriptedServer(holds_at=6, tells="nothing")
+    engine, _ = connect(server, SAMPLING, max_head_offpolicyness=1)
+    batches: list[TensorDict] = []
+    taking = threading.Thread(target=lambda: batches.append(engine.prepare_batch(loader(), SAMPLING())), daemon=True)
+    taking.start()
+    server.wait_until_held(8)
+    engine.pause()
+    meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), version=1, timeout_s=60.0, holds_requests=True)
+    updating = engine.update_weights(meta)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "weights").write_text("1")
+    meta.uploaded.set_result(None)
+    updating.result(60)
+    num_requests = len(server.requests)
+    server.holds_at = None
+    engine.run(engine.receiver.admit())
+    assert len(server.requests) == num_requests, "nothing is sent before the release"
+    engine.set_version(1)
+    engine.resume()
+    taking.join(60)
+    versions = batches[0]["versions"][batches[0]["loss_mask"].bool()]
+    assert set(versions.tolist()) <= {0, 1} and int(versions.max()) == 1
+    # The logprob of the scripted server is lower by the version that sampled it.
+    told = -batches[0]["logprobs"][batches[0]["loss_mask"].bool()]
+    assert torch.equal(told.floor().long(), versions)
+
+
+def test_the_episodes_of_a_worker_that_dies_are_issued_again(
+    connect: Connect, workers: Workers, tmp_path: Path
+) -> None:
+    server = ScriptedServer(holds_at=6)
+    engine, clients = connect(server, SAMPLING, max_head_offpolicyness=1)
+    assert clients is not None
+    batches: list[TensorDict] = []
+
+    def train() -> None:
+        for version in range(3):
+            batches.append(engine.prepare_batch(data, SAMPLING()))
+            server.version = version + 1
+            engine.set_version(server.version)
+
+    data, training = loader(), threading.Thread(target=train, daemon=True)
+    training.start()
+    server.wait_until_held(8)
+    victim = next(one for one in psutil.Process().children(recursive=True) if "ray::RolloutWorker" in one.name())
+    victim.kill()
+    server.holds_at = None
+    training.join(120)
+    assert len(batches) == 3
+    totals = engine._require_executor().stats
+    assert totals.rejected == 0 and engine.metrics()["rollout/retried_worker_lost"] >= 1
+    assert "rollout/failed_worker_lost" not in engine.metrics()
+    assert "is lost with" in workers.incidents[-1].text
+    engine.state_dict()
+    found = audit(tmp_path / "e" / "t")
+    assert (found.trained, found.lost, found.repeated) == (12, 0, 0)
+
+
+def test_an_error_of_a_workflow_reaches_the_master_with_its_line(connect: Connect) -> None:
+    engine, _ = connect(ScriptedServer(), FailingWorkflow, episode_retries=0)
+    with pytest.raises(EpisodeError) as raised:
+        engine.prepare_batch(loader(), FailingWorkflow())
+    assert "the disk is full" in str(raised.value) and 'raise OSError("the disk is full")' in str(raised.value)
