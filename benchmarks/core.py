@@ -492,8 +492,8 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
     "episodes": (
         measure_episodes,
         "of {samples} samples of {tokens_per_sample} tokens: in the master {episodes_per_s_0:.0f}/s, "
-        "{master_cpu_us_0:.0f} us of its CPU each; on a worker {episodes_per_s_1:.0f}/s, {master_cpu_us_1:.0f} us of the "
-        "master's and {workers_cpu_us_1:.0f} us of its own",
+        "{master_cpu_us_0:.0f} us of its CPU each; on a worker {episodes_per_s_1:.0f}/s, {master_cpu_us_1:.0f} us of "
+        "the master's and {workers_cpu_us_1:.0f} us of its own",
     ),
     "scale": (
         measure_scale,
