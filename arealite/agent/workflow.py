@@ -14,7 +14,6 @@ paths of that tree: each sampled token is trained on in exactly one row.
 # b rows of a run
 
 import asyncio
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -98,8 +97,10 @@ class AgentWorkflow(RolloutWorkflow):
         if reward is None:
             return None
         loop, tokenizing = asyncio.get_running_loop(), self._model.tokenizing  # where turns are added and discarded
-        make = functools.partial(rows_of, session, reward, sample, turn_discount=self.turn_discount)
-        return await loop.run_in_executor(tokenizing, make)
+        return await loop.run_in_executor(tokenizing, self._rows, session, reward, sample)
+
+    def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
+        return rows_of(session, reward, sample, turn_discount=self.turn_discount)
 
     async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
         """Run the agent to its end, or that of the episode, and return what it is rewarded with."""
