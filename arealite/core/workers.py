@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar, cast
 
 import ray
 import torch
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
