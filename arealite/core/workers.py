@@ -18,7 +18,6 @@ from typing import Any, Self, TypeVar, cast
 
 import ray
 import torch
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
@@ -97,7 +96,7 @@ class Workers:
         folder.path.mkdir(parents=True, exist_ok=True)
         ensure_secret(folder.path)
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(folder.secret)
-        AuthenticationTokenLoader.instance().reset_cache()  # of another run in this process
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # of another run in this process
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
