@@ -22,11 +22,11 @@ from arealite.api.errors import AgentError, ConfigError
 from arealite.reward.runner import WorkerProcess, start_message
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.utils.environment import SECRET_VARIABLE
-from arealite.utils.processes import describe_exit, exit_status, kill_tree
+from arealite.utils.processes import describe_exit, exit_status, kill_tree, wait_gone
 from arealite.utils.threads import in_thread
 
 _MAX_GROWTH_GIB = 4.0
-_LONGEST_S = 30 * 24 * 3600.0  # of a call in a process; the episode's deadline comes first
+_LONGEST_S = 20 * 24 * 3600.0  # of a call in a process; the episode's deadline comes first
 _MAX_OUTPUT_BYTES = 1 << 20  # of a command: its last line is its reward
 _SHOWN_CHARACTERS = 2000
 _CLOSE_S = 5.0
@@ -152,7 +152,7 @@ class ProcessAgent(Agent):
             "call": {name: call[name] for name in self._names},
         }
         async with self._slots:
-            worker = self._idle.pop() if self._idle else self._started()
+            worker = self._living()
             try:
                 kind, value = await in_thread(self._call, worker, arguments)
             except asyncio.CancelledError:
@@ -174,7 +174,13 @@ class ProcessAgent(Agent):
             self._end(worker)
         self._idle.clear()
 
-    def _started(self) -> WorkerProcess:
+    def _living(self) -> WorkerProcess:
+        """Return an idle process, or a new one; those that have ended meanwhile are forgotten."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.process.poll() is None:
+                return worker
+            self._end(worker)
         worker = WorkerProcess(self._start_message, _MAX_GROWTH_GIB)
         self._workers.add(worker)
         return worker
@@ -226,7 +232,7 @@ class CommandAgent(Agent):
 
 
 async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, str]:
-    """Write the row, and return the ends of what the command prints."""
+    """Write the row, and return the ends of what the command prints until it ends."""
     stdin = process.stdin
     assert stdin is not None and process.stdout is not None and process.stderr is not None
 
@@ -242,9 +248,20 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, s
             end = (end + piece)[-limit:]
         return end.decode(errors="replace")
 
-    _, output, errors, _ = await asyncio.gather(
-        write(), tail(process.stdout, _MAX_OUTPUT_BYTES), tail(process.stderr, _SHOWN_CHARACTERS), process.wait()
-    )
+    talk = asyncio.gather(write(), tail(process.stdout, _MAX_OUTPUT_BYTES), tail(process.stderr, _SHOWN_CHARACTERS))
+    try:
+        await in_thread(wait_gone, [process.pid], _LONGEST_S)  # `process.wait` waits for the ends of its pipes as well
+        await in_thread(_kill, process.pid, False)  # what it has left in its group would hold them open
+        async with asyncio.timeout(_CLOSE_S):
+            _, output, errors = await talk
+            await process.wait()
+    except TimeoutError:
+        raise AgentError(
+            "a command must leave no process that has its output: got one in a process group of its own. Start it with "
+            "its output elsewhere, or end it."
+        ) from None
+    finally:
+        talk.cancel()
     return output, errors
 
 
@@ -252,6 +269,7 @@ async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
     """End a command, and what it has left in its process group."""
     process = await starting
     await in_thread(_kill, process.pid, process.returncode is None)
+    process._transport.close()  # type: ignore[attr-defined]  # somebody may hold the other ends of its pipes
 
 
 def _kill(pid: int, is_alive: bool) -> None:

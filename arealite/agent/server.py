@@ -177,7 +177,7 @@ class Proxy:
 
     async def _reward(self, request: web.Request, _: Wire) -> web.StreamResponse:
         session, _is_trained = self._session_of(request)
-        session.reward = _parsed(await request.read())["reward"]
+        session.reward = _parsed(await request.read(), json.loads)["reward"]  # NaN also: the run says what is wrong
         return web.json_response({})
 
     async def _models(self, request: web.Request, _: Wire) -> web.StreamResponse:
@@ -196,9 +196,9 @@ def _described(model: str) -> dict[str, Any]:
     return ours | {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
-    with contextlib.suppress(orjson.JSONDecodeError):
-        body = orjson.loads(raw)
+def _parsed(raw: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        body = loads(raw)
         if isinstance(body, dict):
             return body
     raise RefusedError(f"the body must be a JSON object: got {raw[:60]!r}. Correct the request.")

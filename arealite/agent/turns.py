@@ -220,6 +220,8 @@ def _key(message: Message) -> str:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
     content = message.get("content")
     others = [part for part in content if "text" not in part] if isinstance(content, list) else []
+    if calls:  # clients write 1.0 as 1, and integers of more than 53 bits as floats
+        calls = json.loads(json.dumps(calls, default=str), parse_int=float)
     return json.dumps([message["role"], "".join(texts_of(message)), others, calls], sort_keys=True, default=str)
 
 

@@ -15,6 +15,7 @@ paths of that tree: each sampled token is trained on in exactly one row.
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AgentError
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.tensors import concat_padded_tensors
-from arealite.utils.threads import DaemonThreads
+from arealite.utils.threads import DaemonThreads, in_thread
 
 _BRANCHES = ("edited", "template", "tools")
 
@@ -64,11 +65,12 @@ class AgentWorkflow(RolloutWorkflow):
         self._agent = agent_of(run, num_processes=num_processes)
         self._model = model_of(gconfig, tokenizer, self.config, enable_thinking=enable_thinking)
         self._proxy: Proxy | None = None
+        self._opening = threading.Lock()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
         """Run the agent on one row, as often as a group has samples."""
         if self._proxy is None:
-            self._proxy = Proxy(heartbeat_s=self.config.heartbeat_s)
+            await in_thread(self._open)
         runs = [asyncio.create_task(self._run(engine, data, sample)) for sample in range(self.gconfig.n_samples)]
         try:
             rows = await asyncio.gather(*runs)
@@ -84,6 +86,12 @@ class AgentWorkflow(RolloutWorkflow):
         if self._proxy is not None:
             self._proxy.close()
         self._model.tokenizing.shutdown()
+
+    def _open(self) -> None:
+        """Start the proxy, once; it has a loop and a port to wait for."""
+        with self._opening:
+            if self._proxy is None:
+                self._proxy = Proxy(heartbeat_s=self.config.heartbeat_s)
 
     async def _run(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> TensorDict | None:
         """Return the rows of one run, or None if it is rejected."""

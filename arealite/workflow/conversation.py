@@ -62,9 +62,10 @@ class Conversation:
     async def ask(self, messages: Sequence[Message]) -> Message | None:
         """Return the answer to further messages, with `tool_calls` if it has any; None if they do not fit the context.
 
-        Raises ContextOverflowError if already the first do not, and ValueError if the chat template refuses them.
+        Half a character (a lone surrogate) becomes U+FFFD. Raises ContextOverflowError if already the first messages do
+        not fit, and ValueError if the chat template refuses them.
         """
-        ids = await in_thread(self._encode, list(messages))
+        ids = await in_thread(self._encode, [_whole(message) for message in messages])
         if not self.num_turns:
             self.builder = TrajectoryBuilder(ids)
         else:
@@ -120,3 +121,11 @@ class Conversation:
         last = response.output_tokens[-1] if response.output_tokens else None
         ends = response.stop_reason == "stop" and not response.matched_stop
         return last if ends and last in self._model.text.special else None
+
+
+def _whole(message: Message) -> Message:
+    """Return a message without halves of characters, which tools and environments may return and nothing can encode."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")}

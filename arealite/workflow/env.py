@@ -7,6 +7,7 @@ an EnvError, so that the runtime runs the episode again, in new environments, an
 import asyncio
 import hashlib
 import inspect
+import logging
 import math
 import numbers
 from collections.abc import Callable
@@ -21,11 +22,13 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.env_api import Agent
 from arealite.api.errors import EnvError, ParseError
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.tasks import BackgroundTasks
 from arealite.utils.threads import in_thread
 from arealite.workflow.conversation import ChatModel, Conversation
 from arealite.workflow.env_process import EnvProcesses
 from arealite.workflow.trajectory import sample_group
 
+logger = logging.getLogger("arealite.workflow")
 MakeEnv = Callable[[dict[str, Any]], Any]
 
 
@@ -55,6 +58,7 @@ class EnvWorkflow(RolloutWorkflow):
         self.max_turns, self.step_timeout, self.turn_rewards = max_turns, step_timeout, turn_rewards
         self.model = ChatModel(tokenizer, enable_thinking=enable_thinking)
         self.processes = EnvProcesses(make_env) if isolated else None
+        self._late = BackgroundTasks("the end of an environment that was made past its deadline", logger)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Run the group of one prompt, each sample in an environment of its own."""
@@ -69,8 +73,7 @@ class EnvWorkflow(RolloutWorkflow):
         talk = Conversation(engine, self.model, self.gconfig, sample=sample)
         total, num_parse_errors, is_terminated, is_truncated = 0.0, 0, False, False
         async with AsyncExitStack() as cleanup:
-            make = self.make_env if self.processes is None else self.processes.make
-            env = await self._call("make_env", make, data)
+            env = await self._make(data)
             cleanup.push_async_callback(self._call, "close", _method(env, "close"))
             observation, info = _checked_reset(await self._call("reset", _method(env, "reset"), seed=_seed(data)))
             messages = self.agent.observe(observation, info)
@@ -93,6 +96,26 @@ class EnvWorkflow(RolloutWorkflow):
         metrics = {"num_turns": talk.num_turns, "parse_errors": num_parse_errors, "is_terminated": is_terminated}
         run = talk.builder.finish(total, sample_index=sample)
         return run.update({name: torch.tensor([float(value)]) for name, value in metrics.items()})
+
+    async def _make(self, data: dict[str, Any]) -> Any:
+        """Return an environment; one that is made after the deadline is closed then."""
+        if self.processes is not None:
+            return await self._call("make_env", self.processes.make, data)
+        making = asyncio.ensure_future(in_thread(self.make_env, data))
+
+        async def made() -> Any:
+            return await asyncio.shield(making)
+
+        try:
+            return await self._call("make_env", made)
+        except BaseException:
+            self._late.start(self._close_late(making))
+            raise
+
+    async def _close_late(self, making: asyncio.Future[Any]) -> None:
+        await asyncio.wait({making})
+        if making.exception() is None:
+            await self._call("close", _method(making.result(), "close"))
 
     async def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the environment; whatever fails there is an EnvError."""

@@ -34,12 +34,11 @@ class EnvProcesses:
 
     async def make(self, data: dict[str, Any]) -> "IsolatedEnv":
         """Return an environment for a row, in an idle process or a new one."""
-        with self._lock:
-            if self._is_closed:
-                raise EnvError("environments must be open: got a call after close(). Make a new workflow.")
-            process = self._idle.pop() if self._idle else None
-        if process is None:
-            process = await in_thread(self._start)
+        while (process := self._take()) is None or not process.is_sound:
+            if process is not None:
+                await in_thread(self._take_back, process)  # it has died since
+            else:
+                await in_thread(self._start)  # idle at first, so that it is not lost if nobody waits for it any more
         env = IsolatedEnv(process, self._take_back)
         try:
             await env.call("make", data)
@@ -54,15 +53,19 @@ class EnvProcesses:
         for process in processes:
             process.kill()
 
-    def _start(self) -> "_Process":
-        process = _Process(self._make_env)
+    def _take(self) -> "_Process | None":
         with self._lock:
-            self._all.add(process)
-        return process
+            if self._is_closed:
+                raise EnvError("environments must be open: got a call after close(). Make a new workflow.")
+            return self._idle.pop() if self._idle else None
+
+    def _start(self) -> None:
+        self._take_back(_Process(self._make_env))
 
     def _take_back(self, process: "_Process") -> None:
         with self._lock:
             if process.is_sound and not self._is_closed:
+                self._all.add(process)
                 self._idle.append(process)
                 return
             self._all.discard(process)
@@ -104,8 +107,12 @@ class _Process:
         self._process.start()
         self._pid = self._process.pid or 0
         theirs.close()
-        self.is_sound = True
+        self._is_given_up = False
         self._descendants: list[int] = []
+
+    @property
+    def is_sound(self) -> bool:
+        return not self._is_given_up and self._process.is_alive()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -121,12 +128,12 @@ class _Process:
 
     def give_up(self) -> None:
         """End the process without waiting for that; `kill` ends what it has started."""
-        self.is_sound = False
+        self._is_given_up = True
         self._descendants = descendants(self._pid)
         self._process.kill()
 
     def kill(self) -> None:
-        self.is_sound = False
+        self._is_given_up = True
         for pid in (self._pid, *self._descendants):
             kill_tree(pid)
         self._process.join(_END_S)

@@ -31,6 +31,11 @@ def failing(data: dict, base_url: str, api_key: str) -> float:
     raise ZeroDivisionError("no luck")
 
 
+def without_a_number(data: dict, base_url: str, api_key: str) -> float:
+    ask(base_url, api_key, "Hi")
+    return float("nan")
+
+
 def dying(data: dict) -> float:
     os._exit(3)
 

@@ -13,6 +13,13 @@ from arealite.agent.turns import Run, Turn
 from arealite.api.io_struct import ModelResponse
 
 MODES = [(family, thinking) for family in FAMILIES for thinking in (False, True)]
+SOME = ("Qwen2.5", "Qwen3", "Qwen3.5", "Llama 3.1", "GLM-4.5", "gpt-oss")
+"""What differs among the others; these run in `make test`, all in `make test-agents`."""
+
+
+def marked(cases: list[tuple]) -> list:
+    """Mark the cases of other families as slow."""
+    return [pytest.param(*case, marks=[] if case[0] in SOME else pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +27,7 @@ def tokenizers():
     return functools.cache(real_tokenizer)
 
 
-@pytest.mark.parametrize(("family", "enable_thinking"), MODES)
+@pytest.mark.parametrize(("family", "enable_thinking"), marked(MODES))
 def test_turns_in_tokens_of_the_models_own_choice_are_kept(tokenizers, family, enable_thinking) -> None:
     tokenizer = tokenizers(family)
     talk = Talk(tokenizer, enable_thinking=enable_thinking)
@@ -39,16 +46,16 @@ def test_turns_in_tokens_of_the_models_own_choice_are_kept(tokenizers, family, e
     assert rows["loss_mask"].sum() == sum(turn.response.output_len for turn in talk.run.turns)
 
 
-LONG = [pytest.param(family, marks=[] if family == "Qwen2.5" else pytest.mark.slow) for family in FAMILIES]
+LONG = [("Qwen2.5", 41), *(pytest.param(family, 201, marks=pytest.mark.slow) for family in FAMILIES)]
 
 
-@pytest.mark.parametrize("family", LONG)
-def test_two_hundred_turns_keep_their_tokens_where_encoding_the_text_again_keeps_none(tokenizers, family) -> None:
+@pytest.mark.parametrize(("family", "num_turns"), LONG)
+def test_many_turns_keep_their_tokens_where_encoding_the_text_again_keeps_none(tokenizers, family, num_turns) -> None:
     tokenizer = tokenizers(family)
     talk = Talk(tokenizer)
     messages = [user("0?")]
     kept, same = 0, []
-    for number in range(201):
+    for number in range(num_turns):
         turn = talk.ask(messages, f"The answer is {number}.")
         messages = [*turn.conversation, user(f"{number}?")]
         if turn.parent is not None:
@@ -56,7 +63,7 @@ def test_two_hundred_turns_keep_their_tokens_where_encoding_the_text_again_keeps
             kept += turn.response.input_tokens[: len(before)] == before
         if number and number % 40 == 0:  # the text is the template's: only its tokens are others
             same.append(tokenizer(turn.prompt_text, add_special_tokens=False)["input_ids"][: len(before)] == before)
-    assert (kept, same) == (200, [False] * 5) and not talk.run.branches
+    assert (kept, same) == (num_turns - 1, [False] * (num_turns // 40)) and not talk.run.branches
 
 
 def cycle(talk: Talk, question: str = "Is the cat there?") -> list[dict]:
@@ -80,7 +87,7 @@ CALLING = [
 ] + [(family, False) for family in BEHAVIOURS]
 
 
-@pytest.mark.parametrize(("family", "enable_thinking"), CALLING)
+@pytest.mark.parametrize(("family", "enable_thinking"), marked(CALLING))
 def test_cycles_of_calls_and_results_are_one_row(tokenizers, family, enable_thinking) -> None:
     talk = Talk(tokenizers(family), enable_thinking=enable_thinking)
     messages = cycle(talk)
@@ -129,6 +136,17 @@ def test_clients_change_the_form_of_messages_and_not_their_meaning(talk) -> None
         [{**system, "name": "x"}, asked, answer, result("Page 1.", first.message)], "Yes.", tools=[LOOK_UP]
     )
     assert second.parent is first and not talk.run.branches and len(call["id"]) == 9
+
+
+def test_numbers_that_come_back_as_other_clients_write_them_are_the_same(talk) -> None:
+    arguments = f'{{"word":"cat","pages":[3.0,{2**70}]}}'
+    says = f'<tool_call>\n{{"name":"look_up","arguments":{arguments}}}\n</tool_call>'
+    first = talk.ask([user("Cat?")], says, tools=[LOOK_UP])
+    for pages, is_same in (([3.0, 2**70], True), ([3, float(2**70)], True), ([4, 2**70], False), ([True, 1], False)):
+        function = {"name": "look_up", "arguments": {"word": "cat", "pages": pages}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        new = [user("Cat?"), answer, result("Page 1.", first.message)]
+        assert (talk.bridge.prompt(talk.run, new, [LOOK_UP]).parent is first) == is_same
 
 
 def test_thoughts_that_come_back_must_be_those_that_were_sampled(tokenizers) -> None:

@@ -3,13 +3,16 @@
 import asyncio
 import os
 import sys
+import threading
 from pathlib import Path
 
 import openai
 import process_agents
+import psutil
 import pytest
 from testing_proxy import ScriptedModel, chatml_tokenizer, tool_call
 
+from arealite.agent.server import Proxy
 from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.errors import AgentError, ConfigError, ServerError
@@ -299,9 +302,54 @@ async def test_a_shell_command_that_fails_or_prints_no_reward(model, workflow_of
     assert await workflow_of("cat > /dev/null; echo null").arun_episode(model, ROW) is None
 
 
+async def test_what_a_command_leaves_behind_ends_with_it(model, workflow_of, tmp_path) -> None:
+    """Though it holds the output, and whether it is in the command's process group or not."""
+    shell = f"{{}} sleep 1000 & echo $! > {tmp_path}/pid; cat > /dev/null; echo null"
+    assert await workflow_of(shell.format("")).arun_episode(model, ROW) is None
+    assert not await asyncio.to_thread(wait_gone, [int((tmp_path / "pid").read_text())], 30)
+
+
+async def test_a_process_that_holds_the_output_of_its_command_is_told(
+    model, workflow_of, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("arealite.agent.launch._CLOSE_S", 0.2)
+    shell = f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000' & until test -s {tmp_path}/pid; do :; done"
+    with pytest.raises(AgentError, match="must leave no process that has its output"):
+        await workflow_of(f"{shell}; echo null").arun_episode(model, ROW)
+    os.kill(int((tmp_path / "pid").read_text()), 9)
+
+
+async def test_a_process_that_died_while_it_was_idle_is_replaced(model, workflow_of) -> None:
+    workflow, before = workflow_of(process_agents.polite), set(psutil.Process().children())
+    await workflow.arun_episode(model, ROW)
+    idle = [one.pid for one in set(psutil.Process().children()) - before]
+    for pid in idle:
+        os.kill(pid, 9)
+    assert idle and not await asyncio.to_thread(wait_gone, idle, 30)
+    assert (await workflow.arun_episode(model, ROW))["rewards"].tolist() == [1.0]
+
+
+async def test_many_first_episodes_share_a_proxy_and_none_waits_for_it_in_the_loop(
+    model, workflow_of, monkeypatch
+) -> None:
+    threads = []
+
+    class Watched(Proxy):
+        def __init__(self, **options) -> None:
+            threads.append(threading.current_thread())
+            super().__init__(**options)
+
+    monkeypatch.setattr("arealite.agent.workflow.Proxy", Watched)
+    workflow = workflow_of("cat > /dev/null; echo null")
+    assert await asyncio.gather(*(workflow.arun_episode(model, ROW) for _ in range(4))) == [None] * 4
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
 async def test_a_function_that_raises_or_dies(model, workflow_of) -> None:
     with pytest.raises(AgentError, match="agent failing must not raise: got ZeroDivisionError: no luck"):
         await workflow_of(process_agents.failing).arun_episode(model, ROW)
+    with pytest.raises(AgentError, match=r"an agent must return a finite number.*: got nan"):
+        await workflow_of(process_agents.without_a_number).arun_episode(model, ROW)
     with pytest.raises(AgentError, match="agent dying must run in a healthy process: got exit status 3"):
         await workflow_of(process_agents.dying).arun_episode(model, ROW)
 

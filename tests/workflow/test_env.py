@@ -1,7 +1,9 @@
 """Environments in threads, in the loop and in processes; each failure is an EnvError, and the next run works."""
 
+import asyncio
 import os
 import re
+import threading
 from typing import Any
 
 import psutil
@@ -14,6 +16,7 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import EnvError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.trajectory import check_trajectory
+from arealite.utils.processes import wait_gone
 from arealite.workflow.env import EnvWorkflow
 
 END = "<|im_end|>"
@@ -85,6 +88,37 @@ async def test_a_fault_of_the_environment_is_its_error(tokenizer, fault: str, to
     with pytest.raises(EnvError, match=told):
         await run(tokenizer, workflow_of(tokenizer, n_samples=1), seed=7, fault=fault, log=log)
     assert log == ["closed"]
+
+
+@pytest.mark.parametrize("make_env", [Countdown, AsyncCountdown])
+async def test_an_environment_that_is_made_past_its_deadline_is_closed(tokenizer, make_env: Any) -> None:
+    may_be_made, closed = threading.Event(), threading.Event()
+
+    class Log(list[str]):
+        def append(self, text: str) -> None:
+            closed.set()
+
+    def make(data: dict[str, Any]) -> Countdown:
+        assert may_be_made.wait(60)
+        return make_env(data | {"log": Log()})
+
+    with pytest.raises(EnvError, match=r"make_env of the environment must return within step_timeout = 0.1 s"):
+        await run(tokenizer, workflow_of(tokenizer, make, n_samples=1, step_timeout=0.1), seed=7)
+    assert not closed.is_set()
+    may_be_made.set()
+    assert await asyncio.to_thread(closed.wait, 60)
+
+
+async def test_an_idle_process_that_has_died_is_replaced(tokenizer) -> None:
+    workflow = workflow_of(tokenizer, n_samples=1, isolated=True, step_timeout=60)
+    pids = []
+    for _ in range(2):
+        group = await run(tokenizer, workflow, seed=7)
+        pids.append(int(re.search(r"left in (\d+)", tokenizer.decode(group[0]["input_ids"]))[1]))
+        os.kill(pids[-1], 9)
+        assert not wait_gone([pids[-1]], 30)
+    workflow.close()
+    assert pids[0] != pids[1]
 
 
 async def test_an_environment_in_a_process_may_crash_hang_and_raise(tokenizer) -> None:

@@ -103,6 +103,22 @@ async def test_results_that_are_no_text_are_json(tokenizer) -> None:
     assert '<tool_response>\n{"word": "rot", "means": "ü"}\n</tool_response>' in text
 
 
+@pytest.mark.parametrize("raises", [False, True])
+async def test_half_a_character_of_a_tool_becomes_one(tokenizer, raises: bool) -> None:
+    def read(a: int) -> str:
+        """Read.
+
+        Args:
+            a: A number.
+        """
+        if raises:
+            raise ValueError("a\ud800b\U0001f642")
+        return "a\ud800b\U0001f642"
+
+    metrics, text = await run(tokenizer, lambda text: "7" if "tool_response" in text else call("read", a=1), read)
+    assert f"<tool_response>\n{'Error: ' * raises}a\ufffdb\U0001f642\n" in text and metrics["rewards"] == 1
+
+
 async def test_a_malformed_call_stays_text_and_is_the_answer(tokenizer) -> None:
     metrics, text = await run(tokenizer, lambda _: '<tool_call>\n{"name": "add", "argu', add)
     assert (metrics["malformed_calls"], metrics["num_turns"], metrics["tool_calls"]) == (1, 1, 0)
