@@ -56,7 +56,7 @@ test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed
 
 test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (6 minutes)
 	sh tests/reward/install_bubblewrap.sh
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/agent/test_bridge.py tests/examples $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/examples $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
@@ -120,10 +120,11 @@ test-hosts: $(VENV)/.installed            ## train by torchrun over hosts whose 
 test-elastic: $(VENV)/.installed            ## let servers join, leave and die while a run trains (2 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.elastic
 
-test-hostile: $(VENV)/.installed            ## send junk to servers, client, files, workflows and rewards (5 minutes; ARGS=--short: 1.5)
+test-hostile: $(VENV)/.installed            ## send junk to servers, client, files, workflows, rewards, agents, tools and environments (7 minutes; ARGS=--short: 2.5)
 	PYTHONPATH=tests $(VENV)/bin/python -m hostile $(ARGS)
 
-test-agents: $(VENV)/.installed-dev            ## train agents on the packages of OpenAI and Anthropic, and a command, token-exactly (3 minutes)
+test-agents: $(VENV)/.installed-dev            ## train agents on the packages of OpenAI and Anthropic, and a command, token-exactly, on every chat template (4 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/agent
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
 
 test-sandbox: $(VENV)/.installed-dev            ## try to break out of the sandbox for programs of models (a minute; installs bubblewrap)

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m hostile [--short] [--seed N] [--only PART ...]
 
-Parts: requests to servers, answers to the client, files that are read, and code of users. Each runs in a process of its
-own, which must end and leave nothing. Prints what it does, and at last `RESULT {json}`. Exit status: 0 when nothing is
-broken and nothing leaked, else 1, and then the folder with what was printed is kept and named.
+Parts: requests to servers, answers to the client, files that are read, code of users, and their agents. Each runs in a
+process of its own, which must end and leave nothing. Prints what it does, and at last `RESULT {json}`. Exit status: 0
+when nothing is broken and nothing leaked, else 1, and then the folder with what was printed is kept and named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from hostile.common import SECRET, Report, judge_text, run_part
 
-PARTS = ("requests", "answers", "files", "code")
+PARTS = ("requests", "answers", "files", "code", "agents")
 TIMEOUT_S = 600.0
 """For a part; it takes a minute, and half of it if short."""
 _FOUND = "FOUND "
@@ -32,7 +32,7 @@ _FOUND = "FOUND "
 def main() -> int:
     """Run all parts, or be one of them."""
     parser = argparse.ArgumentParser(prog="hostile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="a form of a minute and a half on 2 cores")
+    parser.add_argument("--short", action="store_true", help="a form of two and a half minutes on 2 cores")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)

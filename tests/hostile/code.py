@@ -101,6 +101,13 @@ class Hostile(RolloutWorkflow):
         self.plan = plan
         self.num_sleepers = 0  # threads of the user, which nobody can end
 
+    def expected(self, index: int) -> set[str]:
+        return expected(*self.plan[index])
+
+    def name_of(self, index: int) -> str:
+        kind, act = self.plan[index]
+        return f"{kind} {getattr(act, '__name__', act)}"
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         kind, act = self.plan[data["prompt_id"].index]
         if kind == "raise":
@@ -150,17 +157,24 @@ def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> 
     report.leaks += settled(lambda: allowed.leaks(Usage.of(os.getpid()), what="the trainer", inputs=report.tried), 10.0)
 
 
-def run_workflows(report: Report, fileroot: Path, workflow: Hostile) -> None:
+def run_workflows(
+    report: Report,
+    fileroot: Path,
+    workflow: Any,
+    *,
+    engine_type: type[IdleEngine] = IdleEngine,
+    episode_s: float = _EPISODE_S,
+) -> None:
     """Train on what good prompts return, until every prompt has ended, and compare the account with the plan."""
     plan = workflow.plan
     config = InferenceEngineConfig(
         experiment_name="e", trial_name="t", fileroot=str(fileroot), consumer_batch_size=_BATCH, episode_retries=0,
         max_concurrent_rollouts=2 * _BATCH, max_head_offpolicyness=10**6, max_failed_share=1.0, failure_window=10**4,
-        max_rejected_in_a_row=10**6, episode_timeout=_EPISODE_S,
+        max_rejected_in_a_row=10**6, episode_timeout=episode_s, queue_size=_BATCH,
     )  # fmt: skip
     rows = [{"x": number} for number in range(len(plan))]
-    num_good = sum(bool(expected(*one) & {"trained"}) for one in plan)
-    engine, loader = IdleEngine(config), PromptLoader(rows, len(plan), shuffle=False)
+    num_good = sum("trained" in workflow.expected(index) for index in range(len(plan)))
+    engine, loader = engine_type(config), PromptLoader(rows, len(plan), shuffle=False)
     try:
         for version in range(num_good // _BATCH):
             engine.executor.prepare_batch(loader, workflow)
@@ -180,11 +194,10 @@ def run_workflows(report: Report, fileroot: Path, workflow: Hostile) -> None:
     with contextlib.closing(sqlite3.connect(fileroot / "e" / "t" / "ledger.sqlite")) as database:
         ended = "SELECT epoch, idx, state || coalesce('_' || reason, '') FROM prompts ORDER BY epoch"
         for epoch, index, state in database.execute(ended):
-            kind, act = plan[index]
             report.count(state)
-            if state not in expected(kind, act) and not (epoch > 0 and state in ("issued", "running")):
-                name = getattr(act, "__name__", act)
-                text = f"a workflow that does {kind} {name} must end as one of {expected(kind, act)}: got {state}"
+            states = workflow.expected(index)
+            if state not in states and not (epoch > 0 and state in ("issued", "running")):
+                text = f"a workflow that does {workflow.name_of(index)} must end as one of {states}: got {state}"
                 report.broken.append(text)
 
 
