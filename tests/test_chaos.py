@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -26,6 +27,7 @@ from chaos.kills import Outcome
 from chaos.moments import MOMENTS, Marks
 from chaos.promises import judge
 from testing_quickstart import write_tiny_model
+from testing_rollouts import write_rows
 
 from arealite.api.io_struct import PromptId
 from arealite.rollout.account.ledger import Ledger
@@ -54,7 +56,7 @@ def write_run(folder: Path, *, num_forgotten: int = 0) -> Experiment:
             ledger.start(prompt, head_version=step)
             ledger.accept(prompt, [SampleRecord(sample, 2, 0.1, 0, "a:1") for sample in range(2)], 0.1)
         ledger.train(of_step, step)
-        write_samples(run / "rollouts" / f"step_{step}.jsonl", [str(prompt.prompt_id) for prompt in of_step], step)
+        write_samples(run / "rollouts" / f"step_{step}", [str(prompt.prompt_id) for prompt in of_step], step)
     ledger.issue([Prompt(PromptId(1, index)) for index in range(num_forgotten)], cursor=None)
     ledger.close()
     return experiment
@@ -75,7 +77,8 @@ def write_samples(path: Path, prompts: list[str], version: int, **changes: objec
         for prompt, sample in itertools.product(prompts, range(2))
     ]
     rows[-1] |= changes
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.rmtree(path, ignore_errors=True)
+    write_rows(path, rows)
 
 
 def test_a_whole_run_breaks_no_promise(tmp_path: Path) -> None:
@@ -110,9 +113,9 @@ def test_every_broken_promise_is_told(tmp_path: Path) -> None:
     run = experiment.run_folder
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 1)))
     (run / "summary.json").write_text(json.dumps({"steps": 3}))
-    write_samples(run / "rollouts" / "step_0.jsonl", ["0-0", "0-1"], version=1)
+    write_samples(run / "rollouts" / "step_0", ["0-0", "0-1"], version=1)
     bad = {"versions": [-1, 1, -1], "logprobs": [0.0, float("nan"), -1.0], "reward": float("inf")}
-    write_samples(run / "rollouts" / "step_1.jsonl", ["0-0"], version=1, **bad)
+    write_samples(run / "rollouts" / "step_1", ["0-0"], version=1, **bad)
     verdict = judge(experiment, Outcome(num_fatal=1, causes=["a kill", "an error"]))
     told = "\n".join(verdict.broken)
     for expected in (
@@ -186,7 +189,7 @@ def write_agents(folder: Path, *, lies: bool) -> Experiment:
     if lies:
         rows[0] |= {"input_ids": [1, 0, 5, 7]}
         asked[1]["runs"]["0"] |= {"read": ["a", "b"], "counts": {}}
-    (experiment.run_folder / "rollouts" / "step_0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(experiment.run_folder / "rollouts" / "step_0", rows)
     (experiment.folder / "runs" / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     return experiment
 
@@ -226,8 +229,8 @@ def test_marks_tell_what_a_run_does(tmp_path: Path) -> None:
     marks = Marks(tmp_path)
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "recover" / ".step_3.unfinished").mkdir(parents=True)
-    for name in ("step_2.jsonl", "step_10.jsonl", "eval_step_11.jsonl"):
-        (tmp_path / "rollouts" / name).touch()
+    for name in ("step_2", "step_10", "eval_step_11"):
+        (tmp_path / "rollouts" / name).mkdir()
     (tmp_path / ".trainer.lock").write_text("17\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n{"step": 9}\n{"st')
     for _ in range(2):
@@ -235,7 +238,7 @@ def test_marks_tell_what_a_run_does(tmp_path: Path) -> None:
     assert {(mark.moment, mark.step) for mark in marks.seen} == {
         *(("batch", 10), ("checkpoint", 3), ("step", 9), ("resume", -1))
     }
-    (tmp_path / "rollouts" / "step_10.jsonl").unlink()
+    (tmp_path / "rollouts" / "step_10").rmdir()
     marks.look()
     assert (marks.seen[-1].moment, marks.seen[-1].step) == ("batch", 2)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_rollouts import stored_rows
 
 from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import ParseError
@@ -58,14 +59,14 @@ def test_own_columns_and_weighted_rewards(folder: Path) -> None:
 
     def numbers(pattern: str) -> set[int]:
         """Return the n of the rows that were sampled."""
-        files = (folder / "runs/own/first/rollouts").glob(pattern)
-        prompts = {json.loads(line)["segments"][0]["given"] for file in files for line in file.read_text().splitlines()}
+        found = (folder / "runs/own/first/rollouts").glob(pattern)
+        prompts = {row["segments"][0]["given"] for path in found for row in stored_rows(path)}
         asked = re.compile(r"<\|user\|>Tom has (\d+) .* How many\? Think\.<\|end\|><\|assistant\|>")
-        found = [asked.fullmatch(prompt) for prompt in prompts]
-        return {int(match[1]) for match in found if match is not None}
+        matches = [asked.fullmatch(prompt) for prompt in prompts]
+        return {int(match[1]) for match in matches if match is not None}
 
-    assert numbers("eval_step_*.jsonl") == {*range(95, 100)}, "the last rows"
-    assert len(trained := numbers("step_*.jsonl")) == 16 and max(trained) < 95
+    assert numbers("eval_step_*") == {*range(95, 100)}, "the last rows"
+    assert len(trained := numbers("step_*")) == 16 and max(trained) < 95
 
 
 @pytest.mark.slow
@@ -82,9 +83,9 @@ def test_a_second_turn_follows_a_wrong_answer(folder: Path) -> None:
         r"<\|end\|><\|assistant\|>.*",
         re.DOTALL,
     )
-    rows = (folder / "runs/own/turns/rollouts/step_0.jsonl").read_text().splitlines()
+    rows = stored_rows(folder / "runs/own/turns/rollouts/step_0")
     assert len(rows) == 64
-    for row in map(json.loads, rows):
+    for row in rows:
         texts = [text for part in row["segments"] for text in part.values()]
         assert len(texts) == 4 and again.fullmatch("".join(texts)), row
 
@@ -95,9 +96,9 @@ def test_a_workflow_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.Mon
     folder = typed((REPOSITORY / "docs" / "workflows.md").read_text(), tmp_path, "agents")
     rows = metrics(folder, "guessing")
     assert [row["step"] for row in rows] == [0, 1, 2] and 1 <= rows[0]["workflow/num_turns"] <= 3
-    lines = (folder / "runs/own/guessing/rollouts/step_0.jsonl").read_text().splitlines()
+    lines = stored_rows(folder / "runs/own/guessing/rollouts/step_0")
     assert len(lines) == 8 * 4
-    for segments in (json.loads(line)["segments"] for line in lines):
+    for segments in (line["segments"] for line in lines):
         assert [kind for part in segments for kind in part] == ["given", "sampled"] * (len(segments) // 2)
         assert all(re.search("<.user.>(higher|lower)<", part["given"]) for part in segments[2::2])
     monkeypatch.syspath_prepend(folder)

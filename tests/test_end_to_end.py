@@ -14,6 +14,7 @@ import pytest
 import yaml
 from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_rollouts import edit_rows, stored_rows
 from transformers import AutoModelForSequenceClassification
 
 from arealite.weights.log import read_weights
@@ -66,7 +67,7 @@ def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> 
     assert [row["step"] for row in rows] == list(range(num_steps + 1))
     trained, prompts, used_servers = rows[:num_steps], [], set()
     for step, row in enumerate(trained):
-        samples = rows_of(folder / "rollouts" / f"step_{step}.jsonl")
+        samples = stored_rows(folder / "rollouts" / f"step_{step}")
         assert len(samples) == 24
         oldest = []
         for sample in samples:
@@ -88,7 +89,7 @@ def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> 
     evaluated = sorted({0, 2, num_steps})
     assert [row["eval/version"] for row in rows if "eval/version" in row] == evaluated
     for version in evaluated:
-        samples = rows_of(folder / "rollouts" / f"eval_step_{version}.jsonl")
+        samples = stored_rows(folder / "rollouts" / f"eval_step_{version}")
         assert sorted(sample["prompt_id"] for sample in samples) == sorted(f"{version}-{i}" for i in range(10))
         assert {v for s in samples for v, m in zip(s["versions"], s["loss_mask"]) if m} == {version}
     summary = json.loads((folder / "summary.json").read_text())
@@ -96,7 +97,7 @@ def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> 
     trained_tokens = sum(
         sum(sample["loss_mask"])
         for step in range(num_steps)
-        for sample in rows_of(folder / "rollouts" / f"step_{step}.jsonl")
+        for sample in stored_rows(folder / "rollouts" / f"step_{step}")
     )
     assert summary["trained_tokens"] == trained_tokens < summary["generated_tokens"]
     assert (folder / "report.html").stat().st_size > 10_000
@@ -134,11 +135,13 @@ def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path
     """From a checkpoint: neither are earlier rollouts needed nor does step 2 differ."""
     folder = tmp_path / "e2e" / "t"
     shutil.copytree(asynchronous, folder)
-    (folder / "rollouts" / "step_0.jsonl").unlink()
-    path = folder / "rollouts" / "step_3.jsonl"
-    samples = rows_of(path)
-    samples[7]["reward"] += 1.0
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    shutil.rmtree(folder / "rollouts" / "step_0")
+
+    def with_another_reward(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        samples[7]["reward"] += 1.0
+        return samples
+
+    edit_rows(folder / "rollouts" / "step_3", with_another_reward)
     out = run("-m", "arealite.cli.main", "replay", str(folder), "--step", "3", status=1)
     assert "resuming after step 1" in out
     expected = read_weights(folder)[4]
@@ -190,7 +193,7 @@ def test_runs_of_several_rows_are_trained_audited_and_replayed(model: Path, tmp_
     )
     rows = rows_of(folder / "metrics.jsonl")
     for step in range(3):
-        lines = rows_of(folder / "rollouts" / f"step_{step}.jsonl")
+        lines = stored_rows(folder / "rollouts" / f"step_{step}")
         assert [line["sample"] for line in lines] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3] * 6
         assert [line["row"] for line in lines] == [*range(10)] * 6
         runs = {(line["prompt_id"], line["sample"]): line["reward"] for line in lines}

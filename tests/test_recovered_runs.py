@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_rollouts import stored_rows
 
 from arealite.utils.processes import descendants, is_alive, kill_tree
 
@@ -88,8 +89,7 @@ class Run:
         return int((self.folder / ".trainer.lock").read_text().split()[0])
 
     def prompts(self, step: int) -> list[str]:
-        lines = (self.folder / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
-        return [json.loads(line)["prompt_id"] for line in lines]
+        return [row["prompt_id"] for row in stored_rows(self.folder / "rollouts" / f"step_{step}")]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Compare the rows that are trained on with what was sampled: ids, logprobs and versions of every turn, token by token.
 
-It knows nothing of how rows are made. Rows may come from a batch or from `rollouts/*.jsonl`, responses from wherever
+It knows nothing of how rows are made. Rows may come from a batch or from `rollouts/`, responses from wherever
 they were recorded as the server returned them.
 """
 

@@ -19,6 +19,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.cli import own_trainer
 from arealite.launcher import local
+from arealite.rollout.account.rollout_file import batch_files, read_rows
 from arealite.trainer.checkpoint import checkpoints, find_damage
 from arealite.trainer.records import config_of_step
 from arealite.utils.files import reading, require_object
@@ -26,6 +27,7 @@ from arealite.weights.log import read_weights, threads_of
 
 T = TypeVar("T")
 _NEVER = 10**9  # steps
+_TOKENS = ("loss_mask",)  # the smallest column that rows without tokens lack
 
 
 @dataclass
@@ -89,11 +91,16 @@ def _check(run: RunFolder, *, first: int, last: int) -> None:
             f"step {last} must have a checkpoint of its own configuration to start from: got none since "
             f"{config_of_step(run, first).name}. Choose a later step."
         )
-    missing = [n for n in range(first, last + 1) if not (run.rollouts / f"step_{n}.jsonl").exists()]
-    if missing:
+    steps = {n: run.rollouts / f"step_{n}" for n in range(first, last + 1)}
+    if missing := [path.name for path in steps.values() if not batch_files(path)]:
         raise ConfigError(
-            f"{run.rollouts} must hold steps {first} to {last}: got no step_{missing[0]}.jsonl. "
+            f"{run.rollouts} must hold steps {first} to {last}: got no {missing[0]}. "
             "Choose a step that the run has trained."
+        )
+    if partly := [n for n, path in steps.items() if any(row["loss_mask"] is None for row in read_rows(path, _TOKENS))]:
+        raise ConfigError(
+            f"{run.rollouts} must hold all tokens of steps {first} to {last}: got only some of those of "
+            f"{', '.join(map(str, partly[:10]))}. Choose another step, or run with rollout.stored_share=1."
         )
     if last + 1 not in read_weights(run.path):
         raise ConfigError(

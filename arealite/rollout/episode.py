@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import pyarrow as pa
 from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -57,7 +58,7 @@ class Episode:
     is_narrowed: bool = False  # whether top_p or top_k have narrowed a completion
     samples: list[SampleRecord] = field(default_factory=list)  # completions that ended, in that order
     rewards: list[float] = field(default_factory=list)  # of what the workflow returned, whatever became of it
-    lines: list[str] | None = None  # of the rollout file, if another process has written them
+    table: pa.Table | None = None  # its rows of the rollout file, if another process has made them
     trajectory: TensorDict = field(init=False, repr=False)  # there once the attempt was accepted
     deadline: asyncio.Timeout | None = None  # deadline of the attempt, while it runs
     num_waiting_for_servers: int = 0  # requests that no server can take at present

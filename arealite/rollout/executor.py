@@ -63,7 +63,7 @@ class RolloutExecutor:
             overdue=config.overdue,
         )
         run = RunFolder(config) if config.fileroot else None
-        self._store = RolloutStore(None if run is None else run.rollouts)
+        self._store = RolloutStore(None if run is None else run.rollouts, config.stored_share)
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
         self._runner = EpisodeRunner(config, attempts or LocalAttempts(config, engine), self._ledger, Budgets(config))
 

@@ -1,18 +1,19 @@
 """Evaluates a model on a data set: servers' samples are kept in the run folder as they come, and measured from there.
 
-`rollouts/greedy.jsonl` and `rollouts/sampled.jsonl` have a line per row, as in training. Invariants: a prompt all of
-whose samples are kept is not asked again by the same command; one version of the weights has sampled them all.
+`rollouts/greedy` and `rollouts/sampled` have the rows, as in training. Invariants: a prompt whose samples are kept is
+not asked again by the same command; one version of the weights has sampled them all.
 """
 
 # R samples, each a run of the workflow, P prompts
 
 import copy
-import json
+import itertools
 import logging
-import os
+import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,19 +26,21 @@ from arealite.api.io_struct import PromptId
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
 from arealite.api.workflow_api import KEYS_OF_ROWS, RolloutWorkflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.rollout.account.rollout_file import read_rows
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Episode
 from arealite.rollout.evaluation import is_binary, pass_metrics, sample_metrics
 from arealite.rollout.prompts import Row
 from arealite.trainer.step_line import compact
 from arealite.utils import stop
-from arealite.utils.files import empty_folder, file_lock, reading
+from arealite.utils.files import FileError, empty_folder, file_lock, reading
 
 logger = logging.getLogger("arealite.evaluation")
 
 _LOCK_TIMEOUT_S = 5.0
 _ASKED = ("seed", "model", "tokenizer_path", "valid_dataset", "reward", "gconfig", "eval_gconfig")
 """Keys that say what is asked; samples that were kept under others are moved aside."""
+_KEPT_EVERY_S = 5.0  # what a killed command has sampled in this time is asked again
 _EPOCHS = {"greedy": 0, "sampled": 1}  # of prompt ids, so that every prompt has a seed for each
 
 
@@ -70,8 +73,8 @@ class Evaluation:
 
     def run(self, name: str, rollout: RemoteInferenceEngine, workflow: RolloutWorkflow) -> dict[str, float]:
         """Let servers answer the prompts that lack samples called `name` (greedy or sampled); return metrics of all."""
-        path, size = self._run.rollouts / f"{name}.jsonl", self._group_sizes[name]
-        done = {group[0]["prompt_id"] for group in _whole_groups(path, size)}
+        path, size = self._run.rollouts / name, self._group_sizes[name]
+        done = {group[0]["prompt_id"] for group in _groups(path, size)}
         prompts = [{**row, "prompt_id": PromptId(_EPOCHS[name], i)} for i, row in enumerate(self._dataset)]
         left = [row for row in prompts if str(row["prompt_id"]) not in done]
         if len(left) + len(done) > len(prompts):
@@ -82,18 +85,39 @@ class Evaluation:
         if done:
             print(f"{name}: {len(done)} of {len(self._dataset)} prompts have kept samples in {path}", flush=True)
 
-        def keep(episode: Episode) -> None:
-            kept = copy.copy(episode)
-            kept.trajectory = episode.trajectory.exclude("kept_ids", "kept_counts")  # for ratios, which nobody needs
-            self._store.append(name, [kept], None)
-
         if left:
             self._compare_models(rollout)
-            rollout.evaluate_each(left, workflow, keep)
-            self._store.flush()
+            with self._keeping(name) as keep:
+                rollout.evaluate_each(left, workflow, keep)
         metrics = self._measure(name, path, size)
         print(f"{name}: {', '.join(f'{key} {compact(value)}' for key, value in metrics.items())}", flush=True)
         return {f"{name}/{key}": value for key, value in metrics.items()}
+
+    @contextmanager
+    def _keeping(self, name: str) -> Iterator[Callable[[Episode], None]]:
+        """Yield what stores an episode: with those of the last seconds, as a file of its own would cost too much."""
+        waiting: list[Episode] = []
+        written_s = -math.inf
+
+        def store() -> None:
+            if waiting:
+                self._store.append(name, waiting, None)
+                waiting.clear()
+
+        def keep(episode: Episode) -> None:
+            nonlocal written_s
+            kept = copy.copy(episode)
+            kept.trajectory = episode.trajectory.exclude("kept_ids", "kept_counts")  # for ratios, which nobody needs
+            waiting.append(kept)
+            if time.monotonic() - written_s > _KEPT_EVERY_S:
+                store()
+                written_s = time.monotonic()
+
+        try:
+            yield keep
+        finally:
+            store()
+            self._store.flush()
 
     def _compare_models(self, rollout: RemoteInferenceEngine) -> None:
         """Warn of servers that say they have loaded another model than the one whose tokenizer we use."""
@@ -107,7 +131,7 @@ class Evaluation:
         columns: dict[str, list[float]] = defaultdict(list)
         versions: set[int] = set()
         num_groups = 0
-        for group in _whole_groups(path, size):
+        for group in _groups(path, size):
             num_groups += 1
             for rows in _samples(group).values():
                 rewards_R.append(rows[0]["reward"])
@@ -139,26 +163,16 @@ class Evaluation:
         return metrics
 
 
-def _whole_groups(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the lines of each prompt, and cut off what a crash has left of the last one's."""
-    group: list[dict[str, Any]] = []
-    end = whole_end = 0
-    if not path.exists():
-        return
-    with reading(path), path.open("rb") as lines:
-        for text in lines:
-            if not text.endswith(b"\n"):
-                break
-            group.append(line := json.loads(text))
-            if (line["prompt_id"], line["row"]) != (group[0]["prompt_id"], len(group) - 1):
-                raise ValueError(f"row {line['row']} of {line['prompt_id']} out of order")
-            end += len(text)
-            if len(group) == line["num_rows"]:
-                if len(_samples(group)) != size:
-                    raise ValueError(f"{len(_samples(group))} samples of {line['prompt_id']}, and not {size}")
-                yield group
-                group, whole_end = [], end
-    os.truncate(path, whole_end)
+def _groups(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each prompt, and hold them to what was asked."""
+    for prompt_id, rows in itertools.groupby(read_rows(path), key=lambda row: row["prompt_id"]):
+        group = list(rows)
+        if [row["row"] for row in group] != list(range(group[0]["num_rows"])) or len(_samples(group)) != size:
+            raise FileError(
+                f"{path} must have {size} samples of {prompt_id}, with their rows in order: got "
+                f"{len(_samples(group))} in {len(group)} rows. Restore it, or take another trial_name."
+            )
+        yield group
 
 
 def _samples(group: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:

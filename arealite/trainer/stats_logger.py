@@ -1,6 +1,6 @@
 """Metrics of the run: collected on every rank, written by rank 0 as one line and one row of `metrics.jsonl` per step.
 
-Row N holds the metrics of the update from version N to N + 1, trained on `rollouts/step_<N>.jsonl`; an evaluation names
+Row N holds the metrics of the update from version N to N + 1, trained on `rollouts/step_<N>`; an evaluation names
 its weights by `eval/version`. A number that is not finite is stored as null.
 """
 

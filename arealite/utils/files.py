@@ -26,13 +26,19 @@ class FileEntry(TypedDict):
     sha256: str
 
 
-def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
-    """Write a file that readers see whole or not at all; `mode` is cut by the umask."""
+def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666, is_durable: bool = False) -> None:
+    """Write a file that readers see whole or not at all, also after a power failure if it `is_durable`.
+
+    `mode` is cut by the umask.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     with writing(path):
         unfinished.unlink(missing_ok=True)
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         unfinished.replace(path)
 
 

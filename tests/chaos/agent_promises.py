@@ -14,6 +14,7 @@ from typing import Any
 
 from arealite.agent.audit import audit_turns
 from arealite.api.io_struct import ModelResponse
+from arealite.rollout.account.rollout_file import read_rows
 from arealite.utils.files import read_jsonl
 from chaos.agents import KINDS, PLANS, Act, plan_of, rejects
 from chaos.experiment import Experiment
@@ -32,7 +33,7 @@ def _turns(experiment: Experiment, counts: Counter[str]) -> Iterator[str]:
     """Each row is what servers returned, and has all that a client has read."""
     rows = defaultdict(list)
     for step in range(experiment.steps):
-        for row in read_jsonl(experiment.run_folder / "rollouts" / f"step_{step}.jsonl"):
+        for row in read_rows(experiment.run_folder / "rollouts" / f"step_{step}"):
             rows[row["prompt_id"], row["attempt"], str(row["sample"])].append(row)
     asked = {}  # of an attempt that was made again after a restart, the last: the earlier one was not trained
     for line in read_jsonl(experiment.folder / "runs" / "asked.jsonl"):

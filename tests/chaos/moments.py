@@ -54,7 +54,7 @@ class Marks:
     def look(self) -> None:
         """Note what has changed since the last look."""
         now: dict[Moment, int] = {
-            "batch": _last_number(self._folder / "rollouts", "step_", ".jsonl"),
+            "batch": _last_number(self._folder / "rollouts", "step_", ""),
             "checkpoint": _last_number(self._folder / "recover", ".step_", ".unfinished"),
             "published": _last_value(self._folder / "weights.jsonl", "version"),
             "step": _last_value(self._folder / "metrics.jsonl", "step"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arealite.rollout.account.rollout_file import read_rows
 from arealite.trainer.checkpoint import checkpoints, find_damage
 from arealite.utils.processes import kill_tree, wait_gone
 from chaos.experiment import Experiment, environment
@@ -140,7 +141,7 @@ def _account(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[s
 
 
 def _samples(experiment: Experiment, step: int) -> list[dict[str, Any]]:
-    return _rows(experiment.run_folder / "rollouts" / f"step_{step}.jsonl")
+    return list(read_rows(experiment.run_folder / "rollouts" / f"step_{step}"))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

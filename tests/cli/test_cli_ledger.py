@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from testing_rollouts import edit_rows, write_rows
+
 from arealite.api.io_struct import PromptId
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.prompts import Prompt, SampleRecord
@@ -38,9 +40,7 @@ def make_run(folder: Path) -> None:
     ledger.train(prompts[:36], 0)
     ledger.note_checkpoint(0, ledger.flush())
     ledger.close()
-    (folder / "rollouts").mkdir()
-    lines = [json.dumps({"prompt_id": str(prompt.prompt_id), "row": 0}) + "\n" for prompt in prompts[:36]]
-    (folder / "rollouts" / "step_0.jsonl").write_text("".join(lines))
+    write_rows(folder / "rollouts" / "step_0", [{"prompt_id": str(prompt.prompt_id)} for prompt in prompts[:36]])
 
 
 def test_tables_of_a_clean_run(tmp_path: Path) -> None:
@@ -63,10 +63,8 @@ def test_tables_of_a_clean_run(tmp_path: Path) -> None:
 
 def test_json_and_exit_status(tmp_path: Path) -> None:
     make_run(tmp_path)
-    rollouts = tmp_path / "rollouts" / "step_0.jsonl"
-    lines = rollouts.read_text().splitlines(keepends=True)
-    rollouts.write_text("".join(lines[1:]))
-    (tmp_path / "rollouts" / "step_1.jsonl").write_text(lines[5])
+    edit_rows(tmp_path / "rollouts" / "step_0", lambda rows: rows[1:])
+    write_rows(tmp_path / "rollouts" / "step_1", [{"prompt_id": "0-5"}])
     shown = arealite("ledger", str(tmp_path), "--json")
     assert shown.returncode == 1
     found = json.loads(shown.stdout)

@@ -1,9 +1,11 @@
 """What a replay refuses; `test_end_to_end.py` replays steps of real runs."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from testing_rollouts import write_rows
 
 from arealite.api.run_folder import RunFolder
 from arealite.cli.main import main
@@ -22,9 +24,11 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "run.json").write_text(COMMAND)
     assert "a run folder must hold config.yaml" in complaint()
     (tmp_path / "config.yaml").write_text(CONFIG)
-    assert "must hold steps 0 to 0: got no step_0.jsonl" in complaint()
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_0.jsonl").write_text("")
+    assert "must hold steps 0 to 0: got no step_0" in complaint()
+    write_rows(tmp_path / "rollouts" / "step_0", [{"prompt_id": "0-0", "loss_mask": [1]}, {"prompt_id": "0-1"}])
+    assert "must hold all tokens of steps 0 to 0: got only some of those of 0. Choose another step" in complaint()
+    shutil.rmtree(tmp_path / "rollouts")
+    write_rows(tmp_path / "rollouts" / "step_0", [{"prompt_id": "0-0", "loss_mask": [1]}])
     assert "must hold the fingerprint of version 1: got none" in complaint()
 
 
@@ -43,8 +47,7 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_damaged_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, cause: str
 ) -> None:
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_0.jsonl").touch()
+    write_rows(tmp_path / "rollouts" / "step_0", [{"prompt_id": "0-0", "loss_mask": [1]}])
     (tmp_path / "run.json").write_text(COMMAND)
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / name).write_text(content)
@@ -62,4 +65,4 @@ def test_steps_before_and_after_a_change_of_the_config(tmp_path: Path, capsys: p
     error = capsys.readouterr().err
     assert "step 3 must have a checkpoint of its own configuration to start from: got none since" in error
     assert main(["replay", str(tmp_path), "--step", "1"]) == 2
-    assert "must hold steps 0 to 1: got no step_0.jsonl" in capsys.readouterr().err
+    assert "must hold steps 0 to 1: got no step_0" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from chaos.experiment import Experiment
 from testing_quickstart import write_tiny_model
 
 from arealite.api.run_folder import RunFolder
+from arealite.rollout.account.rollout_file import read_rows
 from arealite.utils.files import read_jsonl
 from arealite.utils.processes import kill_tree
 from arealite.utils.registry import RegistryClient, RegistryError
@@ -98,7 +99,7 @@ class Elastic:
     def _samplers(self, first: int, last: int) -> set[str]:
         """Return the servers of the samples that began and were trained on in these steps."""
         folder = RunFolder(self.run.experiment.run_folder).rollouts
-        rows = [row for step in range(first, last + 1) for row in read_jsonl(folder / f"step_{step}.jsonl")]
+        rows = [row for step in range(first, last + 1) for row in read_rows(folder / f"step_{step}")]
         began = [row for row in rows if min(version for version in row["versions"] if version >= 0) >= first]
         return {address for row in began for address in row["server"].split(",")}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_equal_numbers import TRAINING, launch_command
 from testing_quickstart import write_tiny_model
+from testing_rollouts import stored_rows
 
 from arealite.core.records import overlap, read_calls
 from arealite.weights.log import read_weights
@@ -59,7 +60,7 @@ def test_it_learns(run: Path) -> None:
 
 
 def test_no_token_is_staler_than_the_bound(run: Path) -> None:
-    samples = [json.loads(line) for path in run.glob("rollouts/step_*.jsonl") for line in path.open()]
+    samples = [row for path in run.glob("rollouts/step_*") for row in stored_rows(path)]
     assert len(samples) == STEPS * BATCH * SAMPLES and len({one["server"] for one in samples}) >= 2
     staleness = [
         one["trained_step"] - version

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_rollouts import stored_rows
 
 from arealite.core.records import read_calls
 
@@ -72,16 +73,13 @@ def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) 
         "weights": (run / "weights.jsonl").read_text(),
         "metrics": [{key: row[key] for key in row if not key.startswith(of_core)} for row in rows],
         "rollouts": {
-            path.name: sorted(map(without_server, path.read_text().splitlines()))
-            for path in sorted((run / "rollouts").glob("*.jsonl"))
+            path.name: sorted(map(without_server, stored_rows(path))) for path in sorted((run / "rollouts").iterdir())
         },
     }
 
 
-def without_server(line: str) -> str:
-    row = json.loads(line)
-    del row["server"]
-    return json.dumps(row)
+def without_server(row: dict[str, Any]) -> str:
+    return json.dumps(row | {"server": ""})
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDict
+from testing_rollouts import stored_rows
 from testing_server import ScriptedServer, serve
 from testing_workflows import SamplingWorkflow
 
@@ -82,9 +82,8 @@ def loader() -> PromptLoader:
 SAMPLING = functools.partial(SamplingWorkflow, n_samples=2, max_new_tokens=6)
 
 
-def lines_of(folder: Path, step: int) -> list[dict[str, Any]]:
-    path = folder / "rollouts" / f"step_{step}.jsonl"
-    return [json.loads(line) | {"server": ""} for line in path.read_text().splitlines()]
+def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [row | {"server": ""} for row in stored_rows(folder / "rollouts" / f"step_{step}")]
 
 
 def test_batches_and_files_are_those_of_one_process(connect: Connect, tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_batches_and_files_are_those_of_one_process(connect: Connect, tmp_path: 
         key: there[key].tolist() for key in set(there.keys())
     }
     assert all(here[key].dtype == there[key].dtype for key in set(here.keys()))
-    assert lines_of(tmp_path / "e" / "here", 0) == lines_of(tmp_path / "e" / "there", 0)
+    assert rows_of(tmp_path / "e" / "here", 0) == rows_of(tmp_path / "e" / "there", 0)
 
 
 def test_an_update_of_weights_holds_the_requests_of_every_worker(connect: Connect, tmp_path: Path) -> None:

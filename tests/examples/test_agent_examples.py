@@ -13,6 +13,7 @@ import pytest
 from testing_metrics import undocumented
 from testing_ports import held_port
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_rollouts import stored_rows
 
 from arealite.rollout.account.audit import audit
 
@@ -56,7 +57,7 @@ def run(name: str, data: str, model: Path, fileroot: Path) -> list[dict[str, Any
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (fileroot / name / "trial0/metrics.jsonl").read_text().splitlines()]
     assert not undocumented({key for row in rows for key in row})
-    lines = [json.loads(line) for line in (fileroot / name / "trial0/rollouts/step_0.jsonl").read_text().splitlines()]
+    lines = stored_rows(fileroot / name / "trial0/rollouts/step_0")
     assert [line["sample"] for line in lines] == [0, 1, 0, 1]
     assert not [key for key in rows[0] if key.startswith("rollout/failed_")]
     return [*rows, *lines]

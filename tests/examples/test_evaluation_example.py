@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from testing_lite import LiteServer
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_rollouts import stored_rows
 from testing_server import serve
 from transformers import AutoModelForCausalLM
+
+from arealite.rollout.account.rollout_file import batch_files
 
 pytestmark = pytest.mark.slow
 CLI = [sys.executable, "-m", "arealite.cli.main"]
@@ -32,20 +35,20 @@ def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
     for line in command.stdout:
         if "greedy: " in line:
             break
-    sampled = tmp_path / "e" / "t" / "rollouts" / "sampled.jsonl"
-    while not (sampled.exists() and sampled.stat().st_size):
+    sampled = tmp_path / "e" / "t" / "rollouts" / "sampled"
+    while not batch_files(sampled):
         assert command.poll() is None
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=DEADLINE_S)
     assert command.returncode == 128 + signal.SIGINT and "the same command continues" in output, output
-    kept = sampled.read_text().splitlines()
+    kept = stored_rows(sampled)
     assert 0 < len(kept) < 12 * 8
 
     done = subprocess.run([*CLI, *words], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"greedy: 12 of 12 prompts have kept samples in {tmp_path}" in done.stdout
-    lines = sampled.read_text().splitlines()
-    assert lines[: len(kept)] == kept and len({json.loads(line)["prompt_id"] for line in lines}) == 12
+    lines = stored_rows(sampled)
+    assert lines[: len(kept)] == kept and len({line["prompt_id"] for line in lines}) == 12
     (row,) = map(json.loads, (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines())
     assert row["sampled/num_samples"] == len(lines) == 12 * 8 and row["sampled/num_failed"] == 0
     assert json.loads((tmp_path / "e" / "t" / "summary.json").read_text())["is_finished"] is True

@@ -13,6 +13,7 @@ import yaml
 from testing_lite import LiteServer
 from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_rollouts import stored_rows
 from testing_server import serve
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -88,8 +89,7 @@ def test_a_reward_model_is_the_reward_of_a_run(tmp_path: Path) -> None:
             *(f"train_dataset.path={WORD_PROBLEMS}?train=16&test=2&steps=1", "train_dataset.batch_size=4"),
             *("total_train_steps=1", "gconfig.n_samples=4", "valid_dataset=null", "evaluator.freq_steps=null"),
         )
-    lines = (tmp_path / "gsm8k-grpo-cpu" / "t" / "rollouts" / "step_0.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = stored_rows(tmp_path / "gsm8k-grpo-cpu" / "t" / "rollouts" / "step_0")
     scores = RewardModel(path, tiny_models.tokenizer(), dtype="float32").score([one["input_ids"] for one in samples])
     assert [one["reward"] for one in samples] == pytest.approx(scores, abs=1e-4)
     assert first["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-4) and first["reward/std"] > 0
@@ -112,7 +112,7 @@ def test_summaries_come_to_please_a_reward_model_that_pairs_have_taught(model: P
     rewards = [row["reward/mean"] for row in rows[:8]]
     assert sum(rewards[4:]) / 4 > rewards[0] and rows[8]["eval/reward"] > rows[0]["eval/reward"] + 0.02, rows
     assert rows[0]["policy/ref_kl"] < 1e-6 < rows[7]["policy/ref_kl"]
-    samples = [json.loads(line) for line in (tmp_path / "tldr-grpo-cpu/t/rollouts/step_0.jsonl").open()]
+    samples = stored_rows(tmp_path / "tldr-grpo-cpu/t/rollouts/step_0")
     scores = RewardModel(str(judge), load_hf_tokenizer(model), dtype="float32").score(
         [one["input_ids"] for one in samples]
     )

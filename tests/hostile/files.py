@@ -56,8 +56,8 @@ READERS = {
     "summary.json": ("report",),
     "weights.jsonl": ("replay", "weights"),
     "ledger.sqlite": ("ledger", "open"),
-    "rollouts/step_1.jsonl": ("ledger", "report", "batches"),
-    "rollouts/eval_step_1.jsonl": ("report",),
+    "rollouts/step_1/0.parquet": ("ledger", "report", "batches"),
+    "rollouts/eval_step_1/0.parquet": ("report",),
     "recover/step_3/manifest.json": ("recover", "replay"),
     "recover/step_3/state.json": ("recover",),
     "recover/step_3/actor/rng_0.json": ("recover",),
@@ -122,8 +122,8 @@ def write_run(root: Path, registry: str) -> None:
         for version in range(3):
             engine.set_version(version)
             engine.executor.prepare_batch(loader, WaitingWorkflow())
-    for name in ("eval_step_1.jsonl", "eval_step_0.jsonl"):
-        shutil.copy(run.rollouts / "step_1.jsonl", run.rollouts / name)
+    for name in ("eval_step_1", "eval_step_0"):
+        shutil.copytree(run.rollouts / "step_1", run.rollouts / name)
     rows = [{"step": step, "optim/grad_norm": 1.0, "time/step_s": 1.0, "reward/mean": 0.5, "staleness/max": 0.0,
              "perf/trained_tokens": 9.0, "eval/accuracy": 0.5} for step in range(4)]  # fmt: skip
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))

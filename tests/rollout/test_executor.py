@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import json
 import os
 import random
 import re
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from testing_rollouts import stored_rows
 from testing_workflows import IdleEngine, WaitingWorkflow, waiting_trajectory
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -104,11 +104,8 @@ def test_a_reserved_batch_is_trained_when_its_step_begins(start: Callable[..., I
     executor.train_reserved()
     assert executor._ledger.counts["trained"] == 4
     executor._store.flush()
-    lines = (tmp_path / "e" / "t" / "rollouts" / "step_1.jsonl").read_text().splitlines()
-    assert [(json.loads(one)["prompt_id"], json.loads(one)["trained_step"]) for one in lines] == [
-        ("0-2", 1),
-        ("0-3", 1),
-    ]
+    lines = stored_rows(tmp_path / "e" / "t" / "rollouts" / "step_1")
+    assert [(one["prompt_id"], one["trained_step"]) for one in lines] == [("0-2", 1), ("0-3", 1)]
     over.set_result(None)
     assert executor.reserve_batch(loader, workflow, until=[over]) is None
     engine.set_version(2)
@@ -1075,9 +1072,8 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
     engine.executor.run_all(rows(1, first=7), workflow, is_evaluation=True)
     engine.executor.close()
     folder = tmp_path / "exp" / "trial" / "rollouts"
-    assert sorted(path.name for path in folder.iterdir()) == ["eval_step_1.jsonl", "step_0.jsonl", "step_1.jsonl"]
-    lines = [json.loads(line) for line in (folder / "step_0.jsonl").read_text().splitlines()]
-    assert lines[1] == {
+    assert sorted(path.name for path in folder.iterdir()) == ["eval_step_1", "step_0", "step_1"]
+    assert stored_rows(folder / "step_0")[1] == {
         "prompt_id": "0-1",
         "row": 0,
         "num_rows": 1,
@@ -1093,11 +1089,10 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
         "trained_step": 0,
         "batch": 0,
         "more": {"no_eos": False},
-        "dtypes": {"no_eos": "bool"},
     }
-    untexted = json.loads((folder / "step_1.jsonl").read_text().splitlines()[0])
+    untexted = stored_rows(folder / "step_1")[0]
     assert untexted["segments"] is None and untexted["trained_step"] == 1
-    evaluated = json.loads((folder / "eval_step_1.jsonl").read_text())
+    (evaluated,) = stored_rows(folder / "eval_step_1")
     assert evaluated["prompt_id"] == "0-7" and evaluated["trained_step"] is None
 
 
@@ -1125,7 +1120,7 @@ def test_runs_of_several_rows_are_accounted_for_and_come_back_bit_for_bit(
     assert found.is_clean and (found.trained, found.repeated, found.lost) == (6, 0, None)
     for version, batch in enumerate(batches):
         assert batch["group_index"].tolist() == [group for group in range(3) for _ in range(version * 3 + group + 2)]
-        (stored,) = read_batches(tmp_path / f"e/t/rollouts/step_{version}.jsonl")
+        (stored,) = read_batches(tmp_path / f"e/t/rollouts/step_{version}")
         assert sorted(stored.keys()) == sorted(batch.keys())
         assert all(torch.equal(stored[key], batch[key]) for key in stored.keys())  # noqa: SIM118
 

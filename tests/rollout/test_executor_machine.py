@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tensordict import TensorDict
 from testing_adversary import RETRIES, CorneredExecutor, HeldWorkflow
+from testing_rollouts import stored_rows
 from testing_workflows import IdleEngine
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -87,8 +88,7 @@ class Machine(RuleBasedStateMachine):
         version = self.engine.version
         is_sampled = batch["loss_mask"].bool()
         assert version - int(batch["versions"][is_sampled].min()) <= self.config.max_head_offpolicyness
-        lines = (self.run_folder / "rollouts" / f"step_{version}.jsonl").read_text().splitlines()
-        for prompt_id in (json.loads(line)["prompt_id"] for line in lines):
+        for prompt_id in (row["prompt_id"] for row in stored_rows(self.run_folder / "rollouts" / f"step_{version}")):
             assert prompt_id not in self.trained, f"{prompt_id} was trained in step {self.trained[prompt_id]} already"
             self.trained[prompt_id] = version
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 
+from arealite.rollout.account.rollout_file import read_rows
 from arealite.weights.log import read_weights
 from servers.programs import CONTEXT, REPOSITORY, Program
 
@@ -241,7 +242,7 @@ def _told(outcome: Outcome) -> str:
 
 
 def _samples(outcome: Outcome, step: int) -> list[dict[str, Any]]:
-    return _rows(outcome.folder / "rollouts" / f"step_{step}.jsonl")
+    return list(read_rows(outcome.folder / "rollouts" / f"step_{step}"))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -14,10 +14,12 @@ import tiny_models
 import torch
 from testing_lite import LiteServer
 from testing_metrics import undocumented
+from testing_rollouts import edit_rows, stored_rows
 from testing_server import serve
 from transformers import AutoModelForCausalLM
 
 from arealite.api.errors import ConfigError, EpisodeError
+from arealite.rollout.account.rollout_file import batch_files
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "arealite" / "evaluate.py"
 ROWS = """
@@ -87,7 +89,7 @@ class Command:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def samples(self, name: str) -> list[dict[str, Any]]:
-        return self.lines(self.run / "rollouts" / f"{name}.jsonl")
+        return stored_rows(self.run / "rollouts" / name)
 
 
 @pytest.fixture
@@ -136,14 +138,17 @@ def test_an_evaluation_is_what_its_lines_say(evaluate: Command, model: str) -> N
 
 
 def test_the_same_command_asks_only_what_is_not_answered(evaluate: Command, server: LiteServer) -> None:
-    whole, path = evaluate(), evaluate.run / "rollouts" / "sampled.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    by_prompt = {json.loads(line)["prompt_id"]: line for line in lines}
-    path.write_text("".join(lines[: 3 * NUM_SAMPLES + 2]) + lines[3 * NUM_SAMPLES + 2][:40])  # a crash, mid-line
+    whole, path = evaluate(), evaluate.run / "rollouts" / "sampled"
+    lines = evaluate.samples("sampled")
+    last = max(batch_files(path))
+    assert last > 0, "the first episode is kept at once"
+    (path / f"{last}.parquet").rename(path / f".{last}.parquet.unfinished")  # a crash
+    kept = evaluate.samples("sampled")
+    assert 0 < len(kept) < len(lines)
     again = evaluate()
-    now = path.read_text().splitlines(keepends=True)
-    assert now[: 3 * NUM_SAMPLES] == lines[: 3 * NUM_SAMPLES], "what was whole is kept"
-    assert {json.loads(line)["prompt_id"] for line in now} == by_prompt.keys() and len(now) == len(lines)
+    now = evaluate.samples("sampled")
+    assert now[: len(kept)] == kept, "what was whole is kept"
+    assert {line["prompt_id"] for line in now} == {line["prompt_id"] for line in lines} and len(now) == len(lines)
     times = {key for key in whole if key.startswith("time/")}
     assert {key: again[key] for key in whole.keys() - times} == {key: whole[key] for key in whole.keys() - times}
 
@@ -162,7 +167,7 @@ def test_samples_of_prompts_that_are_gone_are_not_counted(evaluate: Command, tmp
     evaluate(f"valid_dataset.path={data}")
     data.write_text(rows[0])
     with pytest.raises(
-        EpisodeError, match=r"greedy.jsonl must have samples of the 1 prompts of the data only: got 3 prompts"
+        EpisodeError, match=r"greedy must have samples of the 1 prompts of the data only: got 3 prompts"
     ):
         evaluate(f"valid_dataset.path={data}")
 
@@ -187,11 +192,12 @@ def test_a_prompt_that_fails_is_wrong(evaluate: Command) -> None:
 
 def test_samples_of_two_versions_are_refused(evaluate: Command, server: LiteServer, model: str) -> None:
     evaluate()
-    path = evaluate.run / "rollouts" / "sampled.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    line = json.loads(lines[-1])
-    line["versions"][-1] = 1
-    path.write_text("".join([*lines[:-1], json.dumps(line) + "\n"]))
+
+    def of_another_version(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows[-1]["versions"][-1] = 1
+        return rows
+
+    edit_rows(evaluate.run / "rollouts" / "sampled", of_another_version)
     with pytest.raises(EpisodeError, match=r"one version of the weights: got \[0, 1\]"):
         evaluate()
 

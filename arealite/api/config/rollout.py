@@ -136,6 +136,9 @@ class InferenceEngineConfig(FolderBlock):
     """Seconds that a workflow may block the event loop before the blocking line is reported."""
     weight_check: WeightCheckConfig = field(default_factory=WeightCheckConfig)
     """Verification that the servers hold the trainer's weights."""
+    stored_share: Fraction = 1.0
+    """Share of the trained episodes whose tokens and texts are stored, chosen by their prompts; of the others
+    `rollouts/` has prompt, reward and server. Steps that lack one can't be replayed."""
     replay_from: str = ""
     """Run folder whose stored batches replace sampling; set by `arealite replay`."""
     replay_step: NonNegativeInt = 0

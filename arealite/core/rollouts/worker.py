@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.io_struct import PromptId
 from arealite.api.script import users_code
@@ -17,7 +19,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.batch import Piece, pack
 from arealite.core.worker import portable, write_output_to
 from arealite.inference.remote_engine import ClientView, RemoteInferenceEngine
-from arealite.rollout.account.store import lines_of
+from arealite.rollout.account.store import table_of
 from arealite.rollout.episode import Episode, LocalAttempts
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Prompt, Row, SampleRecord, ShouldAccept
@@ -33,7 +35,7 @@ class Report:
     samples: list[SampleRecord]
     rewards: list[float]
     servers: set[str]
-    lines: list[str] | None  # of the rollout file
+    table: pa.Table | None  # rows of the rollout file
     counts: tuple[int, int]  # tokens sampled since the last report, and those with a stale KV cache
 
 
@@ -101,13 +103,14 @@ class RolloutWorker:
         return await asyncio.wrap_future(self._client.loop.submit(coroutine))
 
     async def _run(self, prompt: Prompt, attempt: int, head_version: int) -> Report:
-        episode = Episode(prompt, attempt, head_version, self._attempts.config.seed)
-        outcome, lines = await self._attempts.run(episode), None
+        config = self._attempts.config
+        episode = Episode(prompt, attempt, head_version, config.seed)
+        outcome, table = await self._attempts.run(episode), None
         if isinstance(outcome, BaseException):
             if lines_of_user := users_code(outcome):
                 outcome.add_note("\n".join(["on a rollout worker:", *lines_of_user]))
             outcome = portable(outcome)
         elif not isinstance(outcome, str):
-            lines = lines_of(episode, outcome, getattr(self._workflow, "tokenizer", None))
+            table = table_of(episode, outcome, getattr(self._workflow, "tokenizer", None), config.stored_share)
             outcome = pack(outcome, outcome.keys())
-        return Report(outcome, episode.samples, episode.rewards, episode.servers, lines, self._client.take_counts())
+        return Report(outcome, episode.samples, episode.rewards, episode.servers, table, self._client.take_counts())

@@ -94,7 +94,7 @@ class RolloutWorkers:
                 self._running[actor] -= 1
         self._count(*report.counts)
         episode.samples, episode.rewards = report.samples, report.rewards
-        episode.servers, episode.lines = report.servers, report.lines
+        episode.servers, episode.table = report.servers, report.table
         return unpack(report.outcome) if isinstance(report.outcome, dict) else report.outcome
 
     def _replace(self, actor: Any, error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """Whether a run lost or repeated a prompt, and whether it trains on all prompts alike or on the quick and short ones.
 
-The dataloader's cursor says which prompts the run was to train, `rollouts/step_<N>.jsonl` which ones it did. A prompt
+The dataloader's cursor says which prompts the run was to train, `rollouts/step_<N>` which ones it did. A prompt
 is *lost* if it lies before the cursor, is in no such file, and the ledger does not call it rejected, failed or pending
 (`trained` explains nothing). It is *repeated* if it is in the files of two steps, or a row of it is twice in one.
 During a run, the batch handed out last can count as lost until its rollouts are written.
@@ -10,23 +10,20 @@ import itertools
 import json
 import math
 import os
-import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from arealite.api.errors import LedgerError
-from arealite.api.run_folder import RunFolder
+from arealite.api.run_folder import RunFolder, numbered
 from arealite.rollout.account.ledger_file import OUTCOME, count_states, open_for_reading
+from arealite.rollout.account.rollout_file import read_rows
 from arealite.utils.data_order import passed_prompts
 from arealite.utils.files import reading, require_object
 
 _OPEN = ("issued", "running", "accepted")
-# How a line of a rollout file starts; the rest is large and not read.
-_LINE = re.compile(rb'\{"prompt_id": "(-?\d+-\d+)", "row": (\d+)')
 Measure = Literal["latency_s", "tokens"]
 _Id = tuple[int, int]  # epoch and index of a prompt
 
@@ -135,35 +132,21 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
 
 def _read_trained(folder: Path) -> tuple[set[_Id], set[_Id]]:
     """Return the prompts that a run's rollouts show as trained, and those of them that they show twice."""
-    step_of: dict[bytes, str] = {}
+    step_of: dict[str, int] = {}
     repeated = set()
-    for path in sorted(folder.glob("step_*.jsonl")):
-        in_file = set()
-        for name, row in _read_lines(path):
-            if step_of.setdefault(name, path.stem) != path.stem or (name, row) in in_file:
+    for step, path in numbered(folder, "step_").items():
+        in_step = set()
+        for line in read_rows(path, ("prompt_id", "row")):  # the rest is large and not read
+            name, row = line["prompt_id"], line["row"]
+            if step_of.setdefault(name, step) != step or (name, row) in in_step:
                 repeated.add(name)
-            in_file.add((name, row))
+            in_step.add((name, row))
     return set(map(_parsed, step_of)), set(map(_parsed, repeated))
 
 
-def _parsed(name: bytes) -> _Id:
-    epoch, index = name.rsplit(b"-", 1)
+def _parsed(name: str) -> _Id:
+    epoch, index = name.rsplit("-", 1)
     return int(epoch), int(index)
-
-
-def _read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield prompt and row of each whole line, as they are written: a run has millions."""
-    with reading(path), open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            found = _LINE.match(line)
-            if found is None:
-                raise LedgerError(
-                    f"line {number} of {path} must start with its prompt_id and row: got {line[:60]!r}. "
-                    "Restore the file as the run wrote it."
-                )
-            yield found[1], found[2]
 
 
 def _lost(cursor: Mapping[str, Any] | None, found: set[_Id]) -> tuple[set[_Id] | None, list[str]]:

@@ -1,64 +1,63 @@
-"""The rollouts of a run on disk: one JSON line per row, and batches read back bit for bit as they were handed out.
+"""The rollouts of a run on disk: written by a thread as they are handed out, and handed out again by a replay.
 
-Invariant: lines of one file are in the order in which batches were handed out, and a write that failed raises at the
-next call, so a run never continues without its record. A line holds one row without its padding (batches that are read
-back are padded to their longest row, with zeros): `sample` says which run of the group it belongs to, `row` and
-`num_rows` its place in the episode, `segments` the texts of what was given and sampled in turn; `more` has the keys
-beyond the usual ones, `dtypes` the types that are not the usual ones. Patches of images are left out, as they are a
-thousand times the size of all else.
+Invariants: a write that failed raises at the next call, so a run never continues without its record; a batch is read
+back bit for bit, with zeros as padding to its longest row.
 """
 
 import copy
 import itertools
 import json
-from collections import Counter, deque
+import shutil
+import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 from tensordict import TensorDict
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
-from arealite.api.run_folder import RunFolder
+from arealite.api.run_folder import RunFolder, numbered
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.rollout.account.rollout_file import PER_TOKEN, batch_files, metadata_of, read_file, write_batch
 from arealite.rollout.episode import Episode
 from arealite.rollout.prompts import Dataloader, Row, ShouldAccept
 from arealite.rollout.trajectory import assemble_batch
-from arealite.utils.files import iter_jsonl, reading, writing
+from arealite.utils.files import reading, writing
 from arealite.utils.tensors import concat_padded_tensors, real_entries
 
 _FLUSH_S = 120.0  # deadline for writing what is queued
 _NOT_STORED = "pixel_values"
-_PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
-_DTYPES = {
-    "input_ids": "int64",
-    "attention_mask": "bool",
-    "loss_mask": "int64",
-    "logprobs": "float32",
-    "versions": "int64",
-    "rewards": "float32",
-}
+_SEGMENTS = pa.list_(pa.struct([("given", pa.string()), ("sampled", pa.string())]))
+_DTYPES = b"torch_dtypes"  # of the columns, in the metadata: Arrow has no bfloat16
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 class RolloutStore:
-    """Appends accepted episodes to files in `<run folder>/rollouts`; with `folder` None it drops them."""
+    """Writes accepted episodes to `<run folder>/rollouts`; with `folder` None it drops them.
 
-    def __init__(self, folder: Path | None) -> None:
+    Of training batches it stores the tokens and texts of a `stored_share` of the episodes, chosen by their prompts.
+    """
+
+    def __init__(self, folder: Path | None, stored_share: float = 1.0) -> None:
         self.folder = folder
+        self._stored_share = stored_share
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arealite-store")
         self._last: Future[None] = Future()  # of what was queued last
         self._last.set_result(None)
-        self._num_batches: Counter[Path] = Counter()
+        self._num_batches: dict[Path, int] = {}
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
 
     def append(self, name: str, episodes: Sequence[Episode], trained_step: int | None) -> None:
-        """Queue the samples for `<name>.jsonl` and return at once."""
+        """Queue the samples as the next batch of `name` and return at once."""
         self.check()
-        if self.folder is not None:
-            path = self.folder / f"{name}.jsonl"
+        if self.folder is not None and episodes:
+            path = self.folder / name
             self._last = self._thread.submit(self._write, path, list(episodes), trained_step, self._last)
 
     def flush(self) -> None:
@@ -73,9 +72,10 @@ class RolloutStore:
 
     def trim(self, version: int) -> None:
         """Remove the files of this version and later ones, which an earlier process left."""
-        for path in self.folder.glob("*step_*.jsonl") if self.folder is not None else ():
-            if int(path.stem.rpartition("_")[2]) >= version:
-                path.unlink()
+        for prefix in ("step_", "eval_step_"):
+            for number, path in numbered(self.folder, prefix).items() if self.folder is not None else ():
+                if number >= version:
+                    shutil.rmtree(path)
 
     def check(self) -> None:
         if self._last.done():
@@ -89,15 +89,18 @@ class RolloutStore:
 
     def _write(self, path: Path, episodes: list[Episode], step: int | None, previous: Future[None]) -> None:
         previous.result()  # nothing follows what could not be written
+        if path not in self._num_batches:
+            self._num_batches[path] = max(batch_files(path), default=-1) + 1
         batch = self._num_batches[path]
         self._num_batches[path] += 1
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                ending = f', "trained_step": {json.dumps(step)}, "batch": {batch}}}\n'
-                for one in episodes:
-                    lines = one.lines or lines_of(one, one.trajectory, self._tokenizer_of(one.prompt.workflow))
-                    file.writelines(line + ending for line in lines)
+        with writing(path, pa.ArrowException):
+            write_batch(path / f"{batch}.parquet", [self._table(one, step) for one in episodes], step)
+
+    def _table(self, one: Episode, step: int | None) -> pa.Table:
+        share = 1.0 if step is None else self._stored_share
+        if one.table is not None:
+            return one.table
+        return table_of(one, one.trajectory, self._tokenizer_of(one.prompt.workflow), share)
 
     def _tokenizer_of(self, workflow: object) -> Any:
         """Return a copy of the workflow's tokenizer for this thread: a tokenizer must not serve two."""
@@ -109,31 +112,27 @@ class RolloutStore:
         return self._tokenizers[id(original)][1]
 
 
-def lines_of(one: Episode, trajectory: TensorDict, tokenizer: Any) -> list[str]:
-    """Return the rows of an episode as JSON, without what is known when they are written; `read_batches` inverts it."""
+def table_of(one: Episode, trajectory: TensorDict, tokenizer: Any, stored_share: float) -> pa.Table:
+    """Return the rows of an episode without what is known when they are written; `read_batches` inverts it."""
+    num_rows, prompt_id = trajectory.batch_size[0], str(one.prompt_id)
+    columns = {
+        "prompt_id": [prompt_id] * num_rows,
+        "row": range(num_rows),
+        "num_rows": [num_rows] * num_rows,
+        "sample": trajectory["sample_index"].tolist() if "sample_index" in trajectory else range(num_rows),
+        "attempt": [one.attempt] * num_rows,
+        "reward": _array(trajectory["rewards"], None),
+        "server": [",".join(sorted(one.servers))] * num_rows,
+    }
     tensors = dict(sorted(trajectory.exclude(_NOT_STORED).items()))
+    if zlib.crc32(prompt_id.encode()) < stored_share * 2**32:
+        rows = {key: _array(tensors[key], real_entries(trajectory, key)) for key in tensors.keys() - {"attention_mask"}}
+        columns["segments"] = pa.array(_segments(tokenizer, rows), _SEGMENTS)
+        columns |= {key: rows[key] for key in PER_TOKEN}
+        if more := sorted(rows.keys() - {*PER_TOKEN, "rewards"}):
+            columns["more"] = pa.StructArray.from_arrays([rows[key] for key in more], more)
     dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
-    real = {key: real_entries(trajectory, key) for key in tensors}
-    lines = []
-    for number in range(num_rows := trajectory.batch_size[0]):
-        row = {key: tensor[number] for key, tensor in tensors.items()}
-        row |= {key: row[key][mask[number]] for key, mask in real.items() if mask is not None}  # no padding
-        columns = {key: value.tolist() for key, value in row.items()}
-        values = {
-            "prompt_id": str(one.prompt_id),
-            "row": number,
-            "num_rows": num_rows,
-            "sample": columns.get("sample_index", number),
-            "attempt": one.attempt,
-            "segments": tokenizer and _segments(tokenizer, columns["input_ids"], columns["loss_mask"]),
-            **{key: columns[key] for key in _PER_TOKEN},
-            "reward": columns["rewards"],
-            "more": {key: value for key, value in columns.items() if key not in _DTYPES},
-            "dtypes": {key: dtype for key, dtype in dtypes.items() if dtype != _DTYPES.get(key)},
-            "server": ",".join(sorted(one.servers)),
-        }
-        lines.append(json.dumps(values).removesuffix("}"))
-    return lines
+    return pa.table(columns, metadata={_DTYPES: json.dumps(dtypes)})
 
 
 class Replay:
@@ -160,9 +159,9 @@ class Replay:
         return self._next("eval_step" if is_evaluation else "step")
 
     def _next(self, name: str) -> TensorDict:
-        path = self._folder / f"{name}_{self._engine.get_version()}.jsonl"
+        path = self._folder / f"{name}_{self._engine.get_version()}"
         if path not in self._left:
-            self._left[path] = deque(read_batches(path) if path.exists() else [])
+            self._left[path] = deque(read_batches(path))
         if not self._left[path]:
             raise ConfigError(
                 f"{path} must hold each batch that the script asks for: got no more. "
@@ -172,35 +171,63 @@ class Replay:
 
 
 def read_batches(path: Path) -> list[TensorDict]:
-    """Return the batches of a file in the order in which they were handed out."""
-    batches: list[list[list[TensorDict]]] = []
+    """Return the batches of a name in the order in which they were handed out."""
+    return [_read_batch(file) for file in batch_files(path).values()]
+
+
+def _read_batch(path: Path) -> TensorDict:
+    rows = list(read_file(path))
+    if lacking := [row["prompt_id"] for row in rows if row["input_ids"] is None]:
+        raise ConfigError(
+            f"a batch that is replayed must have all its tokens: got {path}, which lacks those of prompt {lacking[0]}. "
+            "Replay a step of a run with rollout.stored_share=1."
+        )
+    episodes: list[list[TensorDict]] = []
     with reading(path, RuntimeError):  # of torch
-        for line in iter_jsonl(path):
-            if line["batch"] == len(batches):
-                batches.append([])
-            if line["row"] == 0:
-                batches[-1].append([])
-            batches[-1][-1].append(_row(line))
-        found = [assemble_batch([concat_padded_tensors(rows) for rows in episodes]) for episodes in batches]
-    if any("image_grid_thw" in batch for batch in found):
+        dtypes = json.loads(metadata_of(path)[_DTYPES])
+        for row in rows:
+            if row["row"] == 0:
+                episodes.append([])
+            episodes[-1].append(_trajectory(row, dtypes))
+        batch = assemble_batch([concat_padded_tensors(one) for one in episodes])
+    if "image_grid_thw" in batch:
         raise ConfigError(f"a run that is replayed must have no images: got {path}, which lacks their patches.")
+    return batch
+
+
+def _trajectory(row: Mapping[str, Any], dtypes: Mapping[str, str]) -> TensorDict:
+    """Return one row as a trajectory."""
+    values = {key: row[key] for key in PER_TOKEN} | row["more"]
+    values |= {"attention_mask": [1] * len(row["input_ids"]), "rewards": row["reward"]}
+    tensors = {key: torch.tensor([value], dtype=getattr(torch, dtypes[key])) for key, value in values.items()}
+    return TensorDict(tensors, batch_size=[1])
+
+
+def _array(tensor: torch.Tensor, real: torch.Tensor | None) -> pa.Array:
+    """Return `[B, ...]` as one entry per row, without what the mask `real [B, L]` calls padding."""
+    values = tensor if real is None else tensor[real]
+    is_known = not values.is_floating_point() or values.dtype in _NUMPY_FLOATS
+    array = pa.array((values if is_known else values.float()).reshape(-1).numpy())
+    for dim in reversed(range(1, values.ndim)):
+        array = _lists(np.full(values.shape[:dim].numel(), values.shape[dim]), array)
+    return array if real is None else _lists(real.sum(1).numpy(), array)
+
+
+def _lists(lengths: np.ndarray[Any, Any], values: pa.Array) -> pa.Array:
+    return pa.ListArray.from_arrays(np.concatenate([[0], lengths.cumsum()]).astype(np.int32), values)
+
+
+def _segments(tokenizer: Any, rows: Mapping[str, pa.Array]) -> list[list[dict[str, str]] | None]:
+    """Return the texts of each row, in turn what was given and what was sampled."""
+    if tokenizer is None:
+        return [None] * len(rows["input_ids"])
+    found: list[list[dict[str, str]] | None] = []
+    for tokens, loss_mask in zip(rows["input_ids"].to_pylist(), rows["loss_mask"].to_pylist()):
+        segments, start = [], 0
+        for is_sampled, run in itertools.groupby(map(bool, loss_mask)):
+            end = start + len(list(run))
+            text = tokenizer.decode(tokens[start:end]).encode(errors="replace").decode()  # no half characters
+            segments.append({"sampled" if is_sampled else "given": text})
+            start = end
+        found.append(segments)
     return found
-
-
-def _segments(tokenizer: Any, tokens: list[int], loss_mask: list[int]) -> list[dict[str, str]]:
-    """Return the texts of a row, in turn what was given and what was sampled."""
-    segments, start = [], 0
-    for is_sampled, run in itertools.groupby(map(bool, loss_mask)):
-        end = start + len(list(run))
-        segments.append({"sampled" if is_sampled else "given": tokenizer.decode(tokens[start:end])})
-        start = end
-    return segments
-
-
-def _row(line: Mapping[str, Any]) -> TensorDict:
-    """Return the one row of a line as a trajectory."""
-    values = {key: line[key] for key in _PER_TOKEN} | line["more"]
-    values |= {"attention_mask": [1] * len(line["input_ids"]), "rewards": line["reward"]}
-    dtypes = _DTYPES | line["dtypes"]
-    row = {key: torch.tensor([value], dtype=getattr(torch, dtypes[key])) for key, value in values.items()}
-    return TensorDict(row, batch_size=[1])

@@ -64,7 +64,7 @@ def _render(run: RunFolder) -> str:
         "charts": shown,
         "beforeAfter": examples(run.rollouts) or before_after(run.rollouts),
         "trajectories": trajectories(run.rollouts),
-        "numStoredSteps": len(numbered(run.rollouts, "step_", ".jsonl")),
+        "numStoredSteps": len(numbered(run.rollouts, "step_")),
     }
     parts = {
         "title": html.escape(title),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.run_folder import numbered
-from arealite.utils.files import iter_jsonl, reading
+from arealite.rollout.account.rollout_file import batch_files, read_rows
 
 # By rewards of the first and the last completion, 1 for a correct one and 0 for a wrong one.
 CHANGES = {(0, 1): "learned", (1, 1): "kept", (1, 0): "lost", (0, 0): "never"}
@@ -21,20 +21,19 @@ Answer = tuple[str, float, dict[str, str]]  # its name, reward and texts
 
 def trajectories(folder: Path) -> list[dict[str, Any]]:
     """Return samples of at most `MAX_STEPS` steps, evenly spread, the first and the last among them."""
-    steps = numbered(folder, "step_", ".jsonl")
+    steps = numbered(folder, "step_")
     shown, found = list(steps), []
     if len(shown) > MAX_STEPS:
         shown = [shown[round(i * (len(shown) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
     for step in shown:
-        with reading(steps[step]):
-            lines = itertools.islice(iter_jsonl(steps[step]), MAX_SAMPLES // len(shown))
-            found += [_trajectory(line, step) for line in lines]
+        stored = (line for line in read_rows(steps[step]) if line["input_ids"] is not None)
+        found += [_trajectory(line, step) for line in itertools.islice(stored, MAX_SAMPLES // len(shown))]
     return found
 
 
 def before_after(folder: Path) -> dict[str, Any] | None:
     """Return the completions of the first and the last evaluation for the same prompts, in the data set's order."""
-    steps = numbered(folder, "eval_step_", ".jsonl")
+    steps = numbered(folder, "eval_step_")
     if len(steps) < 2:
         return None
     first, last = min(steps), max(steps)
@@ -59,24 +58,20 @@ def examples(folder: Path) -> dict[str, Any] | None:
     found: dict[str, tuple[str, list[Answer]]] = {}
     counts = dict.fromkeys(("always", "sometimes", "unsolved"), 0)
     is_binary = True
-    sampled, greedy = ({name: folder / f"{name}.jsonl" for name in ("sampled", "greedy")}).values()
-    if not sampled.exists():
+    if not batch_files(folder / "sampled"):
         return None
-    with reading(sampled):
-        for prompt_id, group in itertools.groupby(iter_jsonl(sampled), key=lambda line: line["prompt_id"]):
-            last_rows = {line["sample"]: line for line in group}  # an answer is at the end of a run
-            answers = [(f"Sample {n + 1}", float(line["reward"]), _texts(line)) for n, line in last_rows.items()]
-            rewards = {reward for _, reward, _ in answers}
-            is_binary &= rewards <= {0.0, 1.0}
-            kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
-            counts[kind] += 1
-            if counts[kind] <= MAX_PAIRS_OF_A_KIND:
-                found[prompt_id.rsplit("-", 1)[1]] = kind, answers
-    if greedy.exists():
-        with reading(greedy):
-            for line in iter_jsonl(greedy):
-                if (index := line["prompt_id"].rsplit("-", 1)[1]) in found:
-                    found[index][1].insert(0, ("Greedy", float(line["reward"]), _texts(line)))
+    for prompt_id, group in itertools.groupby(read_rows(folder / "sampled"), key=lambda line: line["prompt_id"]):
+        last_rows = {line["sample"]: line for line in group}  # an answer is at the end of a run
+        answers = [(f"Sample {n + 1}", float(line["reward"]), _texts(line)) for n, line in last_rows.items()]
+        rewards = {reward for _, reward, _ in answers}
+        is_binary &= rewards <= {0.0, 1.0}
+        kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
+        counts[kind] += 1
+        if counts[kind] <= MAX_PAIRS_OF_A_KIND:
+            found[prompt_id.rsplit("-", 1)[1]] = kind, answers
+    for line in read_rows(folder / "greedy"):
+        if (index := line["prompt_id"].rsplit("-", 1)[1]) in found:
+            found[index][1].insert(0, ("Greedy", float(line["reward"]), _texts(line)))
     pairs = []
     for _, (kind, (first, *others)) in sorted(found.items(), key=lambda item: int(item[0])):
         if others:
@@ -90,10 +85,9 @@ def examples(folder: Path) -> dict[str, Any] | None:
 
 def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
     """Return the last row of the first sample of each prompt by its index in the data set."""
-    with reading(path):
-        lines = [line for line in iter_jsonl(path) if line["sample"] == 0]
-        numbered = {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in lines}
-        return {index: {"reward": float(line["reward"]), **_texts(line)} for index, line in numbered.items()}
+    lines = [line for line in read_rows(path) if line["sample"] == 0]
+    by_index = {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in lines}
+    return {index: {"reward": float(line["reward"]), **_texts(line)} for index, line in by_index.items()}
 
 
 def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import random
+import shutil
 import sqlite3
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing_rollouts import write_rows
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
@@ -52,16 +55,14 @@ def make_run(folder: Path, cursor: dict | None = CURSOR) -> Path:
     ledger.close()
     rollouts = folder / "rollouts"
     rollouts.mkdir()
-    show(rollouts / "step_0.jsonl", "0-0", "0-1")
-    show(rollouts / "step_1.jsonl", "0-2")
-    show(rollouts / "eval_step_1.jsonl", "0-0", "0-1")
+    show(rollouts / "step_0", "0-0", "0-1")
+    show(rollouts / "step_1", "0-2")
+    show(rollouts / "eval_step_1", "0-0", "0-1")
     return folder
 
 
 def show(path: Path, *names: str, samples: int = 2) -> None:
-    lines = [json.dumps({"prompt_id": name, "row": n, "input_ids": [1]}) for name in names for n in range(samples)]
-    with open(path, "a") as file:
-        file.writelines(line + "\n" for line in lines)
+    write_rows(path, [{"prompt_id": name, "row": n, "input_ids": [1]} for name in names for n in range(samples)])
 
 
 def test_passed_prompts_by_hand() -> None:
@@ -94,19 +95,17 @@ def test_reading_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_what_the_ledger_calls_trained_must_be_shown(tmp_path: Path) -> None:
     make_run(tmp_path)
-    (tmp_path / "rollouts" / "step_1.jsonl").unlink()
+    shutil.rmtree(tmp_path / "rollouts" / "step_1")
     found = audit(tmp_path)
     assert (found.lost, found.lost_ids, found.is_clean) == (1, ["0-2"], False)
     assert found.notes == ["Lost prompts that are trained provisionally come back when the run is resumed."]
 
 
-def test_a_line_cut_off_shows_nothing(tmp_path: Path) -> None:
+def test_what_a_killed_writer_leaves_shows_nothing(tmp_path: Path) -> None:
     make_run(tmp_path)
-    path = tmp_path / "rollouts" / "step_1.jsonl"
-    first, second = path.read_text().splitlines(keepends=True)
-    path.write_text(first + second[:-1])
-    assert audit(tmp_path).lost == 0, "the first line of 0-2 is whole"
-    path.write_text(first[:-1])
+    whole = tmp_path / "rollouts" / "step_1" / "0.parquet"
+    whole.rename(unfinished := whole.with_name(".0.parquet.unfinished"))
+    unfinished.write_bytes(unfinished.read_bytes()[:-100])
     assert audit(tmp_path).lost_ids == ["0-2"]
 
 
@@ -117,14 +116,14 @@ def test_a_prompt_nobody_issued_is_lost(tmp_path: Path) -> None:
 
 def test_a_prompt_of_two_steps_is_repeated(tmp_path: Path) -> None:
     make_run(tmp_path)
-    show(tmp_path / "rollouts" / "step_7.jsonl", "0-1")
+    show(tmp_path / "rollouts" / "step_7", "0-1")
     found = audit(tmp_path)
     assert (found.repeated, found.repeated_ids, found.lost, found.is_clean) == (1, ["0-1"], 0, False)
 
 
 def test_a_step_written_twice_repeats_its_prompts(tmp_path: Path) -> None:
     make_run(tmp_path)
-    show(tmp_path / "rollouts" / "step_0.jsonl", "0-0", "0-1")
+    show(tmp_path / "rollouts" / "step_0", "0-0", "0-1")
     assert audit(tmp_path).repeated_ids == ["0-0", "0-1"]
 
 
@@ -156,8 +155,8 @@ def test_prompts_without_a_dataloader_are_counted_too(tmp_path: Path) -> None:
     ledger.train([prompt], 0)
     ledger.close()
     (tmp_path / "rollouts").mkdir()
-    show(tmp_path / "rollouts" / "step_0.jsonl", "-1-0")
-    show(tmp_path / "rollouts" / "step_1.jsonl", "-1-0")
+    show(tmp_path / "rollouts" / "step_0", "-1-0")
+    show(tmp_path / "rollouts" / "step_1", "-1-0")
     assert audit(tmp_path).repeated_ids == ["-1-0"]
 
 
@@ -165,8 +164,16 @@ def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"ledger\.sqlite must exist: it does not\. Name the folder of a run"):
         audit(tmp_path)
     make_run(tmp_path)
-    (tmp_path / "rollouts" / "step_0.jsonl").write_text('{"sample": 0}\n')
-    with pytest.raises(LedgerError, match=r"line 1 of .*step_0\.jsonl must start with its prompt_id and row"):
+    path = tmp_path / "rollouts" / "step_0" / "0.parquet"
+    column = pq.read_metadata(path).row_group(0).column(0)
+    assert column.path_in_schema == "row"
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset + column.total_compressed_size - 1] ^= 1  # of its only page
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=r"step_0/0\.parquet must be as its writer left it: got .* checksum"):
+        audit(tmp_path)
+    pq.write_table(pa.table({"sample": [0]}), path)
+    with pytest.raises(FileError, match=r"step_0/0\.parquet must be .* no column prompt_id, row"):
         audit(tmp_path)
     (tmp_path / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + random.Random(1).randbytes(9000))
     with pytest.raises(LedgerError, match="must be"):

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from testing_rollouts import write_rows
 
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
@@ -258,8 +259,8 @@ class LedgerMachine(RuleBasedStateMachine):
         (self.folder / "rollouts").mkdir()
         for ticket in tickets:
             fate = self.now.fates[ticket]
-            with open(self.folder / "rollouts" / f"step_{fate.trained_version}.jsonl", "a") as file:
-                file.writelines(json.dumps({"prompt_id": str(fate.prompt_id), "row": n}) + "\n" for n in range(2))
+            rows = [{"prompt_id": str(fate.prompt_id), "row": n} for n in range(2)]
+            write_rows(self.folder / "rollouts" / f"step_{fate.trained_version}", rows)
 
     @rule()
     def compare_the_file(self) -> None:

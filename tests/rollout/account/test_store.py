@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pandas as pd
+import pyarrow.dataset
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from testing_rollouts import stored_rows, write_rows
 
 from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.store import RolloutStore, read_batches
@@ -74,7 +79,7 @@ def test_batches_come_back_bit_for_bit(
         store.append("step_3", [finished(7, one) for one in trajectories], 3)
         expected.append(assemble_batch(trajectories))
     store.close()
-    found = read_batches(folder / "step_3.jsonl") if sizes_of_batches else []
+    found = read_batches(folder / "step_3")
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert sorted(one.keys()) == sorted(other.keys())
@@ -101,7 +106,7 @@ def test_a_line_tells_what_was_given_and_sampled_in_turn_and_its_run(tmp_path: P
     store = RolloutStore(tmp_path)
     store.append("step_0", [episode], 0)
     store.close()
-    lines = [json.loads(line) for line in (tmp_path / "step_0.jsonl").read_text().splitlines()]
+    lines = stored_rows(tmp_path / "step_0")
     assert [(line["sample"], line["row"], line["num_rows"]) for line in lines] == [(4, 0, 2), (4, 1, 2)]
     expected = [{"given": "ask."}, {"sampled": "try."}, {"given": "no."}, {"sampled": "again"}]
     assert [line["segments"] for line in lines] == [expected, expected]
@@ -109,10 +114,42 @@ def test_a_line_tells_what_was_given_and_sampled_in_turn_and_its_run(tmp_path: P
 
 def test_files_of_later_versions_are_removed_from_a_folder_of_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "run [1]*?" / "rollouts"
-    folder.mkdir(parents=True)
     for name in ("step_0", "step_1", "eval_step_0", "eval_step_2"):
-        (folder / f"{name}.jsonl").touch()
+        write_rows(folder / name, [{"prompt_id": "0-0"}])
     store = RolloutStore(folder)
     store.trim(1)
     store.close()
-    assert sorted(path.stem for path in folder.iterdir()) == ["eval_step_0", "step_0"]
+    assert sorted(path.name for path in folder.iterdir()) == ["eval_step_0", "step_0"]
+
+
+def test_a_share_of_the_episodes_is_stored_whole_and_of_all_prompts_and_rewards(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    store, episodes = RolloutStore(tmp_path, 0.3), []
+    for index in range(200):
+        episodes.append(finished(index, trajectory_of(generator, 2, extra=False)))
+    store.append("step_0", episodes, 0)
+    store.append("eval_step_0", episodes[:10], None)
+    store.close()
+    rows = stored_rows(tmp_path / "step_0")
+    assert [row["prompt_id"] for row in rows] == [f"0-{index}" for index in range(200) for _ in range(2)]
+    assert [row["reward"] for row in rows] == torch.cat([one.trajectory["rewards"] for one in episodes]).tolist()
+    whole = {row["prompt_id"] for row in rows if row["input_ids"] is not None}
+    assert 40 <= len(whole) <= 80 and len([row for row in rows if row["loss_mask"] is None]) == 2 * (200 - len(whole))
+    assert all(row["input_ids"] for row in stored_rows(tmp_path / "eval_step_0")), "evaluations are stored whole"
+    with pytest.raises(ConfigError, match=r"all its tokens: got .*step_0/0.parquet, which lacks those of prompt 0-"):
+        read_batches(tmp_path / "step_0")
+
+
+def test_others_read_the_files_with_a_line(tmp_path: Path) -> None:
+    """As docs/metrics.md shows."""
+    store = RolloutStore(tmp_path)
+    for step in range(2):
+        episode = finished(step, trajectory_of(torch.Generator().manual_seed(step), 3, extra=False))
+        store.append(f"step_{step}", [episode], step)
+    store.close()
+    rewards = [row["reward"] for step in range(2) for row in stored_rows(tmp_path / f"step_{step}")]
+    assert pd.concat(map(pd.read_parquet, sorted(tmp_path.glob("step_*"))))["reward"].tolist() == rewards
+    paths = sorted(map(str, tmp_path.glob("step_*/*")))
+    assert pyarrow.dataset.dataset(paths).to_table()["reward"].to_pylist() == rewards
+    files = {"data_files": f"{tmp_path}/step_*/*.parquet", "cache_dir": str(tmp_path / "cache")}
+    assert list(datasets.load_dataset("parquet", split="train", **files)["reward"]) == rewards

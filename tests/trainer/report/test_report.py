@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing_rollouts import write_rows
 
 from arealite.api.errors import ConfigError
 from arealite.cli.main import main
@@ -47,10 +48,10 @@ def make_run(folder: Path) -> Path:
     (folder / "config.yaml").write_text(f"experiment_name: e\nrollout:\n  max_head_offpolicyness: 2\nnote: '{NASTY}'\n")
     (folder / "summary.json").write_text('{"seed": 1}')
     for step in range(4):
-        write_jsonl(folder / f"rollouts/step_{step}.jsonl", [sample(i, step=step, reward=i % 2) for i in range(6)])
-    write_jsonl(folder / "rollouts/eval_step_0.jsonl", [sample(i, step=0, reward=i > 2) for i in range(4)])
-    write_jsonl(
-        folder / "rollouts/eval_step_4.jsonl",
+        write_rows(folder / f"rollouts/step_{step}", [sample(i, step=step, reward=i % 2) for i in range(6)])
+    write_rows(folder / "rollouts/eval_step_0", [sample(i, step=0, reward=i > 2) for i in range(4)])
+    write_rows(
+        folder / "rollouts/eval_step_4",
         [sample(i, step=4, reward=i in (0, 3), completion=NASTY) for i in (3, 2, 1, 0)],
     )
     return folder
@@ -123,7 +124,7 @@ def test_a_reward_that_is_not_0_or_1_is_never_called_accuracy(tmp_path: Path) ->
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     for step, rewards in ((0, (0, 0, 0)), (4, (-0.75, 0, 2.5))):
         lines = [sample(i, step=step, reward=reward) for i, reward in enumerate(rewards)]
-        write_jsonl(tmp_path / f"rollouts/eval_step_{step}.jsonl", lines)
+        write_rows(tmp_path / f"rollouts/eval_step_{step}", lines)
     path = write_report(tmp_path)
     (card,) = re.findall(r'<div class="card"><dt>(Held.*?)</div>', path.read_text())
     assert card == "Held-out reward</dt><dd>0 → -0.75</dd><p>-0.75; 95 % interval -1 to -0.5</p>"
@@ -145,8 +146,8 @@ def test_the_interval_of_an_accuracy_is_shown(tmp_path: Path) -> None:
 
 def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:
     for step in (0, 4):
-        lines = [sample(i, step=step, reward=0 if i < 90 else step == 4) for i in range(100)]
-        write_jsonl(tmp_path / f"rollouts/eval_step_{step}.jsonl", lines)
+        lines = [sample(i, step=step, reward=i >= 90 and step == 4) for i in range(100)]
+        write_rows(tmp_path / f"rollouts/eval_step_{step}", lines)
     found = before_after(tmp_path / "rollouts")
     assert found is not None
     assert found["counts"] == {"learned": 10, "kept": 0, "lost": 0, "never": 90}
@@ -165,9 +166,7 @@ def test_samples_are_spread_over_the_run(num_steps: int, num_lines: int) -> None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for step in range(num_steps):
-            write_jsonl(
-                folder / f"rollouts/step_{step}.jsonl", [sample(i, step=step, reward=0) for i in range(num_lines)]
-            )
+            write_rows(folder / f"rollouts/step_{step}", [sample(i, step=step, reward=0) for i in range(num_lines)])
         rows = trajectories(folder / "rollouts")
     steps = sorted({row["step"] for row in rows})
     assert (steps[0], steps[-1], len(steps)) == (0, num_steps - 1, min(num_steps, 12))
@@ -202,11 +201,11 @@ def test_what_is_missing_is_left_out(tmp_path: Path, missing: str) -> None:
 def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "summary.json").unlink()
-    for name in ("metrics.jsonl", "rollouts/step_3.jsonl"):
-        text = (run / name).read_text()
-        (run / name).write_text(text[: len(text) - 20])
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text[: len(text) - 20])
+    (last := run / "rollouts/step_3/0.parquet").rename(last.with_name(".0.parquet.unfinished"))
     page, data = parse(write_report(run))
-    assert len(data["trajectories"]) == 23
+    assert len(data["trajectories"]) == 18
     assert "not finished: 4 steps so far" in page.texts["p"]
 
 
@@ -245,8 +244,8 @@ def test_the_page_says_what_was_run(tmp_path: Path, config: str, lead: str) -> N
         ("summary.json", "{"),
         ("summary.json", "5"),
         ("summary.json", '{"steps": [1]}'),
-        ("rollouts/step_1.jsonl", "{}\n"),
-        ("rollouts/eval_step_0.jsonl", "{}\n"),
+        ("rollouts/step_1/0.parquet", "{}\n"),
+        ("rollouts/eval_step_0/0.parquet", "PAR1"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str) -> None:
