@@ -101,6 +101,7 @@ def test_a_workflow_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.Mon
     for segments in (line["segments"] for line in lines):
         assert [kind for part in segments for kind in part] == ["given", "sampled"] * (len(segments) // 2)
         assert all(re.search("<.user.>(higher|lower)<", part["given"]) for part in segments[2::2])
+    assert metrics(folder, "tools")[0]["workflow/num_turns"] == 1, "random weights call nothing"
     monkeypatch.syspath_prepend(folder)
     tools, walker = importlib.import_module("tools"), importlib.import_module("walker").Walker()
     environment = FunctionTools([tools.multiply, tools.weather])
@@ -110,6 +111,23 @@ def test_a_workflow_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert (walker.act({"content": "Go right"}), walker.act({"content": "LEFT"})) == (1, -1)
     with pytest.raises(ParseError, match="Say left or right"):
         walker.act({"content": "up"})
+
+
+@pytest.mark.slow
+def test_an_agent_from_an_empty_folder(tmp_path: Path) -> None:
+    folder = typed((REPOSITORY / "docs" / "agents.md").read_text(), tmp_path, "agents")
+    rows = metrics(folder, "agent")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert 1 < rows[0]["agent/turns"] <= 2, "random weights answer next to nothing right"
+
+
+@pytest.mark.slow
+def test_a_graph_from_an_empty_folder(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    folder = typed((REPOSITORY / "docs" / "core.md").read_text(), tmp_path, "arealite")
+    assert [row["step"] for row in metrics(folder, "graph")] == [0, 1, 2]
+    calls = [json.loads(line)["call"] for line in (folder / "runs/own/graph/calls.jsonl").read_text().splitlines()]
+    assert {"actor_inf", "ref_inf", "critic_inf", "advantages", "actor_train", "critic_train"} <= {*calls}
 
 
 def test_every_key_of_the_table_exists() -> None:
