@@ -51,6 +51,18 @@ def test_generation_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_asynchronous_is_compared_with_synchronous(tmp_path: Path) -> None:
+    sizes = ["--case", "tools", "--rounds", "1", "--steps", "2"]
+    (found,) = measured(tmp_path / "found.jsonl", "async_vs_sync.py", *sizes)
+    rates = [found[mode]["steps_per_s"] for mode in ("asynchronous", "synchronous")]
+    assert found["ratios"] == [found["ratio"]] == [pytest.approx(rates[0] / rates[1], rel=0.01)]
+    for mode in ("asynchronous", "synchronous"):
+        shares = found[mode]
+        assert 0.5 < shares["rollout"] + shares["train"] + shares["weights"] <= 1.001
+        assert 0 <= shares["starved"] < 1 and shares["requests"] > 0 < shares["server"]
+
+
+@pytest.mark.slow
 def test_core_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     found = {}
