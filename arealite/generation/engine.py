@@ -1,7 +1,7 @@
 """Continuous batching in one thread that owns the model; other threads post functions that it runs between two steps.
-Invariants: cached keys and values are dropped with the weights that computed them, or with `allow_stale_kv` every token
-sampled on them is counted; each token carries the version that sampled it; an error in a forward pass fails every
-request, non-finite logits only their own."""
+Invariants: keys and values, also those kept for later requests, are dropped with the weights that computed them, or
+with `allow_stale_kv` every token sampled on them is counted; each token carries the version that sampled it; an error
+in a forward pass fails every request, non-finite logits only their own."""
 
 import contextlib
 import logging
@@ -21,14 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import FinishReason, GenerationError, GenerationRequest, GenerationResult
 from arealite.generation.sampler import SamplingRows, kept_ids, sample
-from arealite.generation.scheduler import Scheduler, Sequence
+from arealite.generation.scheduler import Prefill, Scheduler, Sequence
+from arealite.generation.slot_table import SlotTable
 from arealite.utils import heartbeat
 from arealite.utils.images import placeholder_mask
 from arealite.utils.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_PREFILL_TOKENS = 4096
+MAX_PREFILL_TOKENS, MAX_PREFILL_TOKENS_GPU = 512, 4096
+"""Of one pass: for so long the running sequences wait for their next token."""
 LOG_INTERVAL_S = 5.0
 
 
@@ -42,7 +44,9 @@ class EngineStats:
     cached_tokens: int
     cache_capacity_tokens: int
     generated_tokens: int  # since the start
-    stale_kv_tokens: int  # of those, tokens sampled on keys and values of older weights
+    prompt_tokens: int  # of sequences that were given a slot since the start, what they had sampled before included
+    prefilled_tokens: int  # of those, tokens that were computed; a slot held the keys and values of the others already
+    stale_kv_tokens: int  # of those generated, tokens sampled on keys and values of older weights
     is_paused: bool
     version: str
 
@@ -74,17 +78,17 @@ class GenerationEngine:
         self._threads = threads
         self._allow_stale_kv = allow_stale_kv
         self._stale_kv_tokens = 0
-        self._scheduler = Scheduler(
-            slots=runner.cache.slots,
-            max_prefill_tokens=MAX_PREFILL_TOKENS,
-            move=lambda source, destination, length: runner.cache.copy(source, [destination], length),
-        )
+        # A prefix that others computed has other bits than one that is computed whole.
+        slots, reuses = runner.cache.slots, not runner.deterministic
+        self._table = SlotTable(runner.cache, slots=slots, context=self.context, reuses=reuses)
+        max_tokens = MAX_PREFILL_TOKENS if runner.device.type == "cpu" else MAX_PREFILL_TOKENS_GPU
+        self._scheduler = Scheduler(self._table, slots=slots, max_prefill_tokens=max_tokens)
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # guards `stopped`, so that no message enters the inbox after the last look at it
         self._is_paused = self._is_closing = False
         self._has_cancelled = False  # whether a sequence may have been cancelled that the scheduler still has
         self._rows: SamplingRows | None = None  # parameters of the running sequences; None after those have changed
-        self._generated_tokens = self._logged_tokens = 0
+        self._generated_tokens = self._logged_tokens = self._prompt_tokens = self._prefilled_tokens = 0
         self._unlogged_s = 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
@@ -144,6 +148,7 @@ class GenerationEngine:
                     sequence.has_stale_kv = True
             else:
                 self._requeue()
+            self._table.clear()
             self.version = self.version if version is None else version
 
         return self.call(update)
@@ -155,6 +160,10 @@ class GenerationEngine:
             self.version = version
 
         return self.call(rename)
+
+    def forget_prefixes(self) -> Future[None]:
+        """Keep nothing of what was computed so far for later requests."""
+        return self.call(self._table.clear)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function in the engine's thread between two steps."""
@@ -180,6 +189,8 @@ class GenerationEngine:
             cached_tokens=sum(sequence.length for sequence in running),
             cache_capacity_tokens=self._runner.cache.slots * self.context,
             generated_tokens=self._generated_tokens,
+            prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self._prefilled_tokens,
             stale_kv_tokens=self._stale_kv_tokens,
             is_paused=self._is_paused,
             version=self.version,
@@ -254,18 +265,13 @@ class GenerationEngine:
             message()
 
     def _step(self) -> None:
-        """Admit and prefill new sequences, then decode one token of every running one."""
+        """Admit new sequences and prefill what no slot holds of them, then decode one token of every running one."""
         first_new = len(self._scheduler.running)
-        prefills = self._scheduler.admit()
-        if prefills:
-            self._rows = None
-            images = [p.sequences[0].request.images for p in prefills]
-            logits = self._runner.prefill([p.tokens for p in prefills], [p.first_slot for p in prefills], images)
-            for prefill in prefills:
-                copies = range(prefill.first_slot + 1, prefill.first_slot + len(prefill.sequences))
-                self._runner.cache.copy(prefill.first_slot, copies, len(prefill.tokens))
-            repeats = torch.tensor([len(p.sequences) for p in prefills])
-            self._sample(logits.repeat_interleave(repeats, 0), first_new)
+        if prefills := self._scheduler.admit():
+            logits = self._prefill(prefills)
+            if first_new < len(self._scheduler.running):
+                self._rows = None
+                self._sample(logits, first_new)
         running = self._scheduler.running
         if running:
             positions = np.array([sequence.length - 1 for sequence in running])
@@ -274,13 +280,31 @@ class GenerationEngine:
             last = [sequence.output_ids[-1] for sequence in running]
             self._sample(self._runner.decode(last, positions, shifts=shifts), 0)
 
+    def _prefill(self, prefills: list[Prefill]) -> torch.Tensor:
+        """Fill the slots of new sequences; return the logits after each prompt, `[n, V]`."""
+        logits = self._runner.prefill(
+            [one.tokens for one in prefills],
+            [one.first_slot for one in prefills],
+            [one.sequences[0].request.images if one.sequences else None for one in prefills],
+            [one.start for one in prefills],
+        )
+        for one in prefills:
+            self._runner.cache.copy(one.first_slot, one.slots[1:], len(one.tokens))
+            self._scheduler.prefilled(one)
+            self._prompt_tokens += len(one.tokens) * len(one.sequences)
+            self._prefilled_tokens += len(one.tokens) - one.start
+        repeats = torch.tensor([len(one.sequences) for one in prefills], device=logits.device)
+        return logits.repeat_interleave(repeats, 0)
+
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Sample a token for each sequence from slot `first` on, `logits` [n, V], and release those that end."""
         sequences = self._scheduler.running[first:]
         rows = self._rows if first == 0 else None
         if rows is None:
             rows = SamplingRows(
-                [(one.request.params, len(one.request.input_ids), one.stop_ids) for one in sequences], self.vocab_size
+                [(one.request.params, len(one.request.input_ids), one.stop_ids) for one in sequences],
+                self.vocab_size,
+                logits.device,
             )
         if first == 0:
             self._rows = rows
@@ -298,7 +322,10 @@ class GenerationEngine:
             if (reason := sequence.append(token, logprob, self.version)) is not None:
                 ended[slot] = reason
         if ended:
-            self._scheduler.release(ended)
+            failed = {slot for slot, outcome in ended.items() if isinstance(outcome, GenerationError)}
+            for slot in failed:
+                self._runner.cache.erase(slot, sequences[slot - first].length)
+            self._scheduler.release(ended, failed)
             self._rows = None
         for slot, outcome in ended.items():
             self._resolve(sequences[slot - first], outcome)

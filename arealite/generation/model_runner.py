@@ -33,6 +33,7 @@ class ModelRunner:
             logger.warning("context is %d tokens, the model's limit, instead of %d", limit, context)
             context = limit
         self.model = model.eval().requires_grad_(False)
+        self.device = model.device
         self.deterministic = deterministic
         self._parameters = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -53,23 +54,32 @@ class ModelRunner:
             context=context,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             dtype=model.dtype,
+            device=model.device,
         )
         self._check_against_reference()
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[Images | None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        images: Sequence[Images | None] | None = None,
+        starts: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Fill the slots with prompts and their images; return the logits after each prompt's last token, `[n, V]`."""
-        images = images or [None] * len(prompts)
+        """Fill the slots with prompts and their images; return the logits after each prompt's last token, `[n, V]`.
+
+        Slots hold the first `starts` tokens of their prompts already; a prompt with images must start at 0."""
+        images, starts = images or [None] * len(prompts), starts or [0] * len(prompts)
         if self.deterministic and len(prompts) > 1:
-            each = zip(prompts, slots, images, strict=True)
-            return torch.cat([self.prefill([prompt], [slot], [image]) for prompt, slot, image in each])
-        step = PackedPrefill(self.cache, slots, [len(prompt) for prompt in prompts])
-        tokens_N = torch.tensor([token for prompt in prompts for token in prompt])
+            each = zip(prompts, slots, images, starts, strict=True)
+            return torch.cat([self.prefill([prompt], [slot], [image], [start]) for prompt, slot, image, start in each])
+        new = [list(prompt[start:]) for prompt, start in zip(prompts, starts, strict=True)]
+        step = PackedPrefill(self.cache, slots, [len(tokens) for tokens in new], starts)
+        tokens_N = torch.tensor([token for tokens in new for token in tokens]).to(self.device)
         positions, embeddings = step.positions_N[None], None
         if any(images):
-            positions, embeddings = self._with_images(tokens_N.split(step.lengths), images)
-        return self._forward(tokens_N[None], positions, step, torch.tensor(step.ends) - 1, embeddings)[0]
+            positions, embeddings = self._with_images(tokens_N.split(step.lengths), images, starts)
+        last_n = (torch.tensor(step.ends) - 1).to(self.device)
+        return self._forward(tokens_N[None], positions, step, last_n, embeddings)[0]
 
     def decode(
         self, tokens: Sequence[int], positions: np.ndarray, first_slot: int = 0, shifts: np.ndarray | None = None
@@ -81,24 +91,26 @@ class ModelRunner:
         if self.deterministic and len(tokens) > 1:
             ones = [slice(row, row + 1) for row in range(len(tokens))]
             return torch.cat([self.decode(tokens[one], positions[one], one.start, shifts[one]) for one in ones])
-        step = SlotDecode(self.cache, first_slot, torch.from_numpy(positions), int(positions.max()) + 1)
-        rotary_n = torch.from_numpy(positions + shifts)
-        return self._forward(torch.tensor(tokens)[:, None], rotary_n[:, None], step, 0)[:, 0]
+        inputs_3n = torch.from_numpy(np.stack([np.array(tokens), positions, positions + shifts])).to(self.device)
+        tokens_n, positions_n, rotary_n = inputs_3n
+        step = SlotDecode(self.cache, first_slot, positions_n, int(positions.max()) + 1)
+        return self._forward(tokens_n[:, None], rotary_n[:, None], step, 0)[:, 0]
 
     def _with_images(
-        self, prompts: Sequence[torch.Tensor], images: Sequence[Images | None]
+        self, prompts: Sequence[torch.Tensor], images: Sequence[Images | None], starts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rotary positions `[3, 1, N]` and embeddings `[1, N, H]` of packed prompts, images in their places."""
         token_id, positions, embeddings = self.model.config.image_token_id, [], []
-        for tokens_L, image in zip(prompts, images, strict=True):
+        for tokens_L, image, start in zip(prompts, images, starts, strict=True):
             embedded_LH = self.model.get_input_embeddings()(tokens_L)
             if image is None:
-                positions.append(torch.arange(len(tokens_L)).expand(3, -1))
+                positions.append(torch.arange(start, start + len(tokens_L), device=self.device).expand(3, -1))
             else:
                 is_image = placeholder_mask(tokens_L, sum(image.num_tokens), token_id)
-                seen = self.model.get_image_features(image.pixel_values, image.grid_thw).pooler_output
+                patches, grid = image.pixel_values.to(self.device), image.grid_thw.to(self.device)
+                seen = self.model.get_image_features(patches, grid).pooler_output
                 embedded_LH[is_image] = torch.cat(list(seen)).to(embedded_LH.dtype)
-                positions.append(rope_positions(is_image, image.grid_thw, image.merge))
+                positions.append(rope_positions(is_image.cpu(), image.grid_thw, image.merge).to(self.device))
             embeddings.append(embedded_LH)
         return torch.cat(positions, 1)[:, None], torch.cat(embeddings)[None]
 
@@ -124,7 +136,9 @@ class ModelRunner:
         prompts = [tokens[:3], tokens[:6]][-len(slots) :]
         name = type(self.model).__name__
         with torch.inference_mode():
-            logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            logits: torch.Tensor = self.model(
+                input_ids=torch.tensor([tokens], device=self.device), use_cache=False
+            ).logits
             reference = logits[0, [2, 5, 6, 7][-len(slots) - 2 :]].float()
             try:
                 parts = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME}  # a vision tower keeps its own
@@ -160,9 +174,9 @@ class ModelRunner:
             if name in weights:
                 parameter.copy_(weights[name])
             else:  # what becomes of the positions of its elements tells where those of the checkpoint belong
-                positions = torch.arange(parameter.numel()).view(parameter.shape)
+                positions = torch.arange(parameter.numel(), device=self.device).view(parameter.shape)
                 for part, here in as_in_checkpoint(self.model, {name: positions}).items():
-                    parameter.view(-1)[here] = weights[part].to(parameter.dtype)
+                    parameter.view(-1)[here] = weights[part].to(parameter)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -11,13 +11,14 @@ GREEDY_TEMPERATURE = 1e-6  # temperatures below this one mean greedy decoding, a
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one completion. Logprobs are those of the distribution that was sampled: after temperature, top_k,
-    top_p and the ban of stop tokens before `min_new_tokens`; those of greedy tokens at temperature 1, not truncated."""
+    top_p, min_p and the ban of stop tokens before `min_new_tokens`; those of greedy tokens at temperature 1, whole."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0  # keep the most likely tokens up to this mass, including the token that reaches it
     top_k: int = -1  # keep this many of the most likely tokens; -1 is all; `top_p` is a share of the mass before this
+    min_p: float = 0.0  # keep tokens that are at least this many times as likely as the likeliest one
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False  # ignore the model's end-of-sequence tokens; `stop_token_ids` still stop

@@ -33,23 +33,32 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class SamplingRows:
     """The parameters of n rows as tensors, `[n]`, reused until the rows change."""
 
-    def __init__(self, rows: Sequence[tuple[SamplingParams, int, frozenset[int]]], vocab_size: int) -> None:
-        """Take (parameters, prompt length, stop tokens) of each row."""
+    def __init__(
+        self,
+        rows: Sequence[tuple[SamplingParams, int, frozenset[int]]],
+        vocab_size: int,
+        device: torch.device | None = None,
+    ) -> None:
+        """Take (parameters, prompt length, stop tokens) of each row, and the device of their logits."""
         params = [row[0] for row in rows]
         self.seeds = np.array([p.seed & (2**64 - 1) for p in params], dtype=np.uint64)
-        self.greedy = torch.tensor([p.greedy for p in params])
-        self.temperatures = torch.tensor([1.0 if p.greedy else p.temperature for p in params])
-        self.top_p = torch.tensor([1.0 if p.greedy else p.top_p for p in params], dtype=torch.float64)
-        self.top_k = torch.tensor([vocab_size if p.greedy or p.top_k < 0 else min(p.top_k, vocab_size) for p in params])
+        greedy = torch.tensor([p.greedy for p in params])
+        temperatures = torch.tensor([1.0 if p.greedy else p.temperature for p in params])
+        top_p = torch.tensor([1.0 if p.greedy else p.top_p for p in params], dtype=torch.float64)
+        top_k = torch.tensor([vocab_size if p.greedy or p.top_k < 0 else min(p.top_k, vocab_size) for p in params])
+        min_p = torch.tensor([0.0 if p.greedy else p.min_p for p in params])
         self.min_length = np.array([prompt_length + p.min_new_tokens for p, prompt_length, _ in rows])
-        self.has_greedy = bool(self.greedy.any())
-        self.has_temperature = bool((self.temperatures != 1.0).any())
-        self.has_truncation = bool(((self.top_p < 1.0) | (self.top_k < vocab_size)).any())
+        self.has_greedy = bool(greedy.any())
+        self.has_temperature = bool((temperatures != 1.0).any())
+        self.has_truncation = bool(((top_p < 1.0) | (top_k < vocab_size) | (min_p > 0.0)).any())
+        self.greedy, self.temperatures = greedy.to(device), temperatures.to(device)
+        self.top_p, self.top_k, self.min_p = top_p.to(device), top_k.to(device), min_p.to(device)
         self.stop_mask: torch.Tensor | None = None
         if any(p.min_new_tokens > 0 for p in params):
             self.stop_mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
             for row, (_, _, stop_ids) in enumerate(rows):
                 self.stop_mask[row, list(stop_ids)] = True
+            self.stop_mask = self.stop_mask.to(device)
 
 
 def sample(
@@ -77,23 +86,25 @@ def sampled_logprobs(logits_nV: torch.Tensor, rows: SamplingRows, positions: NDA
     """Return the logprobs that tokens are sampled from, `[n, V]`."""
     logits_nV = logits_nV.float()
     if rows.stop_mask is not None:
-        too_early_n = torch.from_numpy(positions < rows.min_length)
+        too_early_n = torch.from_numpy(positions < rows.min_length).to(logits_nV.device)
         logits_nV = logits_nV.masked_fill(rows.stop_mask & too_early_n[:, None], -torch.inf)
     if rows.has_temperature:
         logits_nV = logits_nV / rows.temperatures[:, None]
     logprobs_nV = logits_nV.log_softmax(-1)
     if rows.has_truncation:
-        logprobs_nV = _truncate(logprobs_nV, rows.top_p, rows.top_k)
+        logprobs_nV = _truncate(logprobs_nV, rows)
     return logprobs_nV
 
 
-def _truncate(logprobs_nV: torch.Tensor, top_p_n: torch.Tensor, top_k_n: torch.Tensor) -> torch.Tensor:
-    """Keep a token if fewer than top_k tokens and less than top_p of the mass precede it; renormalize, `[n, V]`."""
+def _truncate(logprobs_nV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Keep a token if fewer than top_k tokens and less than top_p of the mass precede it, and if it is at least min_p
+    times as likely as the likeliest; renormalize, `[n, V]`."""
     sorted_nV, order_nV = logprobs_nV.sort(stable=True, dim=-1, descending=True)
     mass_nV = sorted_nV.exp().double()
     mass_before_nV = mass_nV.cumsum(-1) - mass_nV
-    rank_V = torch.arange(logprobs_nV.shape[-1])
-    cut_nV = (rank_V >= top_k_n[:, None]) | ((mass_before_nV >= top_p_n[:, None]) & (top_p_n < 1.0)[:, None])
+    rank_V = torch.arange(logprobs_nV.shape[-1], device=logprobs_nV.device)
+    cut_nV = (rank_V >= rows.top_k[:, None]) | ((mass_before_nV >= rows.top_p[:, None]) & (rows.top_p < 1.0)[:, None])
+    cut_nV |= sorted_nV - sorted_nV[:, :1] < rows.min_p.log()[:, None]
     cut_nV[:, 0] = False
     kept_nV = logprobs_nV.masked_fill(torch.zeros_like(cut_nV).scatter(-1, order_nV, cut_nV), -torch.inf)
     is_cut_n = cut_nV.any(-1, keepdim=True)

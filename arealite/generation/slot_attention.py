@@ -16,32 +16,59 @@ ATTENTION_NAME = "arealite_slots"
 
 
 class SlotCache:
-    """Keys and values of `slots` sequences of at most `context` tokens."""
+    """Keys and values of `slots` sequences of at most `context` tokens, and a spare slot for a prompt in chunks."""
 
-    def __init__(self, *, layers: int, slots: int, heads: int, context: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        slots: int,
+        heads: int,
+        context: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.slots = slots
         self.context = context
-        shape = (layers, 2, slots, heads, context, head_dim)
-        # numpy maps zeros when they are first touched, so unused slots cost nothing. Attention multiplies masked values
-        # by 0, so they must be finite.
-        raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-        self.kv = torch.from_numpy(raw).view(dtype).view(shape)
+        shape = (layers, 2, slots + 1, heads, context, head_dim)
+        # Attention multiplies masked values by 0, so they must be finite.
+        if device.type == "cpu":  # numpy maps zeros when they are first touched, so unused slots cost nothing
+            raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+            self.kv = torch.from_numpy(raw).view(dtype).view(shape)
+        else:
+            self.kv = torch.zeros(shape, dtype=dtype, device=device)
 
     def copy(self, source: int, destinations: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of one slot into others."""
         for slot in destinations:
             self.kv[:, :, slot, :, :length] = self.kv[:, :, source, :, :length]
 
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` tokens of two slots."""
+        kept = self.kv[:, :, one, :, :length].clone()
+        self.copy(other, [one], length)
+        self.kv[:, :, other, :, :length] = kept
+
+    def erase(self, slot: int, length: int) -> None:
+        """Zero the first `length` tokens of a slot, which may be NaN."""
+        self.kv[:, :, slot, :, :length] = 0
+
 
 class PackedPrefill:
-    """Prefill of new sequences packed into one row: each attends to itself and fills its slot."""
+    """Prefill of sequences packed into one row: each attends to what its slot holds and to itself, and fills it."""
 
-    def __init__(self, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def __init__(self, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int], starts: Sequence[int]) -> None:
+        """Add `lengths` tokens to slots that hold the first `starts`."""
+        device = cache.kv.device
         self.cache = cache
         self.ends = np.cumsum(lengths).tolist()
         self.lengths = list(lengths)
-        self.positions_N = torch.cat([torch.arange(length) for length in lengths])
-        self.slots_N = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths))
+        spans = list(zip(starts, lengths, strict=True))
+        self.positions_N = torch.cat([torch.arange(start, start + length) for start, length in spans]).to(device)
+        self.slots_N = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths)).to(device)
+        self._segments = list(zip(slots, starts, self.ends, lengths, strict=True))
+        self._masks = [_causal_mask(start, length, device) if start else None for start, length in spans]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -50,19 +77,24 @@ class PackedPrefill:
         keys, values = self.cache.kv[layer]
         keys[self.slots_N, :, self.positions_N] = key[0].transpose(0, 1)
         values[self.slots_N, :, self.positions_N] = value[0].transpose(0, 1)
-        group = query.shape[1] // key.shape[1]
+        group, segments = query.shape[1] // key.shape[1], []
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        segments = [
-            F.scaled_dot_product_attention(
-                query[:, :, end - length : end],
-                key[:, :, end - length : end],
-                value[:, :, end - length : end],
-                is_causal=True,
-                scale=scale,
+        for (slot, start, end, length), mask in zip(self._segments, self._masks, strict=True):
+            own = key[:, :, end - length : end], value[:, :, end - length : end]
+            if mask is not None:
+                cached = self.cache.kv[layer, :, slot : slot + 1, :, : start + length]
+                own = cached[0].repeat_interleave(group, 1), cached[1].repeat_interleave(group, 1)
+            rows = query[:, :, end - length : end]
+            segments.append(
+                F.scaled_dot_product_attention(rows, *own, attn_mask=mask, is_causal=mask is None, scale=scale)
             )
-            for end, length in zip(self.ends, self.lengths, strict=True)
-        ]
         return torch.cat(segments, 2).transpose(1, 2)
+
+
+def _causal_mask(start: int, length: int, device: torch.device) -> torch.Tensor:
+    """Return which of `start + length` tokens each of the last `length` attends to."""
+    positions = torch.arange(start + length, device=device)
+    return positions <= positions[start:, None]
 
 
 class SlotDecode:
@@ -74,9 +106,10 @@ class SlotDecode:
         self.positions_n = positions_n
         self.first = first
         self.length = length
-        self.rows_n = torch.arange(first, first + len(positions_n))
-        self.bias_nL = torch.zeros(len(positions_n), length, dtype=cache.kv.dtype)
-        self.bias_nL.masked_fill_(torch.arange(length) > positions_n[:, None], -torch.inf)
+        device = positions_n.device
+        self.rows_n = torch.arange(first, first + len(positions_n), device=device)
+        self.bias_nL = torch.zeros(len(positions_n), length, dtype=cache.kv.dtype, device=device)
+        self.bias_nL.masked_fill_(torch.arange(length, device=device) > positions_n[:, None], -torch.inf)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float

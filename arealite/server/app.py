@@ -142,7 +142,8 @@ class Server:
                 f"/flush_cache must come when nothing is in flight: got {stats.running} running and {stats.waiting} "
                 "waiting requests. Pause generation first."
             )
-        return web.json_response({"success": True, "message": "nothing is cached between requests"})
+        await wrap_future(self._engine.forget_prefixes())
+        return web.json_response({"success": True, "message": "no prefix is kept"})
 
     async def abort(self, body: protocol.AbortBody) -> str:
         """End requests with the tokens so far."""

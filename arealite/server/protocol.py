@@ -29,6 +29,7 @@ class SamplingBody(Body):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -39,7 +40,6 @@ class SamplingBody(Body):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=0)] = 0.0
     spaces_between_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
@@ -65,6 +65,7 @@ class SamplingBody(Body):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             stop=self.stops,
             ignore_eos=self.ignore_eos,

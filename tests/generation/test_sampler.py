@@ -46,6 +46,10 @@ LOGITS = [float(np.log(p)) + 2.0 for p in (0.3, 0.1, 0.4, 0.2)]
         (SamplingParams(top_p=0.95, top_k=3), [3 / 9, 0, 4 / 9, 2 / 9]),
         (SamplingParams(top_p=1e-6), [0, 0, 1, 0]),
         (SamplingParams(temperature=0.5, top_p=0.5), [0, 0, 1, 0]),
+        (SamplingParams(min_p=0.3), [3 / 9, 0, 4 / 9, 2 / 9]),
+        (SamplingParams(min_p=0.4, temperature=0.5), [9 / 25, 0, 16 / 25, 0]),
+        (SamplingParams(min_p=0.3, top_k=2), [3 / 7, 0, 4 / 7, 0]),
+        (SamplingParams(min_p=1.0), [0, 0, 1, 0]),
     ],
 )
 def test_frequencies_and_logprobs_are_those_of_the_truncated_distribution(

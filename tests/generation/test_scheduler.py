@@ -1,10 +1,33 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.generation.request import FinishReason, GenerationRequest, SamplingParams, VersionSpan
 from arealite.generation.scheduler import Scheduler, Sequence
+from arealite.generation.slot_table import SlotTable
+
+
+class WrittenTokens:
+    """A cache of the tokens themselves: 0 where nothing was written."""
+
+    def __init__(self, slots: int) -> None:
+        self.tokens_SC = np.zeros((slots + 1, 600), dtype=int)
+
+    def copy(self, source: int, destinations: Iterable[int], length: int) -> None:
+        for slot in destinations:
+            self.tokens_SC[slot, :length] = self.tokens_SC[source, :length]
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        self.tokens_SC[[one, other], :length] = self.tokens_SC[[other, one], :length]
+
+
+def scheduler_of(slots: int, max_prefill_tokens: int = 100, *, reuses: bool = True) -> Scheduler:
+    table = SlotTable(WrittenTokens(slots), slots=slots, context=600, reuses=reuses)
+    return Scheduler(table, slots=slots, max_prefill_tokens=max_prefill_tokens)
 
 
 def sequence(prompt: tuple[int, ...], max_new_tokens: int = 100, stop_ids: frozenset[int] = frozenset()) -> Sequence:
@@ -13,7 +36,7 @@ def sequence(prompt: tuple[int, ...], max_new_tokens: int = 100, stop_ids: froze
 
 
 def test_equal_prompts_are_computed_once_and_take_neighbouring_slots() -> None:
-    scheduler = Scheduler(slots=4, max_prefill_tokens=100, move=lambda *_: None)
+    scheduler = scheduler_of(4)
     sequences = [sequence(prompt) for prompt in ((1, 2), (3,), (1, 2), (4,), (5,))]
     scheduler.waiting.extend(sequences)
     prefills = scheduler.admit()
@@ -26,14 +49,32 @@ def test_equal_prompts_are_computed_once_and_take_neighbouring_slots() -> None:
     assert list(scheduler.waiting) == [sequences[4]]
 
 
-def test_one_pass_is_bounded_but_a_longer_prompt_still_runs() -> None:
-    scheduler = Scheduler(slots=8, max_prefill_tokens=5, move=lambda *_: None)
-    scheduler.waiting.extend(sequence(prompt) for prompt in ((1,) * 9, (2, 2), (3, 3, 3), (4,)))
+def test_one_pass_is_bounded_and_a_longer_prompt_takes_several() -> None:
+    scheduler = scheduler_of(8, 20)
+    lengths = {1: 45, 2: 8, 3: 8, 4: 1}
+    scheduler.waiting.extend(sequence((token,) * length) for token, length in lengths.items())
+    passes = []
+    while scheduler.waiting:
+        prefills = scheduler.admit()
+        for prefill in prefills:
+            scheduler.prefilled(prefill)
+        passes.append([(p.tokens[0], p.start, len(p.tokens), p.first_slot, len(p.sequences)) for p in prefills])
+    assert passes == [
+        [(1, 0, 20, 8, 0)],
+        [(1, 20, 40, 8, 0)],
+        [(1, 40, 45, 0, 1), (2, 0, 8, 1, 1)],
+        [(3, 0, 8, 2, 1), (4, 0, 1, 3, 1)],
+    ]
+
+
+def test_one_pass_takes_any_prompt_whose_beginning_can_not_be_held() -> None:
+    scheduler = scheduler_of(8, 5, reuses=False)
+    scheduler.waiting.extend(sequence((1,) * length) for length in (9, 2, 3, 1))
     assert [[len(p.tokens) for p in scheduler.admit()] for _ in range(3)] == [[9], [2, 3], [1]]
 
 
 def test_a_long_queue_waits_until_an_eighth_of_the_slots_is_free_and_a_short_one_does_not() -> None:
-    scheduler = Scheduler(slots=16, max_prefill_tokens=100, move=lambda *_: None)
+    scheduler = scheduler_of(16)
     scheduler.waiting.extend(sequence((i,)) for i in range(20))
     assert len(scheduler.admit()) == 16
     scheduler.release([3])
@@ -43,6 +84,12 @@ def test_a_long_queue_waits_until_an_eighth_of_the_slots_is_free_and_a_short_one
     scheduler.drop(lambda one: one.request.input_ids[0] == 19)
     scheduler.release([0])
     assert len(scheduler.admit()) == 1 and not scheduler.waiting
+
+
+def test_admission_that_began_fills_all_slots_in_spite_of_the_bound_of_a_pass() -> None:
+    scheduler = scheduler_of(32, 4)
+    scheduler.waiting.extend(sequence((i, i)) for i in range(80))
+    assert [len(scheduler.admit()) for _ in range(17)] == [2] * 16 + [0]
 
 
 def test_spans_and_ends() -> None:
@@ -57,31 +104,40 @@ def test_spans_and_ends() -> None:
 
 @given(data=st.data())
 def test_a_sequence_always_finds_its_own_cache(data: st.DataObject) -> None:
-    """Simulate the cache as one owner per slot through random admissions, ends, aborts and requeues."""
-    owners: dict[int, Sequence] = {}
-
-    def move(source: int, destination: int, length: int) -> None:
-        assert length == owners[source].length - 1
-        owners[destination] = owners[source]
-
+    """Through random admissions, ends, aborts, requeues and updates, of prompts that share beginnings, each slot holds
+    what the table says, and each running sequence finds its own tokens."""
     slots = data.draw(st.integers(1, 6))
-    scheduler = Scheduler(slots=slots, max_prefill_tokens=8, move=move)
+    cache = WrittenTokens(slots)
+    table = SlotTable(cache, slots=slots, context=600)
+    scheduler = Scheduler(table, slots=slots, max_prefill_tokens=data.draw(st.integers(20, 100)))
     alive: list[Sequence] = []
+    said: list[tuple[int, ...]] = [(1,) * 20]
     for number in range(data.draw(st.integers(1, 25))):
-        match data.draw(st.sampled_from(["submit", "step", "drop", "requeue"])):
+        match data.draw(st.sampled_from(["submit", "submit", "step", "step", "step", "drop", "requeue", "update"])):
             case "submit":
-                alive.append(sequence((number % 3,) * data.draw(st.integers(1, 4))))
-                scheduler.waiting.append(alive[-1])
+                beginning = data.draw(st.sampled_from(said))
+                kept = data.draw(st.integers(1, len(beginning)))
+                prompt = beginning[:kept] + (number + 2,) * data.draw(st.integers(1, 20))
+                group = [sequence(prompt) for _ in range(data.draw(st.integers(1, 2)))]
+                alive.extend(group)
+                scheduler.waiting.extend(group)
+                said.append(prompt)
             case "step":
                 for prefill in scheduler.admit():
-                    for offset, new in enumerate(prefill.sequences):
-                        assert new.tokens == prefill.tokens
-                        owners[prefill.first_slot + offset] = new
-                for running in scheduler.running:
-                    running.append(1, 0.0, "0")
+                    assert (
+                        tuple(cache.tokens_SC[prefill.first_slot, : prefill.start]) == prefill.tokens[: prefill.start]
+                    )
+                    cache.tokens_SC[prefill.first_slot, : len(prefill.tokens)] = prefill.tokens
+                    cache.copy(prefill.first_slot, prefill.slots[1:], len(prefill.tokens))
+                    scheduler.prefilled(prefill)
+                for slot, running in enumerate(scheduler.running):
+                    if running.output_ids:
+                        cache.tokens_SC[slot, running.length - 1] = running.output_ids[-1]
+                    running.append(number + 100, 0.0, "0")
                 ended = data.draw(st.sets(st.integers(0, max(len(scheduler.running) - 1, 0))))
                 ended = {slot for slot in ended if slot < len(scheduler.running)}
                 gone = [scheduler.running[slot] for slot in ended]
+                said += [one.tokens for one in gone]
                 scheduler.release(ended)
                 alive = [one for one in alive if one not in gone]
             case "drop":
@@ -91,6 +147,14 @@ def test_a_sequence_always_finds_its_own_cache(data: st.DataObject) -> None:
                 alive = [one for one in alive if one not in gone]
             case "requeue":
                 scheduler.requeue()
-        assert [owners[slot] for slot in range(len(scheduler.running))] == scheduler.running
+            case "update":
+                scheduler.requeue()
+                table.clear()
+                cache.tokens_SC[:] = 0
+        for slot, running in enumerate(scheduler.running):
+            assert tuple(cache.tokens_SC[slot, : running.length - 1]) == running.tokens[:-1]
+        for slot in range(slots + 1):
+            length = table._lengths_S[slot]
+            assert (cache.tokens_SC[slot, :length] == table._tokens_SC[slot, :length]).all()
         assert len(scheduler.running) <= slots
         assert {id(one) for one in (*scheduler.running, *scheduler.waiting)} == {id(one) for one in alive}

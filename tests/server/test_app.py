@@ -333,6 +333,33 @@ async def test_a_client_that_leaves_frees_its_slot(client: Client) -> None:
     assert (await client.get("/server_info"))[1]["generated_tokens"] < 1000
 
 
+async def test_a_second_turn_computes_only_what_is_new(client: Client, reference: PreTrainedModel) -> None:
+    async def counts() -> tuple[int, int]:
+        info = (await client.get("/server_info"))[1]
+        return info["prefilled_tokens"], info["prompt_tokens"]
+
+    prompt = list(range(5, 35))
+    first = await client.generate(prompt, max_new_tokens=20, sampling_seed=3)
+    assert await counts() == (30, 30)
+    turn = [*prompt, *first["output_ids"], 7, 8, 9]
+    second = await client.generate(turn, max_new_tokens=20, sampling_seed=4)
+    assert server_logprobs(second) == pytest.approx(logprobs_by(reference, turn, second["output_ids"]), abs=1e-4)
+    assert await counts() == (30 + 4, 30 + 53)  # the last token of the first turn had no successor yet
+    assert (await client.post("/flush_cache"))[0] == 200
+    await client.generate(turn, max_new_tokens=1)
+    assert await counts() == (30 + 4 + 53, 30 + 53 + 53)
+
+
+async def test_min_p_keeps_likely_tokens(client: Client, reference: PreTrainedModel) -> None:
+    reply = await client.generate([5, 6, 7], min_p=0.2, max_new_tokens=40, sampling_seed=3)
+    with torch.inference_mode():
+        logits_TV = reference(torch.tensor([[5, 6, 7, *reply["output_ids"]]])).logits[0, 2:-1]
+    for probs_V, token, logprob in zip(logits_TV.softmax(-1), reply["output_ids"], server_logprobs(reply), strict=True):
+        kept_V = probs_V * (probs_V >= 0.2 * probs_V.max())
+        assert logprob == pytest.approx((kept_V[token] / kept_V.sum()).log().item(), abs=1e-4)
+    assert (await client.post("/generate", {"input_ids": [5], "sampling_params": {"min_p": 1.1}}))[0] == 400
+
+
 async def test_information(client: Client, model_path: str) -> None:
     assert await client.get("/health") == (200, {"status": "ok"})
     assert (await client.get("/v1/models"))[1]["data"][0]["id"] == model_path

@@ -125,7 +125,7 @@ def test_keys_and_values_are_those_of_the_embedded_server() -> None:
     model = build(layers=3, attention="sdpa")
     cache = ModelRunner(model, slots=2, context=32).cache.kv
     shape = model_shape(model)
-    assert kv_bytes_per_token(shape, value_bytes=4) * 2 * 32 == bytes_of([cache])
+    assert kv_bytes_per_token(shape, value_bytes=4) * (2 + 1) * 32 == bytes_of([cache])
     assert kv_bytes_per_token(shape, value_bytes=2, gpus=2) * 4 == kv_bytes_per_token(shape, value_bytes=4)
     assert kv_bytes_per_token(shape, value_bytes=4, gpus=8) * 2 == kv_bytes_per_token(shape, value_bytes=4), "1 head"
 

@@ -188,7 +188,8 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     sequences = -(-episodes * sampling.n_samples // mode.gen_dp_size)
     if not kind.is_embedded:
         return {"weights": weights, "cache": sequences * longest * kv_token}, kv_token
-    cache = min(sequences, config.lite.slots) * min(longest, config.lite.context) * kv_token
+    slots = min(sequences, config.lite.slots) + 1  # the spare one
+    cache = slots * min(longest, config.lite.context) * kv_token
     return {"weights": weights, "next weights": weights, "cache": cache}, kv_token
 
 
