@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-async lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -155,6 +155,9 @@ benchmark-async: $(VENV)/.installed            ## compare asynchronous with sync
 
 benchmark-algorithms: $(VENV)/.installed            ## train with every algorithm, 3 seeds and 3 staleness bounds; goes on where it stopped (2 hours)
 	$(VENV)/bin/python benchmarks/algorithms.py $(ARGS)
+
+benchmark-data: $(VENV)/.installed            ## measure memory and time of a data set on two ranks, cold and warm (a minute; ARGS="--rows 1000000": half an hour)
+	$(VENV)/bin/python benchmarks/data.py $(ARGS)
 
 benchmark-logprobs: $(VENV)/.installed            ## measure memory and time of a policy's loss at a large vocabulary (10 minutes)
 	$(VENV)/bin/python benchmarks/logprob_memory.py $(ARGS)

@@ -3,10 +3,13 @@
 Modules shared by tests lie beside this file, which puts their folder on the path.
 """
 
+import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator
 
@@ -24,6 +27,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # OpenMP's threads spin while they wait, a third of the CPU time of a small run with two of them. Read by what we start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# What data sets leave for later runs is theirs. pytest-xdist's workers and what tests start share one folder.
+if "HF_DATASETS_CACHE" not in os.environ:
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="arealite-tests-datasets-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 # A shell that starts pytest in the background ignores SIGINT, and what a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""The benchmarks of runtime, generation, logprobs and Core run: people judge what they measure, on a quiet machine."""
+"""The benchmarks run: people judge what they measure, on a quiet machine."""
 
 import json
 import os
@@ -32,6 +32,14 @@ def test_the_runtime_is_measured(tmp_path: Path) -> None:
     (found,) = measured(tmp_path / "found.jsonl", "runtime_overhead.py", "--seconds", "0.1", "--case", "throughput")
     assert found["episodes"] % 256 == 0 and found["episodes"] > 0
     assert {"arealite-rollout", "arealite-ledger", "MainThread"} <= found["cpu_us_by_thread"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_data_is_measured(tmp_path: Path, kind: str) -> None:
+    (found,) = measured(tmp_path / "found.jsonl", "data.py", "--rows", "3000", "--type", kind)
+    cold, warm = (sum(rank["cpu_s"] for rank in found[side]) for side in ("cold", "warm"))
+    assert len(found["cold"]) == 2 and warm < cold / 2
 
 
 @pytest.mark.slow

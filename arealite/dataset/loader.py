@@ -5,19 +5,18 @@ from a saved cursor yields exactly what the original would have, and the cursor 
 """
 
 import functools
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
 import torch
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
+from arealite.dataset.rows import Checksum
 from arealite.utils.data_order import length_of_epoch, order_of_epoch
 from arealite.utils.images import decode_image, process_images
 
@@ -109,36 +108,18 @@ class PromptLoader:
 
     @functools.cached_property
     def _checksum(self) -> int:
-        """Of all rows as they are stored; what is no plain data counts by its type."""
-        digest, options = hashlib.blake2b(digest_size=6), orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-        with_format = getattr(self.dataset, "with_format", None)
+        """Of all rows; counted here if whoever made the data set has not."""
+        if (known := getattr(self.dataset, "checksum", None)) is not None:
+            return int(known)
+        checksum, with_format = Checksum(), getattr(self.dataset, "with_format", None)
         stored: Any = self.dataset if with_format is None else with_format("arrow")  # decodes and transforms nothing
         for index in range(len(self.dataset)):
-            row = stored[index] if with_format is None else stored[index].to_pylist()[0]
-            try:
-                digest.update(orjson.dumps(row, _type_name, options))
-            except TypeError:  # JSON has no such numbers, text or keys
-                digest.update(orjson.dumps(_as_text(row)))
-        return int.from_bytes(digest.digest())
+            checksum.update(stored[index] if with_format is None else stored[index].to_pylist()[0])
+        return checksum.value
 
     def _move_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
         self._order = order_of_epoch(len(self.dataset), epoch=epoch, seed=self.seed, shuffle=self.shuffle)
-
-
-def _type_name(value: object) -> str:
-    return type(value).__name__
-
-
-def _as_text(value: object) -> Any:
-    """Rewrite plain data as lists of ASCII text."""
-    if isinstance(value, Mapping):
-        return [[_as_text(key), _as_text(one)] for key, one in value.items()]
-    if isinstance(value, list | tuple):
-        return [_as_text(one) for one in value]
-    if isinstance(value, int):
-        return f"{value:x}"  # unlike decimals of any length
-    return ascii(value) if isinstance(value, str | float | None) else _type_name(value)
 
 
 def sft_batches(

@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl
 import datasets
 
 from arealite.api.cli_args import DatasetConfig
+from arealite.dataset.rows import ArrowRows, Chain, JsonLines, ListRows, Rows, Source
 from arealite.utils.files import FileError, reading
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -33,7 +34,7 @@ def is_one_file(path: str) -> bool:
     return path.endswith(SUFFIXES)
 
 
-def read_rows(config: DatasetConfig, split: str, seed: int) -> list[dict[str, Any]]:
+def read_rows(config: DatasetConfig, split: str, seed: int) -> Rows:
     """Return the rows of a split, or of parts of it (`train[:95%]`, `train+test`), in the order of the source."""
     names = [part.partition("[")[0].strip() for part in split.split("+")]
     splits = {name: _read_split(config, name, seed) for name in names}
@@ -41,23 +42,20 @@ def read_rows(config: DatasetConfig, split: str, seed: int) -> list[dict[str, An
         parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(splits[name]) for name in names})
     except (ValueError, AssertionError) as error:
         raise ValueError(f"split must be like train, train[:95%] or train+test: got {split!r}. {error}") from error
-    rows = [row for part in parts for row in splits[part.splitname][part.from_ : part.to]]
+    chosen = [Rows(splits[part.splitname], range(part.from_, part.to)) for part in parts]
+    rows = chosen[0] if len(chosen) == 1 else Rows(Chain(chosen))
     if not rows:
         raise ValueError(f"dataset {config.path} must have rows: got none in {split}. Check the path and the split.")
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"every row of {config.path} must have columns: got {type(row).__name__} in row {index}. Correct it."
-            )
     return rows
 
 
-def _read_split(config: DatasetConfig, split: str, seed: int) -> list[Any]:
+def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
     path, local = config.path, Path(config.path).expanduser()
     if found := _FUNCTION.fullmatch(path):
-        return _call(found[1], found[2], found[3] or "", split, seed)
+        rows = _call(found[1], found[2], found[3] or "", split, seed)
+        return ArrowRows(rows) if isinstance(rows, datasets.Dataset) else ListRows(rows)
     if found := _HUB_FILE.fullmatch(path):
-        return datasets.load_dataset(found[1], data_files=found[2], split="train").to_list()
+        return ArrowRows(datasets.load_dataset(found[1], data_files=found[2], split="train"))
     if path in ("gsm8k", "openai/gsm8k"):
         return _read_hub("openai/gsm8k", config.config_name or "main", split)
     if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
@@ -73,7 +71,7 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> list[Any]:
     raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
 
 
-def _read_hub(path: str, config_name: str | None, split: str) -> list[Any]:
+def _read_hub(path: str, config_name: str | None, split: str) -> Source:
     try:
         splits = datasets.load_dataset(path, config_name)
     except (ValueError, OSError) as error:  # OSError: no such data set, and no connection
@@ -87,7 +85,7 @@ def _read_hub(path: str, config_name: str | None, split: str) -> list[Any]:
             f"data set {path} must have the split {split}: got {', '.join(splits)}. Set train_dataset.split (or "
             "valid_dataset.split)."
         )
-    return splits[split].to_list()
+    return ArrowRows(splits[split])
 
 
 def _call(file: str, name: str, query: str, split: str, seed: int) -> Any:
@@ -117,22 +115,15 @@ def _file_of_split(folder: Path, split: str) -> Path:
     return found[0]
 
 
-def _read_file(path: Path) -> Any:
+def _read_file(path: Path) -> Source:
     if path.suffix == ".parquet":
-        return datasets.Dataset.from_parquet(str(path)).to_list()
+        return ArrowRows(datasets.Dataset.from_parquet(str(path)))
     if path.suffix == ".json":
         rows = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
             got = type(rows).__name__
             raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
-        return rows
+        return ListRows(rows)
     if path.suffix != ".jsonl":
         raise FileError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except json.JSONDecodeError as error:
-                raise FileError(f"{path}:{number} must be one JSON object per line: {error}. Fix the line.") from error
-    return rows
+    return JsonLines(path)

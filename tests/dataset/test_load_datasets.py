@@ -52,6 +52,12 @@ def test_a_file_gives_its_last_rows_to_the_evaluation(load, tmp_path, caplog) ->
     assert (len(train), valid) == (100, None)
 
 
+def test_a_large_file_gives_at_most_a_thousand_rows(load, tmp_path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "?", "label": 1}\n' * 20_100)
+    train, valid = load(f"train_dataset.path={tmp_path / 'own.jsonl'}", *COLUMNS)
+    assert (len(train), len(valid)) == (19_100, 1_000)
+
+
 def test_a_held_out_row_has_the_number_that_it_has_in_the_file(load, tmp_path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "?", "label": 1}\n' * 9 + '{"prompt": "?", "label": null}\n')
     with pytest.raises(ValueError, match=r"must have the column label: got prompt, label \(null\) in row 9 of "):

@@ -1,0 +1,241 @@
+"""Rows that stay where they are: in an Arrow file, in a file of JSON lines, or in a function's list.
+
+A source has a length, `read(start, stop)`, and `content`, which changes when any row does (None if that can't be told).
+`Rows` is a view of one. Rows are made at access, so the memory of a data set does not depend on its size.
+"""
+
+import hashlib
+import json
+import os
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import datasets
+import numpy as np
+import orjson
+
+from arealite.utils.files import FileError, reading
+
+Row = dict[str, Any]
+CHUNK = 1000  # rows that are read at a time where many are
+_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+class Source(Protocol):
+    """Where a view reads."""
+
+    @property
+    def content(self) -> str | None: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        """Return the rows from `start` up to `stop`."""
+
+
+class Rows(Sequence[Row]):
+    """Those rows of a source that `indices` name, each as `make(row, index)` returns it at access.
+
+    `checksum` is that of all rows if somebody has counted it, see `Checksum`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        indices: Any = None,  # a range or an array
+        make: Callable[[Row, int], Row] | None = None,
+        checksum: int | None = None,
+    ) -> None:
+        self._source, self._make, self.checksum = source, make, checksum
+        self._indices = range(len(source)) if indices is None else indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for start in range(0, len(self), CHUNK) for row in self.read(start, start + CHUNK))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Rows": ...
+
+    def __getitem__(self, index: int | slice) -> "Row | Rows":
+        if isinstance(index, slice):
+            return Rows(self._source, self._indices[index], self._make)
+        return self._at(int(self._indices[index]))
+
+    def read(self, start: int, stop: int) -> list[Row]:
+        """Return the rows from `start` up to `stop`."""
+        chosen = self._indices[start:stop]
+        if len(chosen) == 0:
+            return []
+        if not isinstance(chosen, range) or chosen.step != 1:
+            return [self._at(int(index)) for index in chosen]
+        rows = self._source.read(chosen.start, chosen.stop)
+        return rows if self._make is None else [self._make(row, at) for row, at in zip(rows, chosen, strict=True)]
+
+    def _at(self, index: int) -> Row:
+        row = self._source.read(index, index + 1)[0]
+        return row if self._make is None else self._make(row, index)
+
+    @property
+    def content(self) -> str | None:
+        """What changes when a row, the choice or the order of rows does; None if that can't be told."""
+        if self._source.content is None or self._make is not None:
+            return None
+        chosen = self._indices if isinstance(self._indices, range) else digest_of(np.asarray(self._indices).tobytes())
+        return f"{self._source.content} {chosen}"
+
+
+class ListRows:
+    """Rows of a Python list."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        return list(self._rows[start:stop])
+
+    @property
+    def content(self) -> str | None:
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            for row in self._rows:
+                digest.update(orjson.dumps(row, option=_JSON) + b"\n")
+        except TypeError:  # not all is plain data
+            return None
+        return digest.hexdigest()
+
+
+class ArrowRows:
+    """Rows of a data set of the library `datasets`, as they are stored: nothing is decoded, no transform runs."""
+
+    def __init__(self, dataset: datasets.Dataset) -> None:
+        self._stored = dataset.with_format("arrow")
+        self.content = str(dataset._fingerprint)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        return list(self._stored[start:stop].to_pylist())
+
+
+class JsonLines:
+    """Rows of a file of JSON lines, parsed at access: exactly what the file says, which Arrow's columns could not hold.
+
+    The file is read by position, not mapped: one that is cut short raises FileError instead of ending the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._changed_at = os.fstat(self._file).st_mtime_ns
+        digest, starts, position = hashlib.blake2b(digest_size=16), array("q"), 0
+        for line in self._lines():
+            digest.update(line)
+            if line.decode("utf-8").strip():
+                starts.append(position)
+            position += len(line)
+        starts.append(position)
+        self.content, self._starts = digest.hexdigest(), starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        first, last = self._starts[start], self._starts[stop]
+        with reading(self._path):
+            text = os.pread(self._file, last - first, first)
+            if len(text) < last - first or os.fstat(self._file).st_mtime_ns != self._changed_at:
+                raise FileError(
+                    f"{self._path} must stay as it was when it was read first: got a change since. Start again with a "
+                    "file that nobody writes."
+                )
+            lines = (line.decode("utf-8") for line in text.splitlines())
+            return [self._parse(line, start + at) for at, line in enumerate(filter(str.strip, lines))]
+
+    def _parse(self, line: str, index: int) -> Any:
+        try:
+            return json.loads(line)
+        except json.JSONDecodeError as error:
+            ends = accumulate(map(len, self._lines()))
+            number = 1 + sum(1 for end in ends if end <= self._starts[index])
+            told = f"{self._path}:{number} must be one JSON object per line: {error}. Fix the line."
+            raise FileError(told) from error
+
+    def _lines(self) -> Iterator[bytes]:
+        with open(os.dup(self._file), "rb") as file:
+            file.seek(0)
+            for line in file:
+                yield from line.splitlines(keepends=True) if b"\r" in line else (line,)
+
+
+class Chain:
+    """The rows of several sources, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts, self._starts = parts, [0, *accumulate(map(len, parts))]
+        contents = [part.content for part in parts]
+        self.content = None if None in contents else " ".join(map(str, contents))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        return [
+            row
+            for part, (first, end) in zip(self._parts, pairwise(self._starts), strict=True)
+            if start < end and stop > first
+            for row in part.read(max(start - first, 0), min(stop, end) - first)
+        ]
+
+
+class Checksum:
+    """A number of rows as they are stored; what is no plain data counts by its type."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=6)
+
+    def update(self, row: object) -> None:
+        """Count one more row."""
+        try:
+            self._digest.update(orjson.dumps(row, _type_name, _JSON))
+        except TypeError:  # JSON has no such numbers, text or keys
+            self._digest.update(orjson.dumps(_as_text(row)))
+
+    @property
+    def value(self) -> int:
+        return int.from_bytes(self._digest.digest())
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return what changes when any of the parts does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8) + part)
+    return digest.hexdigest()
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__
+
+
+def _as_text(value: object) -> Any:
+    """Rewrite plain data as lists of ASCII text."""
+    if isinstance(value, Mapping):
+        return [[_as_text(key), _as_text(one)] for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_as_text(one) for one in value]
+    if isinstance(value, int):
+        return f"{value:x}"  # unlike decimals of any length
+    return ascii(value) if isinstance(value, str | float | None) else _type_name(value)
