@@ -298,7 +298,7 @@ RETURNED: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
 }
 ACTS: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
     **{f"returns {name}": found for name, found in RETURNED.items()},
-    "hangs": (lambda: time.sleep(2.0), ENV, ENV),
+    "hangs": (lambda: time.sleep(8.0), ENV, ENV),
 }
 
 

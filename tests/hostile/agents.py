@@ -34,7 +34,7 @@ from hostile.common import Report, Usage, settled
 
 _EPISODE_S = 20.0
 """Long enough for an honest agent on a loaded machine."""
-_TOOL_S = 1.0
+_TOOL_S = 5.0
 _GROUP = 2
 _KEPT = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards", "sample_index")
 _COMMAND = r"""read -r row; eval "$(printf %s "$row" | sed -n 's/.*"act": "\([^"]*\)".*/\1/p')" """
