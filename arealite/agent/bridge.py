@@ -6,7 +6,6 @@ policy `history` decides: `keep` appends what the template writes after a dummy 
 sampled; `template` begins a branch with what the template writes, as stock servers do.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from typing import Any, Literal
 
 from arealite.agent.turns import Run, Turn, continues
 from arealite.api.io_struct import ModelResponse
-from arealite.utils.chat_answer import AnswerParser, MalformedCall, call_ids
-from arealite.utils.chat_text import ChatText, Message, texts_of
+from arealite.utils.chat_text import Message, texts_of
+from arealite.workflow.conversation import ChatModel
 
 _JOINER = "\u200b"  # a space of no width: breaks up the text of a control token
 
@@ -35,8 +34,8 @@ class NextPrompt:
     """Of the run."""
 
 
-class Bridge:
-    """Writes prompts and reads answers for one model. Its methods compute for milliseconds; call them off the loop."""
+class Bridge(ChatModel):
+    """Writes prompts and reads answers for agents. Its methods compute for milliseconds; call them off the loop."""
 
     def __init__(
         self,
@@ -46,11 +45,9 @@ class Bridge:
         special_text: Literal["keep", "break"] = "keep",
         enable_thinking: bool = False,
     ) -> None:
+        super().__init__(tokenizer, enable_thinking=enable_thinking)
         self.history = history
         self.special_text = special_text
-        self.chat = ChatText(tokenizer, enable_thinking=enable_thinking)
-        self.parser = AnswerParser(self.chat)
-        self._lock = threading.Lock()  # a tokenizer serves one thread at a time
 
     def prompt(
         self, run: Run, messages: list[Message], tools: list[Any] | None, *, parent: Turn | None = None
@@ -59,7 +56,7 @@ class Bridge:
 
         Raises ValueError, with a reason for the client, if the template refuses the messages or drops one of them.
         """
-        with self._lock:
+        with self.lock:
             if parent is None or not continues(parent, messages):
                 parent = run.parent_of(messages)
             is_edited = not run.is_known(messages) and run.is_edited(messages, parent)
@@ -70,26 +67,9 @@ class Bridge:
             return prompt
 
     def parse(self, response: ModelResponse, prompt: NextPrompt, tools: list[Any] | None) -> tuple[str, Message]:
-        """Return what was sampled as text, and the message that the client is given.
-
-        A call of a tool that can't be read stays text, and is counted.
-        """
-        with self._lock:
-            num_said = response.output_len - (self._end(response) is not None)
-            raw_text = self.chat.decode(response.input_tokens, response.output_tokens[:num_said])
-            shown = raw_text.partition(response.matched_stop)[0] if response.matched_stop else raw_text
-            for one in (tools, None):  # what can't be read with calls is read without
-                try:
-                    message = self.parser.parse(shown, prompt_text=prompt.text, tools=one)
-                    break
-                except MalformedCall:
-                    prompt.counts["malformed_calls"] += 1
-                    message = {"role": "assistant", "content": shown}
-            calls = message.get("tool_calls", [])
-            ids = call_ids([*response.input_tokens, *response.output_tokens], len(calls))
-            for call, name in zip(calls, ids, strict=True):
-                call.setdefault("id", name)
-            return raw_text, message
+        """Return what was sampled as text, and the message that the client is given."""
+        with self.lock:
+            return self.read(response, prompt.text, tools, prompt.counts)
 
     def _next(self, run: Run, messages: list[Message], tools: list[Any] | None, parent: Turn | None) -> NextPrompt:
         if parent is None:
@@ -131,9 +111,9 @@ class Bridge:
         self, run: Run, parent: Turn, rest: str, new: list[Message], *, is_glue: bool = False
     ) -> NextPrompt | None:
         """Append to a turn's tokens the text that follows its answer."""
-        ids = self.chat.append(self._end(parent.response), rest, is_glue=is_glue)
+        ids = self.chat.append(self.end_of(parent.response), rest, is_glue=is_glue)
         if is_glue:
-            self._refuse_hidden(new, rest)
+            self.require_seen(new, rest)
         elif ids is None or self.chat.hidden(new, rest) is not None:
             return None
         assert ids is not None, rest
@@ -141,15 +121,8 @@ class Bridge:
 
     def _fresh(self, run: Run, messages: list[Message], tools: list[Any] | None, branch: Any) -> NextPrompt:
         text = self.chat.render(messages, tools)
-        self._refuse_hidden(messages, text)
+        self.require_seen(messages, text)
         return NextPrompt(self.chat.encode(text), text, None, branch, run.counts)
-
-    def _refuse_hidden(self, messages: list[Message], text: str) -> None:
-        if (hidden := self.chat.hidden(messages, text)) is not None:
-            raise ValueError(
-                f"the model must see every message: got a chat template that drops those of role {hidden['role']!r}. "
-                "Use a model whose template writes them, or send their content as the user's."
-            )
 
     def _plain(self, run: Run, messages: list[Message], parent: Turn | None) -> list[Message]:
         """Count control tokens in new messages of others, and break them up everywhere if that is the policy."""
@@ -173,9 +146,3 @@ class Bridge:
                     {**one, "text": one["text"].replace(text, broken)} if "text" in one else one for one in content
                 ]
         return {**message, "content": content} if found else message
-
-    def _end(self, response: ModelResponse) -> int | None:
-        """The special token with which the model ended its answer."""
-        last = response.output_tokens[-1] if response.output_tokens else None
-        ends = response.stop_reason == "stop" and not response.matched_stop
-        return last if ends and last in self.chat.special else None

@@ -5,6 +5,7 @@ The prompt of a turn is the tokens so far and what the chat template writes betw
 
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,20 +20,57 @@ from arealite.workflow.trajectory import TrajectoryBuilder
 
 
 class ChatModel:
-    """How one model writes conversations; shared by the runs of a workflow."""
+    """How one model writes conversations; shared by the runs of a workflow, which hold its lock when they call it."""
 
     def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
-        self.text = ChatText(tokenizer, enable_thinking=enable_thinking)
-        self.parser = AnswerParser(self.text)
+        self.chat = ChatText(tokenizer, enable_thinking=enable_thinking)
+        self.parser = AnswerParser(self.chat)
         self.lock = threading.Lock()  # a tokenizer serves one thread at a time
 
     def require_calls(self) -> None:
         """Raise ConfigError if the model's calls of tools can't be read."""
-        if self.parser.call_format is None and not getattr(self.text.tokenizer, "response_template", None):
+        if self.parser.call_format is None and not getattr(self.chat.tokenizer, "response_template", None):
             raise ConfigError(
                 "a workflow with tools must have a chat template that writes calls of tools in a known format: got "
-                f"that of {self.text.tokenizer.name_or_path}. Use a model that calls tools, or another "
+                f"that of {self.chat.tokenizer.name_or_path}. Use a model that calls tools, or another "
                 "chat_template.jinja in tokenizer_path."
+            )
+
+    def end_of(self, response: ModelResponse) -> int | None:
+        """Return the special token with which the model ended its answer."""
+        last = response.output_tokens[-1] if response.output_tokens else None
+        ends = response.stop_reason == "stop" and not response.matched_stop
+        return last if ends and last in self.chat.special else None
+
+    def read(
+        self, response: ModelResponse, prompt_text: str, tools: list[Any] | None, counts: Counter[str]
+    ) -> tuple[str, Message]:
+        """Return what was sampled as text, and as a message.
+
+        A call of a tool that can't be read stays text, and is counted as `malformed_calls`.
+        """
+        num_said = response.output_len - (self.end_of(response) is not None)
+        raw_text = self.chat.decode(response.input_tokens, response.output_tokens[:num_said])
+        shown = raw_text.partition(response.matched_stop)[0] if response.matched_stop else raw_text
+        for one in (tools, None):  # what can't be read with calls is read without
+            try:
+                message = self.parser.parse(shown, prompt_text=prompt_text, tools=one)
+                break
+            except MalformedCall:
+                counts["malformed_calls"] += 1
+                message = {"role": "assistant", "content": shown}
+        calls = message.get("tool_calls", [])
+        ids = call_ids([*response.input_tokens, *response.output_tokens], len(calls))
+        for call, name in zip(calls, ids, strict=True):
+            call.setdefault("id", name)
+        return raw_text, message
+
+    def require_seen(self, messages: Sequence[Message], text: str) -> None:
+        """Raise ValueError if the template has left one of the messages out of a text."""
+        if (hidden := self.chat.hidden(messages, text)) is not None:
+            raise ValueError(
+                f"the model must see every message: got a chat template that drops those of role {hidden['role']!r}. "
+                "Use a model whose template writes them, or send their content as the user's."
             )
 
 
@@ -52,7 +90,7 @@ class Conversation:
         tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         """`sample` numbers the run in its group; `tools` are JSON schemas."""
-        self.num_turns = self.num_malformed_calls = 0
+        self.num_turns, self.counts = 0, Counter[str]()
         self._engine, self._model, self._gconfig = engine, model, gconfig.new(n_samples=1)
         self._sample, self._tools = sample, list(tools) or None
         self._rid = uuid.uuid4().hex  # turns of one run stay on the server that has their prefix
@@ -79,48 +117,24 @@ class Conversation:
             return None
         self.num_turns += 1
         self.builder.add(self.response)
-        self._message = await in_thread(self._read, self.response)
+        self._message = await in_thread(self._read)
         return self._message
 
     def _encode(self, messages: list[Message]) -> list[int]:
-        chat = self._model.text
+        chat = self._model.chat
         with self._model.lock:
             if not self.num_turns:
                 self._text = chat.render(messages, self._tools)
                 return chat.encode(self._text)
             self._text = chat.glue(self._message, messages, self._tools)
-            if (hidden := chat.hidden(messages, self._text)) is not None:
-                raise ValueError(
-                    "the chat template must write every message: got one that drops those of role "
-                    f"{hidden['role']!r}. Use another template, or send their content as the user's."
-                )
-            ids = chat.append(self._end, self._text, is_glue=True)
+            self._model.require_seen(messages, self._text)
+            ids = chat.append(self._model.end_of(self.response), self._text, is_glue=True)
             assert ids is not None, self._text
             return ids
 
-    def _read(self, response: ModelResponse) -> Message:
+    def _read(self) -> Message:
         with self._model.lock:
-            sampled = response.output_tokens[: None if self._end is None else -1]
-            text = self._model.text.decode(response.input_tokens, sampled)
-            if response.matched_stop:
-                text = text.partition(response.matched_stop)[0]
-            message: Message = {"role": "assistant", "content": text}
-            try:
-                message = self._model.parser.parse(text, prompt_text=self._text, tools=self._tools)
-            except MalformedCall:
-                self.num_malformed_calls += 1
-        calls = message.get("tool_calls", [])
-        for call, name in zip(calls, call_ids(self.builder.ids, len(calls)), strict=True):
-            call.setdefault("id", name)
-        return message
-
-    @property
-    def _end(self) -> int | None:
-        """The special token with which the model ended its answer."""
-        response = self.response
-        last = response.output_tokens[-1] if response.output_tokens else None
-        ends = response.stop_reason == "stop" and not response.matched_stop
-        return last if ends and last in self._model.text.special else None
+            return self._model.read(self.response, self._text, self._tools, self.counts)[1]
 
 
 def _whole(message: Message) -> Message:

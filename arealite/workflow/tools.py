@@ -110,7 +110,7 @@ class ToolWorkflow(RLVRWorkflow):
                     tasks = [group.create_task(self._call(environment, call, counts)) for call in calls]
                 messages = [task.result() for task in tasks]
         reward, each = await self.score(talk.response, data)
-        counts.update(num_turns=talk.num_turns, malformed_calls=talk.num_malformed_calls)
+        counts.update(num_turns=talk.num_turns, malformed_calls=talk.counts["malformed_calls"])
         metrics = {name: torch.tensor([float(counts[name])]) for name in _METRICS}
         return talk.builder.finish(reward, sample_index=sample).update({**each, **metrics})
 

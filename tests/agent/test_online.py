@@ -268,7 +268,8 @@ async def test_the_failure_of_a_server_is_counted_and_asks_nobody_again(serve) -
     await service.start()
     session = await service.open()
     service.engine.model.errors = [ServerError("no server is left")]
-    assert (await service.post("/v1/chat/completions", ASKED, session["api_key"]))[0] == 400
+    status, _ = await service.post("/v1/chat/completions", ASKED, session["api_key"])
+    assert status in (400, 409), "the run may end before the answer is written"
     await until(lambda: service.ledger("failed_server_error") == 1)
     assert (await service.post(f"/sessions/{session['id']}/end"))[0] == 409
     assert service.ledger("running") == 0 and not service.ledger("retried_server_error")

@@ -5,8 +5,7 @@ import copy
 import pytest
 from testing_agents import Talk, user
 from testing_chat_templates import real_tokenizer
-
-from arealite.agent.audit import audit_turns, unpadded
+from testing_row_audit import audit_turns, unpadded
 
 
 @pytest.fixture(scope="module")

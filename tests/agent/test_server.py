@@ -1,6 +1,7 @@
 """What the proxy does about clients that wait, leave, come back, ask too much or too late."""
 
 import asyncio
+import functools
 
 import anthropic
 import httpx2
@@ -79,6 +80,22 @@ async def test_a_client_that_comes_back_gets_the_answer_that_it_left(model, is_s
             if is_streamed:
                 assert "".join([piece.choices[0].delta.content or "" async for piece in got]) == "Hello!"
         assert len(model.responses) == 1 and len(session.run.turns) == 1 and session.counts["orphans"] == 0
+
+
+async def test_a_client_that_does_not_count_its_retries_gets_the_answer_too(model) -> None:
+    """Once it was noticed that it had left."""
+    model.may_answer = asyncio.Event()
+    async with proxied(model, heartbeat_s=0.02) as (proxy, session), httpx2.AsyncClient() as client:
+        ask = functools.partial(client.post, f"{proxy.address}/s/{session.key}/v1/chat/completions", json=ASKED)
+        first = asyncio.create_task(ask())
+        await until(lambda: model.num_running == 1)
+        first.cancel()
+        await until(lambda: not session.num_busy)
+        second = asyncio.create_task(ask())
+        await until(lambda: session.num_busy)
+        model.may_answer.set()
+        assert (await second).json()["choices"][0]["message"]["content"] == "Hello!"
+        assert len(model.responses) == len(session.run.turns) == session.counts["retries"] == 1
 
 
 async def test_a_retry_of_an_answer_that_was_written_gets_it_again(model) -> None:

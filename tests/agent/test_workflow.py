@@ -1,6 +1,7 @@
 """Agents as workflows: what they may be, what they may return, and what becomes of them."""
 
 import asyncio
+import contextvars
 import os
 import sys
 import threading
@@ -82,6 +83,27 @@ async def test_a_group_of_runs(model, workflow_of) -> None:
         assert sampled(row, model) == hello * 2
         assert row["logprobs"][row["loss_mask"] == 1].tolist() == pytest.approx(model.responses[0].output_logprobs * 2)
     assert batch["agent/turns"].tolist() == [2.0] * 3 and not batch["agent/branch_edited"].any()
+
+
+async def test_the_engine_is_asked_in_the_context_of_the_episode(tokenizer, workflow_of) -> None:
+    """Seeds, the account and the clock of an episode are found there, whichever thread the request came in."""
+    episode, seen = contextvars.ContextVar("episode", default="none"), []
+
+    class Watching(ScriptedModel):
+        async def agenerate(self, req):
+            seen.append((episode.get(), asyncio.get_running_loop()))
+            return await super().agenerate(req)
+
+    async def agent(data, base_url, api_key):
+        async with client_of(base_url, api_key) as client:
+            await say(client, "Hi")
+        return 1.0
+
+    workflow, model = workflow_of(agent), Watching(lambda prompt: "Hello!", tokenizer)
+    for name in ("first", "second"):
+        episode.set(name)
+        await workflow.arun_episode(model, ROW)
+    assert seen == [(name, asyncio.get_running_loop()) for name in ("first", "second")]
 
 
 async def test_sub_agents_and_compaction_are_rows_of_one_run(model, workflow_of) -> None:

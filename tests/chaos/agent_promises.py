@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from arealite.agent.audit import audit_turns
+from testing_row_audit import audit_turns
+
 from arealite.api.io_struct import ModelResponse
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.utils.files import read_jsonl

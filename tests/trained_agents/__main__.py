@@ -20,8 +20,8 @@ from typing import Any
 import testing_forks
 import torch
 from tensordict import TensorDict
+from testing_row_audit import audit_turns, unpadded
 
-from arealite.agent.audit import audit_turns, unpadded
 from arealite.agent.session import Session
 from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import (

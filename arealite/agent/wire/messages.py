@@ -84,12 +84,12 @@ def _canonical(message: Message) -> list[Message]:
     if role == "assistant":
         return [_assistant(blocks)]
     results = [
-        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _content(block.get("content"))}
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": joined(block.get("content"))}
         for block in blocks
         if block["type"] == "tool_result"
     ]
     others = [block for block in blocks if block["type"] != "tool_result"]
-    said = [{"role": role, "content": _content(others)}] if others or not results else []
+    said = [{"role": role, "content": joined(others)}] if others or not results else []
     return [*results, *said]
 
 
@@ -106,18 +106,6 @@ def _assistant(blocks: list[dict[str, Any]]) -> Message:
         else:
             raise RefusedError(f"an assistant's blocks must be text, thinking or tool_use: got {kind!r}.")
     return message
-
-
-def _content(content: Any) -> Any:
-    parts = joined(content)
-    if isinstance(parts, str):
-        return parts
-    return [{"type": "image_url", "image_url": {"url": _url(part)}} if "source" in part else part for part in parts]
-
-
-def _url(part: dict[str, Any]) -> str:
-    source = part["source"]
-    return source["url"] if source["type"] == "url" else f"data:{source['media_type']};base64,{source['data']}"
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

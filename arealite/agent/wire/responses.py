@@ -98,7 +98,7 @@ def _add(messages: list[Message], item: Message, num_before: int, find: Find) ->
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
     elif kind == "message" and item["role"] != "assistant":
         role = {"developer": "system"}.get(item["role"], item["role"])
-        messages.append({"role": role, "content": _content(item["content"])})
+        messages.append({"role": role, "content": joined(item["content"], text_types=_TEXTS)})
     elif kind == "item_reference":
         turn = find(Responses.prefix + item["id"].split("_")[1]).turns[0]
         if messages[-1:] != [turn.message]:
@@ -118,17 +118,6 @@ def _add(messages: list[Message], item: Message, num_before: int, find: Find) ->
             answer.setdefault("tool_calls", []).append(call)
     else:
         raise RefusedError(f"items of input must be messages, function calls and their outputs: got {kind!r}.")
-
-
-def _content(content: Any) -> Any:
-    """Return the content of a message, its images as chat templates want them."""
-    parts = joined(content, text_types=_TEXTS)
-    if isinstance(parts, str):
-        return parts
-    return [
-        {"type": "image_url", "image_url": {"url": part["image_url"]}} if part["type"] == "input_image" else part
-        for part in parts
-    ]
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
