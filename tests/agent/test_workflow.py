@@ -390,7 +390,7 @@ async def test_processes_of_a_cancelled_episode_are_killed(model, workflow_of, t
     episode.cancel()
     with pytest.raises(asyncio.CancelledError):
         await episode
-    assert not await asyncio.to_thread(wait_gone, pids, 30)
+    assert not any(map(is_alive, pids)), "the episode ends after them"
 
 
 def test_agents_that_can_not_run(workflow_of) -> None:
