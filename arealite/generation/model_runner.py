@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from arealite.generation.decode_graphs import FixedShapes
 from arealite.generation.slot_attention import ATTENTION_NAME, PackedPrefill, SlotCache, SlotDecode, SlotStep
 from arealite.utils.hf import as_in_checkpoint, require_fixed_rope
 from arealite.utils.images import Images, placeholder_mask, rope_positions, sees_images
@@ -56,6 +57,10 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
+        is_dense = not any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+        self._graphs: FixedShapes | None = None
+        if self.device.type == "cuda" and is_dense and not deterministic:  # routing to experts waits for numbers
+            self._graphs = FixedShapes(self.decode_step, slots=slots, context=context, device=self.device)
         self._check_against_reference()
 
     def prefill(
@@ -92,8 +97,15 @@ class ModelRunner:
             ones = [slice(row, row + 1) for row in range(len(tokens))]
             return torch.cat([self.decode(tokens[one], positions[one], one.start, shifts[one]) for one in ones])
         inputs_3n = torch.from_numpy(np.stack([np.array(tokens), positions, positions + shifts])).to(self.device)
+        length = int(positions.max()) + 1
+        if self._graphs is not None and first_slot == 0:
+            return self._graphs.decode(inputs_3n, length)
+        return self.decode_step(inputs_3n, length, first_slot)
+
+    def decode_step(self, inputs_3n: torch.Tensor, length: int, first_slot: int = 0) -> torch.Tensor:
+        """Decode tokens at positions, at rotary positions, `[3, n]`, over caches of at most `length` tokens."""
         tokens_n, positions_n, rotary_n = inputs_3n
-        step = SlotDecode(self.cache, first_slot, positions_n, int(positions.max()) + 1)
+        step = SlotDecode(self.cache, first_slot, positions_n, length)
         return self._forward(tokens_n[:, None], rotary_n[:, None], step, 0)[:, 0]
 
     def _with_images(

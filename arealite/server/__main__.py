@@ -55,9 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--host and --port must be an address that is free here: got {args.host}:{args.port} "
                 f"({os.strerror(error.errno or 0)}). Take another, or --port 0 for any."
             ) from error
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda must find a CUDA device: got none. Take --device cpu.")
         folder = local_folder(args.model_path)
         model = load_causal_lm(folder, dtype=DTYPES[args.dtype], local_files_only=True, attn_implementation="sdpa")
-        runner = ModelRunner(model, slots=args.slots, context=args.context, deterministic=args.deterministic)
+        runner = ModelRunner(
+            model.to(args.device), slots=args.slots, context=args.context, deterministic=args.deterministic
+        )
         has_tokenizer = any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         tokenizer: PreTrainedTokenizerBase | None = load_hf_tokenizer(folder) if has_tokenizer else None
         image_processor = load_image_processor(folder) if sees_images(model.config) else None
@@ -93,6 +97,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=64, help="sequences that run at once; more wait")
     parser.add_argument("--context", type=int, default=2048, help="tokens of prompt and output together")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: not tried on a GPU yet")
     parser.add_argument(
         "--deterministic",
         action="store_true",

@@ -311,6 +311,16 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     assert (rank.level, rank.text) == ("ok", f"a trainer rank needs about {needed:.2f} of 80.0 GiB")
     room = int((int(80 * 2**30 * 0.9) - 2**31) / (2 * 24 * 8 * 128 * 2))
     assert cache.level == "ok" and f"holds {room:,} of the 8,192 tokens asked for at once" in cache.text
+    lite = (
+        "allocation_mode=lite.d4+d4",
+        "lite.device=cuda",
+        "lite.dtype=bfloat16",
+        "lite.slots=7",
+        "lite.context=2048",
+    )
+    assert (
+        f"holds {room:,} of the 16,384 tokens" in plan(80, *lite)[1].text
+    )  # all slots and the spare one, from the start
 
     rank, _ = plan(needed - 1)
     assert (

@@ -198,7 +198,10 @@ def test_a_failed_engine_ends_the_process_with_an_error(model_path: str) -> None
 
 
 def test_what_cannot_be_served_is_said_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -207,6 +210,9 @@ def test_what_cannot_be_served_is_said_at_once(
     assert "Address already in use" in caplog.text
     assert main(["--model-path", str(tmp_path), "--port", "0"]) == 2
     assert f"can't serve {tmp_path}" in caplog.text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--model-path", str(tmp_path), "--port", "0", "--device", "cuda"]) == 2
+    assert "--device cuda must find a CUDA device: got none" in caplog.text
     assert main(["--model-path", str(tmp_path / "missing"), "--port", "0"]) == 2
     assert f"can't serve {tmp_path}/missing" in caplog.text
     with pytest.raises(SystemExit, match="2"):

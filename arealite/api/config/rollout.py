@@ -157,6 +157,8 @@ class LiteConfig(ConfigBase):
     """Longest sequence, prompt and completion, in tokens."""
     dtype: Dtype = "float32"
     """Dtype of weights and cache."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where a server computes; `cuda` is the GPU that the launcher reserves for it, and has not been tried yet."""
     deterministic: Bool = False
     """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
 

@@ -190,6 +190,8 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
         return {"weights": weights, "cache": sequences * longest * kv_token}, kv_token
     slots = min(sequences, config.lite.slots) + 1  # the spare one
     cache = slots * min(longest, config.lite.context) * kv_token
+    if config.lite.device == "cuda":  # where all of it is there from the start, and new weights wait on the host
+        return {"weights": weights, "cache": (config.lite.slots + 1) * config.lite.context * kv_token}, kv_token
     return {"weights": weights, "next weights": weights, "cache": cache}, kv_token
 
 

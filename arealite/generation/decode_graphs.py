@@ -1,0 +1,70 @@
+"""Decoding of the first n slots in fixed shapes, which a GPU replays as CUDA graphs: Python launches the kernels of a
+small model more slowly than they run.
+
+A graph has one shape, so numbers of sequences and lengths are rounded up. Added rows write to the last position
+of their slots, which no sequence uses: the last token of the longest sequence has no successor."""
+
+# n sequences, L cached tokens, V vocabulary
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MAX_LENGTH_STEP = 256
+"""Lengths are rounded up to powers of two, and above this to multiples of it."""
+
+Forward = Callable[[torch.Tensor, int], torch.Tensor]
+"""Decodes tokens, positions and rotary positions `[3, n]` over a cache of L tokens; returns logits `[n, V]`."""
+
+
+def rounded(count: int, *, step: int, limit: int) -> int:
+    """Round up to a power of two, above `step` to a multiple of it, but not beyond `limit`."""
+    up = 1 << (count - 1).bit_length() if count <= step else -(-count // step) * step
+    return min(up, limit)
+
+
+class FixedShapes:
+    """Runs a forward pass in few shapes, as CUDA graphs or as it is."""
+
+    def __init__(self, forward: Forward, *, slots: int, context: int, device: torch.device) -> None:
+        """`forward` must take any number of sequences up to `slots`, and lengths up to `context`."""
+        self._forward = forward
+        self._slots, self._context = slots, context
+        self._inputs_3n = torch.zeros(3, slots, dtype=torch.int64, device=device)
+        self._replays: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
+        self._pool: Any = None  # memory that all graphs share
+
+    def decode(self, inputs_3n: torch.Tensor, length: int) -> torch.Tensor:
+        """Decode one token each of slots 0..n-1, which hold at most `length` tokens with it; return `[n, V]`, which the
+        next call overwrites."""
+        n = inputs_3n.shape[1]
+        num_rows = rounded(n, step=16, limit=self._slots)
+        shape = num_rows, rounded(length, step=MAX_LENGTH_STEP, limit=self._context)
+        self._inputs_3n[:, :n].copy_(inputs_3n)
+        self._inputs_3n[:, n:num_rows] = 0
+        self._inputs_3n[1, n:num_rows] = self._context - 1
+        if shape not in self._replays:
+            self._replays[shape] = self._prepared(*shape)
+        return self._replays[shape]()[:n]
+
+    def _prepared(self, num_rows: int, length: int) -> Callable[[], torch.Tensor]:
+        """Return what runs a step of one shape on the inputs."""
+        inputs_3n = self._inputs_3n[:, :num_rows]
+        if inputs_3n.device.type != "cuda":
+            return lambda: self._forward(inputs_3n, length)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries set themselves up in a first pass, which no graph may hold
+            self._forward(inputs_3n, length)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._forward(inputs_3n, length)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return logits
+
+        return replay
