@@ -137,8 +137,8 @@ test-mistakes: $(VENV)/.installed            ## make the mistakes that users mak
 chaos: $(VENV)/.installed            ## kill processes of runs at random, break servers and agents, then audit (20 minutes; ARGS=--short: 3)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos $(ARGS)
 
-benchmark: $(VENV)/.installed            ## measure the embedded engine against transformers (a few minutes)
-	$(VENV)/bin/python benchmarks/generation.py $(ARGS)
+benchmark: $(VENV)/.installed            ## measure the embedded server against transformers, and ARGS="--vllm PYTHON" (a few minutes)
+	$(VENV)/bin/python benchmarks/engine.py $(ARGS)
 
 benchmark-runtime: $(VENV)/.installed            ## measure what the rollout runtime itself costs (a minute)
 	$(VENV)/bin/python benchmarks/runtime_overhead.py $(ARGS)
