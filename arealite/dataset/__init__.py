@@ -8,11 +8,13 @@ whole run. Demonstrations and pairs are sharded: every rank gets equally many ro
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
+from arealite.dataset.mixture import Mixture, other_sources, weights_of
 from arealite.dataset.prepare import Tools, prepare
-from arealite.dataset.rows import ListRows, Rows
+from arealite.dataset.rows import ListRows, Row, Rows
 from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ def get_custom_dataset(
         raise ValueError(
             f"tokenizer must be given for type={type!r} or max_length: got None. Pass load_hf_tokenizer(...)."
         )
+    if columns.keys() & {"mixed_with", "weight"}:
+        raise ValueError("get_custom_dataset must get one source: got mixed_with or weight. Use load_datasets(config).")
     config = DatasetConfig(path=path, type=type, max_length=max_length, max_rows=max_rows, **columns)
     rows = prepare(read_rows(config, split or "train", seed), config, Tools(tokenizer, processor))
     if type == "rl" or world_size == 1:
@@ -58,11 +62,13 @@ def get_custom_dataset(
     return rows[rank : share * world_size : world_size]
 
 
-def load_datasets(config: BaseExperimentConfig, tokenizer: Any, processor: Any = None) -> tuple[Rows, Rows | None]:
+def load_datasets(
+    config: BaseExperimentConfig, tokenizer: Any, processor: Any = None
+) -> tuple[Sequence[Row], Rows | None]:
     """Load training rows and held-out ones (None without a `valid_dataset` block), whole. See `get_custom_dataset`.
 
     Without a split of their own, the held-out rows are the last ones of the source, and never trained on. In an
-    evaluation, which trains on none, they are all rows of the source.
+    evaluation, which trains on none, they are all rows of the source. A mixture holds out rows of its first source.
     """
     train, valid, tools = config.train_dataset, config.valid_dataset, Tools(tokenizer, processor)
     if tokenizer.chat_template is None:
@@ -89,7 +95,9 @@ def load_datasets(config: BaseExperimentConfig, tokenizer: Any, processor: Any =
             logger.warning(message, train.path, num, len(rows))
             rows, held_out = rows[:-num], rows[-num:]
             first_held_out = len(rows)
-    train_rows = prepare(rows, train, tools)
+    others = [(read_rows(one, one.split or "train", config.seed), one) for one in other_sources(train)]
+    parts = [prepare(rows, source, tools) for rows, source in ((rows, train), *others)]
+    train_rows = Mixture(parts, weights_of(train), config.seed) if others else parts[0]
     return train_rows, held_out and prepare(held_out, valid or train, tools, first_held_out)
 
 

@@ -26,9 +26,9 @@ logger = logging.getLogger("arealite.dataset")
 class PromptLoader:
     """Batches of prompts without end, epoch after epoch.
 
-    Each row is a copy of `dataset[index]` with `prompt_id = PromptId(epoch, index)`. `len` is batches per epoch. All
-    iterators share the loader's cursor, so a second one continues where the first stopped. With `drop_last` the rest of
-    an epoch that fills no batch is skipped.
+    Each row is a copy of `dataset[index]` with `prompt_id = PromptId(epoch, index)`; a dataset with a method `at` is
+    asked for `at(epoch, index)`. `len` is batches per epoch. All iterators share the loader's cursor, so a second one
+    continues where the first stopped. With `drop_last` the rest of an epoch that fills no batch is skipped.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class PromptLoader:
                 f"a prompt must be of this loader to be fetched: got {prompt_id}, which was submitted without a name. "
                 "Give such rows a prompt_id, or wait for them before a checkpoint is taken."
             )
-        return {**self.dataset[prompt_id.index], "prompt_id": prompt_id}
+        at = getattr(self.dataset, "at", None)  # rows of a mixture differ between epochs
+        row = self.dataset[prompt_id.index] if at is None else at(prompt_id.epoch, prompt_id.index)
+        return {**row, "prompt_id": prompt_id}
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: prompts before it were yielded."""

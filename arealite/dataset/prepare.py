@@ -25,7 +25,9 @@ logger = logging.getLogger("arealite.dataset")
 
 _TOKENS = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8"))}
 _PAIRS = {"pair": datasets.List(_TOKENS)}
-_CHANGE_NO_ROW = {"path", "config_name", "split", "max_rows", "batch_size", "shuffle", "drop_last"}
+_CHANGE_NO_ROW = {
+    *("path", "config_name", "split", "max_rows", "batch_size", "shuffle", "drop_last", "weight", "mixed_with"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

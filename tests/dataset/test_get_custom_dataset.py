@@ -260,5 +260,7 @@ def test_a_damaged_file_is_named(tmp_path, name: str, content: bytes, cause: str
 def test_missing_arguments_are_named(jsonl) -> None:
     with pytest.raises(ValueError, match="tokenizer must be given"):
         get_custom_dataset(str(jsonl), type="sft")
+    with pytest.raises(ValueError, match=r"must get one source: got mixed_with or weight\. Use load_datasets"):
+        get_custom_dataset(str(jsonl), type="rl", weight=1.0)
     with pytest.raises(ValueError, match="one of sft, rl, dpo, rw: got 'ppo'"):
         get_custom_dataset(str(jsonl), type="ppo")  # type: ignore[arg-type]

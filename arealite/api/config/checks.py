@@ -75,6 +75,32 @@ def check_schedule(recover: RecoverConfig, evaluator: EvaluatorConfig, valid: Da
     )
 
 
+def check_mixture(train: DatasetConfig, valid: DatasetConfig | None) -> None:
+    """Either all sources of a mixture have a weight or none has."""
+    weights = [train.weight, *(one.weight for one in train.mixed_with)]
+    require(
+        (None in weights) == (set(weights) == {None}),
+        f"weight must be given for all sources of a mixture, or for none: got {weights} in train_dataset and its "
+        "mixed_with. Add the missing weights.",
+    )
+    require(
+        bool(train.mixed_with) or train.weight is None,
+        f"train_dataset.weight must be null without train_dataset.mixed_with: got {train.weight}. Remove it.",
+    )
+    require(
+        train.shuffle or train.weight is None,
+        "train_dataset.shuffle must be true if sources have weights: got false. Set it, or remove the weights.",
+    )
+    require(
+        not (train.mixed_with and train.image_key),
+        f"train_dataset.mixed_with must be empty with image_key: got image_key {train.image_key}. Use one source.",
+    )
+    require(
+        valid is None or not (valid.mixed_with or valid.weight),
+        "valid_dataset must be one source: got mixed_with or weight. Remove them, and name one in valid_dataset.path.",
+    )
+
+
 def check_allocation(
     mode: AllocationMode | None, text: str, cluster: ClusterSpecConfig, rollout: InferenceEngineConfig | None
 ) -> None:

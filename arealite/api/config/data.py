@@ -1,10 +1,45 @@
 """What a run reads and writes: data sets, metrics, and when it saves, evaluates and writes checkpoints."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from arealite.api.config.schema import MISSING
 from arealite.api.config.types import Bool, ConfigBase, FolderBlock, NonNegativeInt, Positive, PositiveInt
+
+
+@dataclass
+class SourceConfig(ConfigBase):
+    """A further source of a mixture; columns and texts are those of the data set's block unless given."""
+
+    path: str
+    """As in the data set's block."""
+    weight: Positive | None = None
+    """As in the data set's block."""
+    config_name: str | None = None
+    """As in the data set's block."""
+    split: str | None = None
+    """As in the data set's block."""
+    prompt_key: str | None = None
+    """Column of the prompt."""
+    answer_key: str | None = None
+    """Column of the answer."""
+    chosen_key: str | None = None
+    """Column of the better answer of a pair."""
+    rejected_key: str | None = None
+    """Column of the worse one."""
+    system_prompt: str | None = None
+    """System message."""
+    prompt_suffix: str | None = None
+    """Text at the end of the last user message."""
+
+
+def _check_source(given: object) -> object:
+    names = [one.name for one in fields(SourceConfig)]
+    if isinstance(given, dict) and not ("path" in given and given.keys() <= set(names)):
+        raise ValueError(f"a list of blocks with a path and, where they differ, {', '.join(names[1:])}")
+    return given
 
 
 @dataclass
@@ -45,6 +80,10 @@ class DatasetConfig(ConfigBase):
     """A new order in every epoch."""
     drop_last: Bool = True
     """Leave out the last rows of an epoch that do not fill a batch."""
+    weight: Positive | None = None
+    """Rows of this source in a mixture, relative to the weights of `mixed_with`; None there and here: each row once."""
+    mixed_with: list[Annotated[SourceConfig, BeforeValidator(_check_source)]] = field(default_factory=list)
+    """Further sources of the same batches, each `{path: ..., weight: ...}` and the keys in which it differs."""
 
 
 @dataclass

@@ -88,7 +88,7 @@ class BaseExperimentConfig(ConfigBase):
     """Training data."""
     valid_dataset: DatasetConfig | None = None
     """Held-out data; None is no evaluation. Path, columns and length follow `train_dataset` unless given; if there is
-    no test split, the last 5% of the training rows are held out.
+    no test split, the last 5% of the training rows are held out, at most 1,000.
     We take every row once, in order; its `batch_size`, `shuffle` and `drop_last` are for your own loops."""
     rollout: InferenceEngineConfig | None = None
     """Episodes and servers; None is an experiment without servers."""
@@ -145,6 +145,7 @@ class BaseExperimentConfig(ConfigBase):
         rollout, mode = self.rollout, self.allocation
         checks.check_loggers(self.stats_logger)
         checks.check_schedule(self.recover, self.evaluator, self.valid_dataset)
+        checks.check_mixture(self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         checks.check_ahead(self.workers, rollout)
         if rollout is not None and mode is not None and mode.gen_backend is not None:
