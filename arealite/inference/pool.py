@@ -86,6 +86,20 @@ class ServerPool:
         self.version, self._shown = view.version, shown
         self._notify()
 
+    def lost(self) -> frozenset[tuple[str, int]]:
+        """Return the servers that no longer hold the weights that the last view shows, and the versions of these."""
+        return frozenset(
+            (one.address, self._shown[one.address])
+            for one in self.servers
+            if NO_VERSION == one.version != self._shown.get(one.address, NO_VERSION)
+        )
+
+    def note_lost(self, lost: Iterable[tuple[str, int]]) -> None:
+        """Record what another pool has found `lost`, unless newer weights have come meanwhile."""
+        for address, version in lost:
+            if (server := self._servers.get(address)) is not None:
+                self.mark_weights_lost(server, version)
+
     def add(self, address: str, facts: ServerFacts = ServerFacts()) -> None:
         """Add a server whose weights are unknown; one that is there already stays as it is."""
         self._servers.setdefault(address, Server(address, facts))

@@ -61,8 +61,8 @@ class ClientView:
 class OtherClients(Attempts, Protocol):
     """Clients in other processes, which run episodes for this one."""
 
-    async def start(self, view: ClientView, secret: str | None, count: Callable[[int, int], None]) -> None:
-        """Be ready to run; `count` is told of tokens that they sampled."""
+    async def start(self, view: ClientView, secret: str | None, completions: Completions) -> None:
+        """Be ready to run; `completions` is told of tokens that they sampled, and of servers without weights."""
 
     async def show(self, view: ClientView) -> None:
         """Return when every client obeys the view."""
@@ -163,7 +163,7 @@ class RemoteInferenceEngine(InferenceEngine):
         completions = self._open(secret)
         if self._clients is not None:
             completions.on_hold = self._show
-            await self._clients.start(self._view(), secret, completions.count)
+            await self._clients.start(self._view(), secret, completions)
         if addresses:
             await completions.connect(addresses)
         else:

@@ -124,7 +124,6 @@ class LocalAttempts:
     config: InferenceEngineConfig
     engine: InferenceEngine
     is_evaluation: bool = False
-    columns: Columns = field(default_factory=Columns)
 
     async def run(self, episode: Episode) -> Outcome:
         """Run one attempt in the caller's task, and return how it ended."""
@@ -150,17 +149,11 @@ class LocalAttempts:
         # Servers have the weights of an update before the engine counts it, and may be left by a run that made more of
         # them; an engine for evaluations need not know.
         newest_version = math.inf if self.is_evaluation else max(self.engine.get_version() + 1, episode.newest_version)
-        try:
-            needs_kept = episode.is_narrowed and not self.is_evaluation
-            trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
-            episode.rewards = trajectory["rewards"][runs_of(trajectory).first_rows].tolist()
-            if prompt.should_accept is not None and not prompt.should_accept(trajectory):
-                return BY_FILTER
-            self.columns.check(trajectory, prompt.workflow)
-        except TrajectoryError as error:
-            error.add_note(f"It was returned for prompt {prompt.prompt_id} by {type(prompt.workflow).__name__}.")
-            raise
-        return trajectory
+        needs_kept = episode.is_narrowed and not self.is_evaluation
+        trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
+        episode.rewards = trajectory["rewards"][runs_of(trajectory).first_rows].tolist()
+        is_wanted = prompt.should_accept is None or prompt.should_accept(trajectory)
+        return trajectory if is_wanted else BY_FILTER
 
 
 @dataclass(frozen=True)
@@ -171,6 +164,7 @@ class EpisodeRunner:
     attempts: Attempts
     ledger: Ledger
     budgets: Budgets
+    columns: Columns = field(default_factory=Columns)
     sampled_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_REWARDS))
     """Of what workflows returned since they were last taken, whatever became of it."""
 
@@ -184,6 +178,14 @@ class EpisodeRunner:
         """Run one attempt in the caller's task, and return how it ended."""
         outcome = await self.attempts.run(episode)
         self.sampled_rewards.extend(episode.rewards)
+        try:
+            if isinstance(outcome, TensorDict):
+                self.columns.check(outcome, episode.prompt.workflow)
+        except TrajectoryError as error:
+            outcome = error
+        if isinstance(outcome, TrajectoryError):
+            prompt = episode.prompt
+            outcome.add_note(f"It was returned for prompt {prompt.prompt_id} by {type(prompt.workflow).__name__}.")
         return outcome
 
     def end(self, episode: Episode, outcome: Outcome) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from testing_workflows import SamplingWorkflow
 
 pytest.importorskip("ray")
 from arealite.api.cli_args import InferenceEngineConfig, PPOConfig, load_expr_config
-from arealite.api.errors import EpisodeError
+from arealite.api.errors import EpisodeError, GroupLostError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.rollouts.workers import RolloutWorkers
@@ -37,6 +39,29 @@ Connect = Callable[..., tuple[RemoteInferenceEngine, RolloutWorkers | None]]
 class FailingWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
         raise OSError("the disk is full")
+
+
+class BlockingWorkflow(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        threading.Event().wait(600)
+        raise AssertionError("nobody waits for so long")
+
+
+class MoodyWorkflow(SamplingWorkflow):
+    """Adds a column that only this process has, and notes that it was closed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(n_samples=2, max_new_tokens=6)
+        self._folder = folder
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict | None:
+        trajectory = await super().arun_episode(engine, data)
+        if trajectory is not None:
+            trajectory[f"mood_of_{os.getpid()}"] = trajectory["rewards"]
+        return trajectory
+
+    def close(self) -> None:
+        (self._folder / f"closed-{os.getpid()}").touch()
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +107,17 @@ def loader() -> PromptLoader:
 SAMPLING = functools.partial(SamplingWorkflow, n_samples=2, max_new_tokens=6)
 
 
+def kill_a_worker() -> None:
+    next(one for one in psutil.Process().children(recursive=True) if "ray::RolloutWorker" in one.name()).kill()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
 def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
     return [row | {"server": ""} for row in stored_rows(folder / "rollouts" / f"step_{step}")]
 
@@ -105,14 +141,20 @@ def test_batches_and_files_are_those_of_one_process(connect: Connect, tmp_path: 
     assert rows_of(tmp_path / "e" / "here", 0) == rows_of(tmp_path / "e" / "there", 0)
 
 
-def test_an_update_of_weights_holds_the_requests_of_every_worker(connect: Connect, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_one_lost", [False, True])
+def test_an_update_of_weights_holds_the_requests_of_every_worker(
+    connect: Connect, tmp_path: Path, is_one_lost: bool
+) -> None:
     """The server tells no versions, so a request that any worker sent too early would bear the wrong one."""
     server = ScriptedServer(holds_at=6, tells="nothing")
-    engine, _ = connect(server, SAMPLING, max_head_offpolicyness=1)
+    engine, clients = connect(server, SAMPLING, max_head_offpolicyness=1)
+    assert clients is not None
     batches: list[TensorDict] = []
     taking = threading.Thread(target=lambda: batches.append(engine.prepare_batch(loader(), SAMPLING())), daemon=True)
     taking.start()
     server.wait_until_held(8)
+    if is_one_lost:
+        kill_a_worker()
     engine.pause()
     meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), version=1, timeout_s=60.0, holds_requests=True)
     updating = engine.update_weights(meta)
@@ -121,6 +163,7 @@ def test_an_update_of_weights_holds_the_requests_of_every_worker(connect: Connec
     meta.uploaded.set_result(None)
     updating.result(60)
     num_requests = len(server.requests)
+    wait_until(lambda: len(clients._ready()) == 2)
     server.holds_at = None
     engine.run(engine.receiver.admit())
     assert len(server.requests) == num_requests, "nothing is sent before the release"
@@ -151,8 +194,7 @@ def test_the_episodes_of_a_worker_that_dies_are_issued_again(
     data, training = loader(), threading.Thread(target=train, daemon=True)
     training.start()
     server.wait_until_held(8)
-    victim = next(one for one in psutil.Process().children(recursive=True) if "ray::RolloutWorker" in one.name())
-    victim.kill()
+    kill_a_worker()
     server.holds_at = None
     training.join(120)
     assert len(batches) == 3
@@ -170,3 +212,59 @@ def test_an_error_of_a_workflow_reaches_the_master_with_its_line(connect: Connec
     with pytest.raises(EpisodeError) as raised:
         engine.prepare_batch(loader(), FailingWorkflow())
     assert "the disk is full" in str(raised.value) and 'raise OSError("the disk is full")' in str(raised.value)
+
+
+def test_columns_are_those_of_the_first_trajectory_of_all_workers(connect: Connect, tmp_path: Path) -> None:
+    make = functools.partial(MoodyWorkflow, tmp_path)
+    engine, clients = connect(ScriptedServer(), make, episode_retries=0)
+    assert clients is not None
+    with contextlib.suppress(EpisodeError):  # if those of the other worker have spent the budget
+        engine.prepare_batch(loader(), make())
+    assert engine.metrics()["rollout/failed_trajectory"] >= 1
+    engine.destroy()
+    clients.close()
+    assert len(list(tmp_path.glob("closed-*"))) == 2
+
+
+def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) -> None:
+    """A server that has started anew, with older weights, gets the newest while the trainer waits."""
+    server = ScriptedServer(version=1)
+    engine, clients = connect(server, SAMPLING)
+    assert clients is not None
+    engine.set_version(1)
+    engine.servers.advance(engine.servers.servers, 1)
+    seen, data = [], loader()
+
+    def catch_up() -> None:
+        executor = engine._require_executor()
+        wait_until(lambda: all(one.num_waiting_for_servers for one in list(executor._running)))
+        seen.append([one.address for one in engine.servers.joining])
+        server.version = 1
+        engine.servers.advance(engine.servers.joining, 1)
+
+    engine.catch_up = catch_up
+    server.version = 0
+    batch = engine.prepare_batch(data, SAMPLING())
+    assert seen == [[server.address]]
+    assert set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {1}
+
+    clients._max_restarts = 0
+    server.holds_at = 0
+    kill_a_worker()
+    engine.set_version(2)
+    with pytest.raises(RuntimeError, match="rollout workers must stay") as raised:
+        engine.prepare_batch(data, SAMPLING())
+    assert isinstance(raised.value.__cause__, GroupLostError)
+
+
+def test_a_call_that_blocks_a_worker_ends_the_run_and_is_named(connect: Connect) -> None:
+    engine, _ = connect(ScriptedServer(), BlockingWorkflow, episode_timeout=2.0, blocking_call_s=0.5)
+    with pytest.raises(RuntimeError, match=r"BlockingWorkflow\.arun_episode blocks it"):
+        engine.prepare_batch(loader(), BlockingWorkflow())
+
+
+def test_a_workflow_that_can_not_be_made_ends_the_run_at_once(connect: Connect, workers: Workers) -> None:
+    num_incidents = len(workers.incidents)
+    with pytest.raises(TypeError, match="no_such"):
+        connect(ScriptedServer(), functools.partial(SamplingWorkflow, no_such=1))
+    assert len(workers.incidents) == num_incidents

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +41,20 @@ class Report:
     counts: tuple[int, int]  # tokens sampled since the last report, and those with a stale KV cache
 
 
+@dataclass(frozen=True)
+class News:
+    """What a worker has found out about servers."""
+
+    lost: frozenset[tuple[str, int]] = frozenset()  # addresses, and versions of the weights that are no longer there
+    has_servers: bool = True  # whether one could take a request
+
+
 class _Client(RemoteInferenceEngine):
     """Samples from the servers that the master shows; its executor only lends it an event loop."""
 
     def __init__(self, config: InferenceEngineConfig, secret: str | None) -> None:
         super().__init__(dataclasses.replace(config, fileroot=""))
+        self._changed = asyncio.Event()
         self._executor = RolloutExecutor(self.config, self)
         self.loop = self._executor.loop
         self.loop.run(self._start(secret))
@@ -58,6 +69,17 @@ class _Client(RemoteInferenceEngine):
         completions.backend = view.backend
         self.servers.mirror(view.servers)
         (completions.may_generate.set if view.may_generate else completions.may_generate.clear)()
+
+    def _note_change(self) -> None:
+        super()._note_change()
+        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.clear()
+
+    async def news(self, known: News) -> News:
+        """Return what there is to know of servers, once it is something else."""
+        while (found := News(self.servers.lost(), bool(self.servers.healthy))) == known:
+            await self._changed.wait()
+        return found
 
     def take_counts(self) -> tuple[int, int]:
         """Return how many tokens were sampled since the last time."""
@@ -85,13 +107,36 @@ class RolloutWorker:
         if log is not None:
             write_output_to(Path(log))
         heartbeat.start(name)
-        self._client = _Client(config, secret)
-        self._workflow, self._should_accept = make_workflow(), should_accept
+        self._error: BaseException | None = None  # why there is no client or no workflow
+        try:
+            self._client = _Client(config, secret)
+            self._workflow, self._should_accept = make_workflow(), should_accept
+            self._tokenizer = copy.deepcopy(getattr(self._workflow, "tokenizer", None))  # for this thread
+        except Exception as error:  # Ray would say that the process has died
+            traceback.print_exc()
+            self._error = portable(error)
+            return
         self._attempts = LocalAttempts(config, self._client)
 
     async def follow(self, view: ClientView) -> None:
-        """Obey a view of the master."""
+        """Obey a view of the master. Raises what has kept this worker from being made."""
+        if self._error is not None:
+            raise self._error
         await self._in_loop(self._client.follow(view))
+
+    async def news(self, known: News) -> News:
+        """Return what there is to know of servers, once it is something else. Raises why episodes stand still."""
+        watch = self._client.loop.watch
+        found: asyncio.Future[Any] = asyncio.wrap_future(self._client.loop.submit(self._client.news(known)))
+        given_up: asyncio.Future[Any] = asyncio.wrap_future(watch.given_up)
+        await asyncio.wait([found, given_up], return_when=asyncio.FIRST_COMPLETED)
+        news: News = found.result() if found.done() else given_up.result()
+        return news
+
+    async def close(self) -> None:
+        """End all episodes, and what the workflow holds."""
+        self._client.destroy()
+        getattr(self._workflow, "close", lambda: None)()
 
     async def run(self, prompt_id: PromptId, row: Row, attempt: int, head_version: int) -> Report:
         """Run one attempt at a prompt."""
@@ -103,14 +148,17 @@ class RolloutWorker:
         return await asyncio.wrap_future(self._client.loop.submit(coroutine))
 
     async def _run(self, prompt: Prompt, attempt: int, head_version: int) -> Report:
-        config = self._attempts.config
+        config, table = self._attempts.config, None
         episode = Episode(prompt, attempt, head_version, config.seed)
-        outcome, table = await self._attempts.run(episode), None
+        try:
+            outcome = await self._attempts.run(episode)
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise RuntimeError(f"a workflow must not end its process: got {error!r}") from error
         if isinstance(outcome, BaseException):
             if lines_of_user := users_code(outcome):
                 outcome.add_note("\n".join(["on a rollout worker:", *lines_of_user]))
             outcome = portable(outcome)
         elif not isinstance(outcome, str):
-            table = table_of(episode, outcome, getattr(self._workflow, "tokenizer", None), config.stored_share)
+            table = table_of(episode, outcome, self._tokenizer, config.stored_share)
             outcome = pack(outcome, outcome.keys())
         return Report(outcome, episode.samples, episode.rewards, episode.servers, table, self._client.take_counts())
