@@ -233,6 +233,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
     assert clients is not None
     engine.set_version(1)
     engine.servers.advance(engine.servers.servers, 1)
+    engine.resume()  # every worker has seen it then
     seen, data = [], loader()
 
     def catch_up() -> None:
