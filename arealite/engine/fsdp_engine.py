@@ -223,7 +223,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self.optimizer.zero_grad()
         losses = []
         for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
-            self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            is_last = index == len(micro_batches) - 1
+            self.model.set_requires_gradient_sync(is_last or not self.config.fsdp.reduce_once)
             loss = self._weighted_loss(micro_batch, weight, loss_fn)
             # FSDP averages gradients over ranks.
             (loss * (dist.get_world_size() / max(total_weight, 1e-12))).backward()

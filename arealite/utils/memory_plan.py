@@ -67,26 +67,40 @@ def training_state(
 
 
 def training_step(
-    shape: ModelShape, *, tokens: int, compute_bytes: int, accumulates: bool, recomputes: bool
+    shape: ModelShape, *, tokens: int, ranks: int, compute_bytes: int, accumulates: bool, recomputes: bool
 ) -> dict[str, int]:
-    """Return what a rank needs on top while it runs a micro-batch of `tokens`.
+    """Return what a rank needs on top while it runs a micro-batch of `tokens`, at the moment that needs most.
 
-    A rank that accumulates over micro-batches keeps the float32 gradient whole until the last one, since only then it
-    is summed over ranks. Gathered are two layers (one runs, the next arrives) and all that is not in a layer. The
-    output layer holds a block of logits and the gradients of its weight, unless frozen, and of the hidden states.
+    These are the output layer, the backward pass of a layer, and the end, when the gradient of what is in no layer is
+    summed over ranks. Gathered is all that is in no layer, and in a backward pass two layers: one runs, the next
+    arrives. A gradient that is summed over `ranks` is there in the compute dtype, and in float32 as what is sent and
+    its shard received. A rank that `accumulates` sums once per step, and keeps the float32 gradient whole until then.
+    The output layer holds a block of logits and the gradients of its weight, unless frozen, and of the hidden states.
     """
     layer = layer_activations(shape, compute_bytes=compute_bytes)
-    kept = shape.num_layers * (shape.hidden * compute_bytes if recomputes else layer) + (layer if recomputes else 0)
+    kept = tokens * shape.num_layers * (shape.hidden * compute_bytes if recomputes else layer)
     block = tokens * min(shape.vocab, max(LOGITS_BLOCK // max(tokens, 1), MIN_COLUMNS))
-    head_gradients = (
-        (0 if shape.num_frozen else shape.vocab) + tokens
-    ) * shape.hidden * compute_bytes + tokens * shape.hidden * FLOAT32
-    return {
-        "gathered layers": (shape.outer_parameters + 2 * shape.layer_parameters) * compute_bytes,
-        "whole gradients": (shape.num_parameters - shape.num_frozen) * FLOAT32 if accumulates else 0,
-        "activations": tokens * kept,
-        "output layer": _BLOCK_COPIES * block * FLOAT32 + head_gradients,
-    }
+    head = (0 if shape.num_frozen else shape.vocab) * shape.hidden * compute_bytes
+    hidden = tokens * shape.hidden * (compute_bytes + FLOAT32)
+    trained = shape.num_parameters - shape.num_frozen
+    sent = 0.0 if shape.num_frozen else compute_bytes + FLOAT32 + FLOAT32 / ranks
+    outer = shape.outer_parameters * compute_bytes
+    moments = (
+        {
+            "gathered weights": outer,
+            "activations": kept,
+            "output layer": _BLOCK_COPIES * block * FLOAT32 + head + hidden,
+        },
+        {
+            "gathered weights": outer + 2 * shape.layer_parameters * compute_bytes,
+            "activations": kept + (tokens * layer if recomputes else 0),
+            "output layer": head,
+            "gradients to send": round(shape.layer_parameters * sent),
+        },
+        {"gathered weights": outer, "gradients to send": round(shape.outer_parameters * sent)},
+    )
+    most = max(moments, key=lambda parts: sum(parts.values()))
+    return most | {"whole gradients": trained * FLOAT32 if accumulates else 0}
 
 
 def layer_activations(shape: ModelShape, *, compute_bytes: int) -> int:

@@ -36,6 +36,7 @@ STEADY = {"optimizer": OptimizerConfig(**OPTIMIZER | {"eps": 1e-2})}
 LORA = {"lora": LoRAConfig(rank=3)}
 """Of odd shards."""
 OFFLOADED = {"fsdp": FSDPEngineConfig(offload_params=True)}
+REDUCED_ONCE = {"fsdp": FSDPEngineConfig(reduce_once=True)}
 ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unequal": ("tied", "unequal", {}),
     "empty": ("tied", "empty", {}),
@@ -43,6 +44,8 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "untied empty": ("untied", "empty", {}),
     "untied offloaded": ("untied", "unequal", OFFLOADED),
     "offloaded": ("tied", "empty", OFFLOADED),
+    "reduced once": ("tied", "unequal", REDUCED_ONCE),
+    "untied empty reduced once": ("untied", "empty", REDUCED_ONCE),
     "lora": ("tied", "unequal", LORA),
     "lora empty": ("tied", "empty", LORA),
 }

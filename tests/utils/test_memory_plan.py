@@ -84,10 +84,12 @@ def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
         "gradients": 4 * trained,
         "AdamW moments": 8 * trained,
     }
-    settings = {"tokens": 10, "compute_bytes": 2, "accumulates": True, "recomputes": False}
+    settings = {"tokens": 100, "ranks": 1, "compute_bytes": 2, "accumulates": True, "recomputes": False}
     step, of_all = training_step(shape, **settings), training_step(whole, **settings)
-    assert step["whole gradients"] == 4 * trained
-    assert of_all["output layer"] - step["output layer"] == 300 * 64 * 2, "the gradient of its weight"
+    assert (step["whole gradients"], of_all["whole gradients"]) == (4 * trained, 4 * whole.num_parameters)
+    block, hidden = 2 * 100 * 300 * 4, 100 * 64 * 6
+    assert step["output layer"] == block + hidden, "no gradient of its weight"
+    assert "gradients to send" not in step or step["gradients to send"] == 0
 
 
 def kept_by_autograd(model, num_tokens: int) -> int:
@@ -132,25 +134,60 @@ def test_keys_and_values_are_those_of_the_embedded_server() -> None:
 
 def test_a_step_worked_by_hand() -> None:
     shape = model_shape(build(layers=2))
-    layer = layer_activations(shape, compute_bytes=2)
-    step = training_step(shape, tokens=10, compute_bytes=2, accumulates=True, recomputes=False)
+    layer, one, outer = layer_activations(shape, compute_bytes=2), shape.layer_parameters, shape.outer_parameters
+    settings = {"ranks": 4, "compute_bytes": 2}
+    wide = dataclasses.replace(shape, vocab=30_000)
+    step = training_step(wide, tokens=100, accumulates=True, recomputes=False, **settings)
     assert step == {
-        "gathered layers": shape.num_parameters * 2,  # two layers and the rest are all there is
+        "gathered weights": outer * 2,
+        "activations": 100 * 2 * layer,
+        "output layer": 2 * 100 * 30_000 * 4 + (30_000 + 100) * 64 * 2 + 100 * 64 * 4,
         "whole gradients": shape.num_parameters * 4,
-        "activations": 10 * 2 * layer,
-        "output layer": 2 * 10 * 300 * 4 + (300 + 10) * 64 * 2 + 10 * 64 * 4,
     }
-    step = training_step(shape, tokens=2000, compute_bytes=2, accumulates=False, recomputes=True)
-    assert step["whole gradients"] == 0
-    assert step["activations"] == 2000 * (2 * 64 * 2 + layer)
-    assert step["output layer"] == 2 * 2000 * 300 * 4 + (300 + 2000) * 64 * 2 + 2000 * 64 * 4
+    long = {"tokens": 2000, "accumulates": False, "recomputes": True}
+    step = training_step(wide, **long, **settings)
+    assert step["activations"] == 2000 * 2 * 64 * 2, "what runs again is not there while the output layer runs"
+    step = training_step(dataclasses.replace(shape, vocab=1), **long, **settings)
+    assert step == {
+        "gathered weights": (outer + 2 * one) * 2,
+        "activations": 2000 * (2 * 64 * 2 + layer),
+        "output layer": 64 * 2,
+        "gradients to send": one * (2 + 4 + 1),
+        "whole gradients": 0,
+    }
+    large = dataclasses.replace(shape, outer_parameters=10**7)
+    step = training_step(large, tokens=1, accumulates=False, recomputes=True, **settings)
+    assert step == {"gathered weights": 2 * 10**7, "gradients to send": 7 * 10**7, "whole gradients": 0}
+
+
+QWEN = {"vocab_size": 152_064, "tie_word_embeddings": False, "max_position_embeddings": 32_768}
+SIZE_7B = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+SIZE_32B = {"hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64, "num_attention_heads": 40}
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "ranks", "most_gib", "once_gib"), [(SIZE_7B, 4, 4, 38, 66), (SIZE_32B, 8, 64, 27, 148)]
+)
+def test_large_models_fit_as_no_rank_keeps_the_whole_gradient(
+    size: dict[str, int], kv_heads: int, ranks: int, most_gib: float, once_gib: float
+) -> None:
+    with torch.device("meta"):
+        config = Qwen2Config(num_key_value_heads=kv_heads, **size, **QWEN)
+        shape = model_shape(AutoModelForCausalLM.from_config(config))
+    state = training_state(shape, ranks=ranks, has_optimizer=True)
+    settings = {"tokens": 10_240, "ranks": ranks, "compute_bytes": 2, "recomputes": True}
+    each, once = (
+        sum((state | training_step(shape, accumulates=accumulates, **settings)).values()) / 2**30
+        for accumulates in (False, True)
+    )
+    assert most_gib - 2 < each < most_gib and once_gib < once < once_gib + 1
 
 
 def test_logits_are_there_in_blocks() -> None:
     assert (LOGITS_BLOCK, MIN_COLUMNS) == (logprobs.BLOCK_VALUES, logprobs.MIN_COLUMNS)
     shape = dataclasses.replace(model_shape(build()), vocab=151_936)
     for tokens, columns in ((100, 151_936), (8192, 4096), (100_000, 1024)):
-        step = training_step(shape, tokens=tokens, compute_bytes=2, accumulates=False, recomputes=True)
+        step = training_step(shape, tokens=tokens, ranks=64, compute_bytes=2, accumulates=False, recomputes=False)
         gradients = 151_936 * 64 * 2 + tokens * 64 * 6
         assert step["output layer"] == 2 * tokens * columns * 4 + gradients
 

@@ -75,6 +75,9 @@ class FSDPEngineConfig(ConfigBase):
     """None is what the model declares."""
     offload_params: Bool = False
     """Keep parameters and optimizer state in CPU memory."""
+    reduce_once: Bool = False
+    """Sum gradients over ranks once per step instead of once per micro-batch: faster for small models on slow links;
+    each rank then keeps the whole float32 gradient."""
 
 
 @dataclass

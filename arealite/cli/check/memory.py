@@ -24,7 +24,7 @@ _SERVER_SHARE = 0.9  # of a GPU that SGLang and vLLM take unless told
 _MORE_RANKS = "{more}, use a smaller model, or {key}.fsdp.offload_params=true."
 _KNOBS = {
     "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb.",
-    "whole gradients": "Let a batch be one micro-batch (raise {key}.mb_spec.max_tokens_per_mb, or more ranks).",
+    "whole gradients": "Set {key}.fsdp.reduce_once=false.",
     "servers' cache": "Lower lite.slots or lite.context.",
 }
 
@@ -169,8 +169,9 @@ def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int
     return training_step(
         shape if is_trained else replace(shape, num_layers=0, num_frozen=shape.num_parameters),
         tokens=micro,
+        ranks=ranks,
         compute_bytes=getattr(torch, block.dtype).itemsize,
-        accumulates=micro < tokens,
+        accumulates=micro < tokens and block.fsdp.reduce_once,
         recomputes=block.gradient_checkpointing or not is_trained,
     )
 
