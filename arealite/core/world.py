@@ -33,7 +33,7 @@ logger = logging.getLogger("arealite.core")
 PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
 _LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on which they agree
 _LOOK_S = 0.5  # between looks at the ranks that are left when one has ended
-_DEATH_S = 2.0  # in which Ray notices the death that made another rank fail
+_DEATH_S = 15.0  # in which Ray, on a busy node, notices the death that made another rank fail
 AT_START = ("PYTHON", "PYTORCH", "TORCH")  # variables that a process must start with; Ray writes these to its logs
 
 
