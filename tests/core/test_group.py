@@ -232,6 +232,25 @@ def test_no_more_restarts_than_allowed_and_a_checkpoint_gives_them_back(start: S
         value(group, "add", 1.0, fault="killed", times=9)
 
 
+def test_a_group_that_is_closed_as_it_starts_again_starts_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever closes it ends the workers that there are, and can't know of those that come a moment later."""
+    before, group = placements(), start("closing")
+    form_world, closing = group._form_world, threading.Thread(target=group.close)
+
+    def form_late() -> None:
+        closing.start()
+        wait_until("the group is closed", lambda: group._error is not None, 60)
+        form_world()
+
+    monkeypatch.setattr(group, "_form_world", form_late)
+    with pytest.raises(GroupLostError, match="group closing is closed"):
+        value(group, "add", 1.0, fault="killed")
+    closing.join(60)
+    assert (group._world, placements()) == (None, before)
+
+
 def test_a_call_that_can_not_be_repeated_fails_for_all_and_later_ones_go_on(start: Start) -> None:
     group = start()
     before = value(group, "add", 1.0)
