@@ -32,6 +32,7 @@ class ServerFacts:
     takes_broadcasts: bool = True
     model: str | None = None  # the folder or hub id that it has loaded
     vocab_size: int | None = None  # of that model; None if it does not tell
+    slots: int | None = None  # requests that it runs at once; None if it does not tell
 
 
 @dataclass(eq=False)
@@ -142,6 +143,12 @@ class ServerPool:
         if server.num_failures == num_failures:
             server.is_backing_off = False
             self._notify()
+
+    @property
+    def num_slots(self) -> int | None:
+        """How many requests the healthy servers run at once; None if one of them does not tell."""
+        slots = [server.facts.slots for server in self.healthy]
+        return None if None in slots else sum(number or 0 for number in slots)
 
     @property
     def servers(self) -> list[Server]:

@@ -35,7 +35,7 @@ from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Dataloader, ShouldAccept
 from arealite.rollout.trajectory import split_batch
-from arealite.utils import heartbeat
+from arealite.utils import activity, heartbeat
 from arealite.utils.distributed import global_rank
 from arealite.utils.environment import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
@@ -174,6 +174,7 @@ class RemoteInferenceEngine(InferenceEngine):
         await completions.load_vocabulary()
         heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])
         self.servers.advance(self.servers.servers, self._version)
+        activity.serve_with(lambda: self.servers.num_slots)
 
     def _open(self, secret: str | None) -> Completions:
         """Make the client itself, which has no servers yet (in the loop)."""
@@ -229,7 +230,8 @@ class RemoteInferenceEngine(InferenceEngine):
         executor = self._require_executor()
         if asyncio.get_running_loop() is not executor.loop.loop:
             return await asyncio.wrap_future(executor.loop.submit(self._completions.generate(req)))
-        return await self._completions.generate(req)
+        with activity.doing("servers"):
+            return await self._completions.generate(req)
 
     # Weights and versions
 
@@ -277,7 +279,12 @@ class RemoteInferenceEngine(InferenceEngine):
             batch, self._reserved = self._reserved, None
             self._require_executor().train_reserved()
             return batch
-        return self._share(lambda: self._rollouts().prepare_batch(dataloader, workflow, should_accept))
+
+        @activity.waiting()
+        def collect() -> TensorDict:
+            return self._rollouts().prepare_batch(dataloader, workflow, should_accept)
+
+        return self._share(collect)
 
     def reserve_batch(
         self,
@@ -364,15 +371,20 @@ class RemoteInferenceEngine(InferenceEngine):
             return {}
         (began, num_before), now = self._rate_from, (time.monotonic(), self._completions.num_tokens)
         self._rate_from, membership = now, self._membership
-        metrics = self._executor.metrics() | {
-            "servers/live": float(len(self.servers.healthy)),
-            "servers/joined": float(membership.num_joined if membership else 0),
-            "servers/left": float(membership.num_left if membership else 0),
-            "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),
-            "rollout/generated_tokens": float(self._completions.num_tokens),
-            "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
-            "weights/mismatched_tensors": float(self.receiver.num_mismatched),
-        }
+        waits = {f"wait/{kind}_s": seconds for kind, seconds in activity.take_waits().items()}
+        metrics = (
+            self._executor.metrics()
+            | waits
+            | {
+                "servers/live": float(len(self.servers.healthy)),
+                "servers/joined": float(membership.num_joined if membership else 0),
+                "servers/left": float(membership.num_left if membership else 0),
+                "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),
+                "rollout/generated_tokens": float(self._completions.num_tokens),
+                "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
+                "weights/mismatched_tensors": float(self.receiver.num_mismatched),
+            }
+        )
         return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
 
     def _require_executor(self) -> RolloutExecutor:

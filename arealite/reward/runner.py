@@ -34,6 +34,7 @@ from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
 from arealite.reward.worker import Reply, checked, explained
 from arealite.utils import heartbeat
+from arealite.utils.activity import doing
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.processes import describe_exit, exit_status, kill_tree
 from arealite.utils.source_lines import line_of
@@ -93,10 +94,11 @@ class RewardRunner:
         if self._is_closed:
             raise RuntimeError(f"reward runner of {self.name} must be open: got a call after close(). Make a new one.")
         kind: Any
-        if self.is_async:
-            kind, value = await self._await(call)
-        else:
-            kind, value = await asyncio.wrap_future(self._threads.submit(self._run_in_worker, call))
+        with doing("reward"):
+            if self.is_async:
+                kind, value = await self._await(call)
+            else:
+                kind, value = await asyncio.wrap_future(self._threads.submit(self._run_in_worker, call))
         if kind == "ok":
             return float(value)
         place = ""

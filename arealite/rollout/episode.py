@@ -37,6 +37,7 @@ from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe,
 from arealite.rollout.loop_watch import running
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.trajectory import Columns, check_trajectory
+from arealite.utils import activity
 
 logger = logging.getLogger("arealite.rollout")
 
@@ -236,7 +237,7 @@ async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s:
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             episode.deadline = deadline
-            with running(str(prompt.prompt_id)):
+            with running(str(prompt.prompt_id)), activity.episode():
                 return await prompt.workflow.arun_episode(engine, prompt.row)
     except TimeoutError as error:
         if not deadline.expired():

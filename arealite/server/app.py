@@ -109,6 +109,7 @@ class Server:
                 "dtype": self._engine.dtype,
                 "vocab_size": self._engine.vocab_size,
                 "context_length": self._engine.context,
+                "slots": self._engine.stats().slots,
             }
         )
 

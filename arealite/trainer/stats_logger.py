@@ -17,6 +17,7 @@ from typing import Any, Self
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, masked, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
+from arealite.trainer.bounds import bounds
 from arealite.trainer.records import summarize, undo_from, write_config
 from arealite.trainer.report.report import write_report
 from arealite.trainer.sinks import open_sinks
@@ -79,6 +80,7 @@ class StatsLogger:
         self._evaluated_version = None
         if "perf/processed_tokens" in metrics and metrics["time/step_s"] > 0:
             metrics["perf/tokens_per_s"] = metrics["perf/processed_tokens"] / metrics["time/step_s"]
+        metrics |= bounds(metrics)
         if self._writer is not None:
             self._writer.write(step, metrics)
         return metrics

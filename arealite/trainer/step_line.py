@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from arealite.trainer.bounds import verdict
+
 _UNITS = ((1e3, "k"), (1e6, "M"), (1e9, "G"))
 
 
@@ -52,7 +54,7 @@ COLUMNS = (
 )
 
 
-_FIRST_TO_GO = ("mismatch_kl", "truncated", "processed", "loss", "length", "staleness", "train")
+_FIRST_TO_GO = ("mismatch_kl", "truncated", "processed", "loss", "length", "staleness", "verdict", "train")
 """What a narrow terminal does without; `metrics.jsonl` has it."""
 
 
@@ -98,6 +100,8 @@ class StepLine:
             else:
                 cells.append(text)
             group = column.group
+        if "verdict" not in self._hidden and (told := verdict(metrics)):
+            cells.append(told)
         return " | ".join(cells)
 
     def _cell(self, column: Column, value: float | None) -> str:

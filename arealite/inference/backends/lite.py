@@ -1,6 +1,7 @@
 """Our embedded server `arealite.server`: SGLang's protocol, with fingerprints, deadlines and counts of stale tokens."""
 
 import dataclasses
+from typing import Any
 
 from arealite.inference.backends.base import MismatchError, Sums
 from arealite.inference.backends.kind import ServerKind
@@ -21,7 +22,9 @@ class LiteBackend(SGLangBackend):
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
         info = await self._model_info(server)
         self._takes_seeds.add(server.address)
-        return ServerFacts(str(info["dtype"]), model=info.get("model_path"), vocab_size=info.get("vocab_size"))
+        names = {"model": "model_path", "vocab_size": "vocab_size", "slots": "slots"}
+        told: dict[str, Any] = {name: info.get(key) for name, key in names.items()}
+        return ServerFacts(str(info["dtype"]), **told)
 
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await super().join(server, place | {"timeout_s": timeout_s}, timeout_s)

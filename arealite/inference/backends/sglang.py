@@ -42,7 +42,8 @@ class SGLangBackend(Backend):
                 "Start it with --disable-radix-cache, or set rollout.pause_mode=retract."
             )
         dtype = None if info.get("dtype") in (None, "auto") else str(info["dtype"])
-        return ServerFacts(dtype, num_gpus=int(info.get("tp_size", 1)), model=model)
+        slots = info.get("slots") or info.get("max_running_requests")
+        return ServerFacts(dtype, num_gpus=int(info.get("tp_size", 1)), model=model, slots=slots)
 
     async def _model_info(self, server: ServerConnection, endpoint: str = "/get_model_info") -> Json:
         """Refuse a server of another kind."""

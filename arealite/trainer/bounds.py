@@ -1,0 +1,45 @@
+"""What bounded a step: its seconds by who was waited for, as measured, and the verdict in words.
+
+A wait for a batch is divided by what episodes did meanwhile (`utils/activity.py`); all else is the trainer's own time.
+"""
+
+from collections.abc import Mapping
+
+_FULL = "wait/servers_full_s"
+_OF_WAITS = {"wait/reward_s": "reward", "wait/workflow_s": "workflow"}
+_NAMES = ("trainer", "rollout", "reward", "workflow", "weights")
+
+
+def bounds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of the step that each of the parties took, as `bound/<name>`; they add up to 1."""
+    step_s, rollout_s = metrics.get("time/step_s", 0.0), metrics.get("time/rollout_s")
+    if rollout_s is None or step_s <= 0:
+        return {}
+    parts_s = {name: metrics.get(key, 0.0) for key, name in _OF_WAITS.items()}
+    parts_s["weights"] = metrics.get("time/weights_s", 0.0)
+    parts_s["rollout"] = max(0.0, rollout_s - sum(parts_s[name] for name in _OF_WAITS.values()))
+    parts_s["trainer"] = max(0.0, step_s - sum(parts_s.values()))
+    return {f"bound/{name}": parts_s[name] / step_s for name in _NAMES}
+
+
+def verdict(metrics: Mapping[str, float]) -> str | None:
+    """Return what bounded the step most, such as `trainer-bound 61 %: update`; None of a step without rollouts."""
+    shares = {name: metrics[key] for name in _NAMES if (key := f"bound/{name}") in metrics}
+    if not shares:
+        return None
+    name = max(shares, key=lambda one: shares[one])
+    detail = ""
+    if name == "trainer":
+        detail = f": {_longest_phase(metrics)}"
+    elif name == "rollout" and metrics.get(_FULL, 0.0) > metrics.get("wait/servers_s", 0.0):
+        detail = ": servers full"
+    elif name == "rollout" and metrics.get("wait/servers_s", 0.0) > 0:
+        detail = ": servers"
+    return f"{name}-bound {shares[name]:.0%}".replace("%", " %") + detail
+
+
+def _longest_phase(metrics: Mapping[str, float]) -> str:
+    not_its_own = ("time/step_s", "time/rollout_s", "time/weights_s")
+    own = {key: value for key, value in metrics.items() if key.startswith("time/") and key not in not_its_own}
+    own["other"] = metrics["time/step_s"] - sum(metrics.get(key, 0.0) for key in (*own, *not_its_own[1:]))
+    return max(own, key=lambda key: own[key]).removeprefix("time/").removesuffix("_s")
