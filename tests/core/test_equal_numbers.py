@@ -68,10 +68,10 @@ def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) 
     run = folder / "core" / trial
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert not undocumented({key for row in rows for key in row})
-    of_core = ("time/", "perf/", "core/")
+    of_clocks = ("time/", "perf/", "core/", "wait/", "bound/")
     return {
         "weights": (run / "weights.jsonl").read_text(),
-        "metrics": [{key: row[key] for key in row if not key.startswith(of_core)} for row in rows],
+        "metrics": [{key: row[key] for key in row if not key.startswith(of_clocks)} for row in rows],
         "rollouts": {
             path.name: sorted(map(without_server, stored_rows(path))) for path in sorted((run / "rollouts").iterdir())
         },
