@@ -11,6 +11,8 @@ such as pairs, which stay together.
 
 # B rows, S padded tokens, N packed tokens; L padded and M packed entries of a ragged key
 
+import bisect
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,29 +69,63 @@ class MicroBatch:
 def split_balanced(lengths: Sequence[int], num_groups: int, max_tokens: int | None = None) -> list[list[int]]:
     """Assign indices, longest first, each to the group with the fewest tokens; indices ascend within a group.
 
-    More groups never make the largest one larger, so ranks may agree on a number that fits all. Lengths count as at
-    most `max_tokens`.
+    Where a group would then have more than `max_tokens` and best fit is what fits, groups are those of best fit, and
+    some may be empty. More groups never make the largest one larger, so ranks may agree on a number that fits all.
+    Lengths count as at most `max_tokens`.
     """
     sizes = [length if max_tokens is None else min(length, max_tokens) for length in lengths]
-    loads = [0] * num_groups
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        smallest = min(range(num_groups), key=lambda g: (loads[g], g))
-        loads[smallest] += sizes[index]
-        groups[smallest].append(index)
+    groups, largest = _split_evenly(sizes, num_groups)
+    if max_tokens is not None and largest > max_tokens and len(fitted := _best_fit(sizes, max_tokens)) <= num_groups:
+        groups = fitted + [[] for _ in range(num_groups - len(fitted))]
     return [sorted(group) for group in groups]
 
 
 def count_micro_batches(lengths: Sequence[int], min_groups: int = 1, max_tokens: int | None = None) -> int:
-    """Return the smallest number of groups of at most `max_tokens` tokens, at least `min_groups` if there are rows."""
+    """Return a number of groups that `split_balanced` keeps within `max_tokens`, at least `min_groups` if there are
+    rows; the smallest of what even groups and best fit need."""
     num_groups = min(min_groups, len(lengths))
     if max_tokens is None:
         return num_groups
     sizes = [min(length, max_tokens) for length in lengths]
-    num_groups = max(num_groups, -(-sum(sizes) // max_tokens))
-    while any(sum(sizes[i] for i in group) > max_tokens for group in split_balanced(sizes, num_groups)):
-        num_groups += 1
-    return num_groups
+    num_large = sum(2 * size > max_tokens for size in sizes)  # no two of them fit together
+    too_few = max(num_groups, num_large, -(-sum(sizes) // max_tokens)) - 1
+    enough = max(too_few + 1, len(_best_fit(sizes, max_tokens)))
+    while enough - too_few > 1:  # more groups never make the largest one larger
+        num_groups = (too_few + enough) // 2
+        if _split_evenly(sizes, num_groups)[1] <= max_tokens:
+            enough = num_groups
+        else:
+            too_few = num_groups
+    return enough
+
+
+def _longest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+
+
+def _split_evenly(sizes: Sequence[int], num_groups: int) -> tuple[list[list[int]], int]:
+    """Assign indices, longest first, each to the group with the smallest load; return the largest load too."""
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    loads = [(0, group) for group in range(num_groups)]  # a heap
+    for index in _longest_first(sizes):
+        load, group = loads[0]
+        groups[group].append(index)
+        heapq.heapreplace(loads, (load + sizes[index], group))
+    return groups, max(loads, default=(0, 0))[0]
+
+
+def _best_fit(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Assign indices, longest first, each to the fullest group that has room, else to a new one."""
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # ascending, with the group
+    for index in _longest_first(sizes):
+        place = bisect.bisect_left(rooms, (sizes[index], -1))
+        room, group = rooms.pop(place) if place < len(rooms) else (max_tokens, len(groups))
+        if group == len(groups):
+            groups.append([])
+        groups[group].append(index)
+        bisect.insort(rooms, (room - sizes[index], group))
+    return groups
 
 
 def split_rows(
