@@ -198,7 +198,9 @@ class Workers:
         self._num_batches += 1
         if "group_index" in batch:
             numbered = batch.clone(recurse=False).set(_ROW, torch.arange(len(batch)))
-            order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts)]
+            rollout = self._config.rollout
+            num_minibatches = 1 if rollout is None else rollout.num_minibatches
+            order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts, num_minibatches)]
         else:
             order = split_rows(batch["attention_mask"], self.num_parts)
         parts = [batch[rows] for rows in order] if len(order) > 1 else [batch]

@@ -3,6 +3,7 @@ ranks other than 0 it is a receiver: batches come through collectives, everythin
 joins while the trainer waits for a batch gets the current weights then, otherwise at the next weight update."""
 
 import asyncio
+import functools
 import logging
 import os
 import shlex
@@ -304,7 +305,8 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def _share(self, collect: Callable[[], TensorDict]) -> Any:
         """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""
-        return self._exchange.share(lambda: self._hand_out(collect()), split_batch, self.catch_up)
+        split = functools.partial(split_batch, num_minibatches=self.config.num_minibatches)
+        return self._exchange.share(lambda: self._hand_out(collect()), split, self.catch_up)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return what `evaluation_metrics` makes of them."""

@@ -213,12 +213,25 @@ def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:
     return batch
 
 
-def split_batch(batch: TensorDict, num_shares: int) -> list[TensorDict]:
-    """Split a batch into shares of about equal tokens, keeping groups whole and in order; a share may be empty."""
+def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) -> list[TensorDict]:
+    """Split a batch into shares, keeping groups whole and in order; a share may be empty.
+
+    Shares have about equal tokens of each minibatch, as ranks wait for each other in every optimizer step; a group is
+    in minibatch `group_index % num_minibatches`, as an actor says.
+    """
     if num_shares == 1:
         return [batch]
     group_index: torch.Tensor = batch["group_index"]
-    tokens = torch.zeros(int(group_index.max()) + 1, dtype=torch.int64)
-    tokens.index_add_(0, group_index, batch["attention_mask"].sum(1))
-    shares = split_balanced(tokens.tolist(), num_shares)
+    tokens_G = torch.zeros(int(group_index.max()) + 1, dtype=torch.int64)
+    tokens_G.index_add_(0, group_index, batch["attention_mask"].sum(1))
+    tokens, num_minibatches = tokens_G.tolist(), min(num_minibatches, len(tokens_G))
+    loads = [0] * num_shares
+    shares: list[list[int]] = [[] for _ in loads]
+    for first in range(num_minibatches):
+        members = range(first, len(tokens), num_minibatches)
+        parts = [[members[i] for i in part] for part in split_balanced([tokens[g] for g in members], num_shares)]
+        parts.sort(key=lambda groups: -sum(tokens[g] for g in groups))  # the most to whom has the fewest so far
+        for share, groups in zip(sorted(range(num_shares), key=lambda share: loads[share]), parts):
+            loads[share] += sum(tokens[g] for g in groups)
+            shares[share] += groups
     return [batch[torch.isin(group_index, torch.tensor(groups, dtype=torch.int64))] for groups in shares]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,9 +53,39 @@ def test_shares_have_about_equal_tokens(sizes: list[int], shares: int) -> None:
 
 def test_a_split_by_hand() -> None:
     batch = assemble_batch([group(index, 1, size) for index, size in enumerate([5, 2, 4, 4])])
-    # 5 | 4, then 4 | 4 + 4 > 5, so 2 goes to the first
-    assert [part["group_index"].tolist() for part in split_batch(batch, 2)] == [[0, 1], [2, 3]]
+    # 5 | 4, then 4 | 4 + 4 > 5, so 2 goes beside the 5; the first share is the one with the most
+    assert [part["group_index"].tolist() for part in split_batch(batch, 2)] == [[2, 3], [0, 1]]
     assert [part["group_index"].tolist() for part in split_batch(batch[:2], 3)] == [[0], [1], []]
+
+
+def test_every_minibatch_is_dealt_over_the_shares_by_hand() -> None:
+    batch = assemble_batch([group(index, 1, size) for index, size in enumerate([9, 9, 2, 3, 7, 6])])
+    # minibatch 0 has groups of 9, 2 and 7 tokens: 9 | 7 + 2; minibatch 1 of 9, 3 and 6: 9 | 6 + 3
+    shares = [part["group_index"].tolist() for part in split_batch(batch, 2, 2)]
+    assert shares == [[0, 1], [2, 3, 4, 5]]
+    batch = assemble_batch([group(index, 1, size) for index, size in enumerate([9, 8, 2, 3])])
+    shares = [part["group_index"].tolist() for part in split_batch(batch, 2, 2)]
+    assert shares == [[0, 3], [1, 2]], "9 | 2, then the 8 to the second, which has fewer"
+
+
+def lognormal_lengths(seed: int, num_groups: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return (7 * torch.randn(num_groups, generator=generator).mul(0.3).exp()).mul(8).int().add(2).tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_hardly_wait_for_each_other_in_a_minibatch(seed: int) -> None:
+    """The share of useful time: tokens over ranks times those of the rank with the most, minibatch by minibatch."""
+    lengths = lognormal_lengths(seed, 64)
+    batch = assemble_batch([group(index, 1, length) for index, length in enumerate(lengths)])
+
+    def useful(num_minibatches: int) -> float:
+        parts, waited = split_batch(batch, 2, num_minibatches), 0
+        for index in range(4):
+            waited += max(int(part["attention_mask"][part["group_index"] % 4 == index].sum()) for part in parts)
+        return sum(lengths) / (2 * waited)
+
+    assert useful(4) > 0.97 > useful(1)
 
 
 def test_sampling_seeds_differ_by_what_names_a_completion() -> None:

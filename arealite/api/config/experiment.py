@@ -230,6 +230,7 @@ class GRPOConfig(BaseExperimentConfig):
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.DEFAULTS_FROM,
         **_named("actor", seed="seed", max_new_tokens="gconfig.max_new_tokens", **_SAMPLING),
+        "rollout.num_minibatches": "actor.ppo_n_minibatches",
         **_named("ref", seed="seed", **_SAMPLING),
         **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
         **_named("teacher", seed="seed", **_SAMPLING),

@@ -91,6 +91,8 @@ class InferenceEngineConfig(FolderBlock):
     """Registered servers to wait for before the first episode; filled in from `allocation_mode`. More may join."""
     consumer_batch_size: PositiveInt = 1
     """Episodes (prompts) per training step over all ranks; filled in from `train_dataset.batch_size`."""
+    num_minibatches: PositiveInt = 1
+    """Minibatches in each of which every rank gets about equal tokens; filled in from `actor.ppo_n_minibatches`."""
     max_concurrent_rollouts: PositiveInt | None = None
     """Maximum number of episodes running at once over all ranks; lower while servers are missing. None is
     `consumer_batch_size`, scaled up when more than `num_servers` servers have joined."""
