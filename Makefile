@@ -56,7 +56,7 @@ test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed
 
 test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (6 minutes)
 	sh tests/reward/install_bubblewrap.sh
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/examples $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/trainer/test_bounds.py tests/examples $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers

@@ -75,7 +75,8 @@ def test_the_command_is_the_launchers(run: RunningRun, capsys: pytest.CaptureFix
         and f"--backend lite --name {platform.node()}-{os.getpid()} --host {LOOPBACK} --setup-timeout 600" in ours
     )
     assert (
-        "-m arealite.server " in servers and f"--threads 2 --slots 8 --context 128 --model-path {run.model}" in servers
+        "-m arealite.server " in servers
+        and f"--threads 2 --slots 8 --context 128 --device cpu --model-path {run.model}" in servers
     )
     assert run.secret not in shown, "a command line is seen by everybody"
     assert main(["serve", "--dry-run", "--config", str(run.config), "--port", "8000", "--host", "10.1.1.1"]) == 0

@@ -70,6 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_models.save_qwen3(tmp_path_factory.mktemp("model"), seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "num_slots", "update_s", "told"),
     [

@@ -101,6 +101,7 @@ def test_lite_servers(load):
         "--threads": "2",
         "--slots": "64",
         "--context": "2048",
+        "--device": "cpu",
         "--dtype": "float32",
         "--deterministic": "",
         "--weight-version": "0",
