@@ -94,7 +94,7 @@ class RolloutStore:
         batch = self._num_batches[path]
         self._num_batches[path] += 1
         with writing(path, pa.ArrowException):
-            write_batch(path / f"{batch}.parquet", [self._table(one, step) for one in episodes], step)
+            write_batch(path / f"{batch}.parquet", _promoted([self._table(one, step) for one in episodes]), step)
 
     def _table(self, one: Episode, step: int | None) -> pa.Table:
         share = 1.0 if step is None else self._stored_share
@@ -114,6 +114,7 @@ class RolloutStore:
 
 def table_of(one: Episode, trajectory: TensorDict, tokenizer: Any, stored_share: float) -> pa.Table:
     """Return the rows of an episode without what is known when they are written; `read_batches` inverts it."""
+    trajectory = trajectory.detach().cpu()
     num_rows, prompt_id = trajectory.batch_size[0], str(one.prompt_id)
     columns = {
         "prompt_id": [prompt_id] * num_rows,
@@ -133,6 +134,35 @@ def table_of(one: Episode, trajectory: TensorDict, tokenizer: Any, stored_share:
             columns["more"] = pa.StructArray.from_arrays([rows[key] for key in more], more)
     dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
     return pa.table(columns, metadata={_DTYPES: json.dumps(dtypes)})
+
+
+def _promoted(tables: list[pa.Table]) -> list[pa.Table]:
+    """Return the tables of a batch with the dtypes that its tensors have together, as a score may be 1 here and 0.5
+    there."""
+    each = [json.loads(table.schema.metadata[_DTYPES]) for table in tables]
+    if all(one == each[0] for one in each):
+        return tables
+    common: dict[str, torch.dtype] = {}
+    for key, name in itertools.chain.from_iterable(one.items() for one in each):
+        common[key] = torch.promote_types(common.get(key, getattr(torch, name)), getattr(torch, name))
+
+    def typed(field: pa.Field) -> pa.Field:
+        if field.name == "more":
+            return field.with_type(pa.struct([typed(one) for one in field.type]))
+        dtype = common.get({"reward": "rewards"}.get(field.name, field.name))
+        return field if dtype is None else field.with_type(_with_leaf(field.type, dtype))
+
+    dtypes = {key: str(dtype).removeprefix("torch.") for key, dtype in common.items()}
+    metadata = {_DTYPES: json.dumps(dtypes)}
+    return [table.cast(pa.schema(map(typed, table.schema), metadata=metadata), safe=False) for table in tables]
+
+
+def _with_leaf(type_: pa.DataType, dtype: torch.dtype) -> pa.DataType:
+    """Return a type whose numbers have a dtype, or float32 for a half."""
+    if pa.types.is_list(type_):
+        return pa.list_(type_.value_field.with_type(_with_leaf(type_.value_type, dtype)))
+    is_half = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    return pa.from_numpy_dtype(torch.empty(0, dtype=torch.float32 if is_half else dtype).numpy().dtype)
 
 
 class Replay:
