@@ -146,9 +146,9 @@ class ServerPool:
 
     @property
     def num_slots(self) -> int | None:
-        """How many requests the healthy servers run at once; None if one of them does not tell."""
+        """How many requests the healthy servers run at once; None without one, or if one of them does not tell."""
         slots = [server.facts.slots for server in self.healthy]
-        return None if None in slots else sum(number or 0 for number in slots)
+        return None if not slots or None in slots else sum(number or 0 for number in slots)
 
     @property
     def servers(self) -> list[Server]:

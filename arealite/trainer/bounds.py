@@ -16,10 +16,13 @@ def bounds(metrics: Mapping[str, float]) -> dict[str, float]:
     if rollout_s is None or step_s <= 0:
         return {}
     parts_s = {name: metrics.get(key, 0.0) for key, name in _OF_WAITS.items()}
+    if (waited_s := sum(parts_s.values())) > rollout_s:  # waits of the step before, if metrics were taken in between
+        parts_s = {name: seconds * rollout_s / waited_s for name, seconds in parts_s.items()}
+    parts_s["rollout"] = max(0.0, rollout_s - waited_s)
     parts_s["weights"] = metrics.get("time/weights_s", 0.0)
-    parts_s["rollout"] = max(0.0, rollout_s - sum(parts_s[name] for name in _OF_WAITS.values()))
     parts_s["trainer"] = max(0.0, step_s - sum(parts_s.values()))
-    return {f"bound/{name}": parts_s[name] / step_s for name in _NAMES}
+    whole_s = sum(parts_s.values())  # more than the step where parts of it overlap
+    return {f"bound/{name}": parts_s[name] / whole_s for name in _NAMES}
 
 
 def verdict(metrics: Mapping[str, float]) -> str | None:

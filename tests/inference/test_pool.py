@@ -99,6 +99,17 @@ class JumpingSelector(selectors.SelectSelector):
         return super().select(0)
 
 
+def test_slots_are_known_only_while_servers_tell_them() -> None:
+    pool = pool_of([])
+    assert pool.num_slots is None  # and not 0, which any number of requests would fill
+    pool.add("a:1", ServerFacts(slots=3))
+    pool.advance(pool.servers, 0)
+    assert pool.num_slots == 3
+    pool.add("b:2", ServerFacts())
+    pool.advance(pool.servers, 0)
+    assert pool.num_slots is None
+
+
 def simulate(coroutine: Coroutine[Any, Any, None]) -> None:
     selector = JumpingSelector()
     loop = asyncio.SelectorEventLoop(selector)

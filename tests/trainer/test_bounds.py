@@ -41,6 +41,8 @@ ROW = {"time/step_s": 10.0, "time/rollout_s": 2.0, "time/logprobs_s": 1.0, "time
         ({"time/rollout_s": 8.0, "wait/servers_s": 2.0, "wait/reward_s": 6.0}, "reward-bound 60 %"),
         ({"time/rollout_s": 8.0, "wait/workflow_s": 8.0}, "workflow-bound 80 %"),
         ({"time/weights_s": 6.0, "time/update_s": 0.5}, "weights-bound 60 %"),
+        ({"time/rollout_s": 6.0, "wait/reward_s": 40.0, "wait/workflow_s": 20.0}, "reward-bound 40 %"),
+        ({"time/rollout_s": 15.0, "time/weights_s": 5.0}, "rollout-bound 75 %"),
     ],
 )
 def test_the_party_with_most_of_the_step_bounds_it(changes: dict[str, float], told: str) -> None:
