@@ -126,12 +126,13 @@ def table_of(one: Episode, trajectory: TensorDict, tokenizer: Any, stored_share:
         "server": [",".join(sorted(one.servers))] * num_rows,
     }
     tensors = dict(sorted(trajectory.exclude(_NOT_STORED).items()))
-    if zlib.crc32(prompt_id.encode()) < stored_share * 2**32:
-        rows = {key: _array(tensors[key], real_entries(trajectory, key)) for key in tensors.keys() - {"attention_mask"}}
-        columns["segments"] = pa.array(_segments(tokenizer, rows), _SEGMENTS)
-        columns |= {key: rows[key] for key in PER_TOKEN}
-        if more := sorted(rows.keys() - {*PER_TOKEN, "rewards"}):
-            columns["more"] = pa.StructArray.from_arrays([rows[key] for key in more], more)
+    is_whole = zlib.crc32(prompt_id.encode()) < stored_share * 2**32
+    kept = trajectory if is_whole else trajectory[:0]  # for the types: other tools want the same columns in every file
+    rows = {key: _array(kept[key], real_entries(kept, key)) for key in tensors.keys() - {"attention_mask"}}
+    stored = {"segments": pa.array(_segments(tokenizer, rows), _SEGMENTS)} | {key: rows[key] for key in PER_TOKEN}
+    if more := sorted(rows.keys() - {*PER_TOKEN, "rewards"}):
+        stored["more"] = pa.StructArray.from_arrays([rows[key] for key in more], more)
+    columns |= stored if is_whole else {name: pa.nulls(num_rows, array.type) for name, array in stored.items()}
     dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
     return pa.table(columns, metadata={_DTYPES: json.dumps(dtypes)})
 

@@ -174,16 +174,20 @@ def test_a_share_of_the_episodes_is_stored_whole_and_of_all_prompts_and_rewards(
         read_batches(tmp_path / "step_0")
 
 
-def test_others_read_the_files_with_a_line(tmp_path: Path) -> None:
-    """As docs/metrics.md shows."""
-    store = RolloutStore(tmp_path)
-    for step in range(2):
-        episode = finished(step, trajectory_of(torch.Generator().manual_seed(step), 3, extra=False))
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0)])
+def test_others_read_the_files_with_a_line(tmp_path: Path, shares: tuple[float, ...]) -> None:
+    """As docs/metrics.md shows, also if nothing of a step is stored whole."""
+    for step, share in enumerate(shares):
+        episode = finished(step, trajectory_of(torch.Generator().manual_seed(step), 3, extra=True))
+        store = RolloutStore(tmp_path, share)
         store.append(f"step_{step}", [episode], step)
-    store.close()
+        store.close()
     rewards = [row["reward"] for step in range(2) for row in stored_rows(tmp_path / f"step_{step}")]
     assert pd.concat(map(pd.read_parquet, sorted(tmp_path.glob("step_*"))))["reward"].tolist() == rewards
     paths = sorted(map(str, tmp_path.glob("step_*/*")))
-    assert pyarrow.dataset.dataset(paths).to_table()["reward"].to_pylist() == rewards
+    table = pyarrow.dataset.dataset(paths).to_table()
+    assert table["reward"].to_pylist() == rewards
+    for name in ("segments", "input_ids", "loss_mask", "logprobs", "versions", "more"):
+        assert table[name].null_count == sum(3 for share in shares if not share or name == "segments"), name
     files = {"data_files": f"{tmp_path}/step_*/*.parquet", "cache_dir": str(tmp_path / "cache")}
     assert list(datasets.load_dataset("parquet", split="train", **files)["reward"]) == rewards
