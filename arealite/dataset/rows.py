@@ -6,6 +6,7 @@ A source has a length, `read(start, stop)`, and `content`, which changes when an
 
 import hashlib
 import json
+import marshal
 import os
 import weakref
 from array import array
@@ -111,7 +112,8 @@ class ListRows:
         try:
             for row in self._rows:
                 digest.update(orjson.dumps(row, option=_JSON) + b"\n")
-        except TypeError:  # not all is plain data
+                digest.update(marshal.dumps(row, 2))  # JSON has one text for lists and tuples, and for None and NaN
+        except (TypeError, ValueError):  # not all is plain data
             return None
         return digest.hexdigest()
 

@@ -97,3 +97,9 @@ def test_content_names_rows_and_their_choice(tmp_path: Path) -> None:
     assert len({one.content for one in [view, *others]}) == 6
     assert view.content == Rows(ListRows([dict(row) for row in rows])).content
     assert Rows(ListRows([{"a": object()}])).content is None, "such a row may change unseen"
+
+
+def test_content_tells_values_apart_that_are_the_same_json() -> None:
+    values = [[1], (1,), None, float("nan"), float("inf"), {1: 2}, {"1": 2}]
+    contents = {Rows(ListRows([{"a": value}])).content for value in values}
+    assert len(contents) == len(values) and None not in contents
