@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
+from arealite.dataset.mixture import Mixture
 from arealite.dataset.rows import Checksum
 from arealite.utils.data_order import length_of_epoch, order_of_epoch
 from arealite.utils.images import decode_image, process_images
@@ -83,10 +84,10 @@ class PromptLoader:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Move to a saved cursor; everything that decides the order must be as it was saved, and the rows should be."""
-        for key, ours in self._identity.items():
-            if state[key] != ours:
+        for key, ours in {"mixture": None, **self._identity}.items():
+            if (saved := state.get(key)) != ours:
                 raise ConfigError(
-                    f"{key} must be {state[key]}, as when the cursor was saved: got {ours}. "
+                    f"{key} must be {saved}, as when the cursor was saved: got {ours}. "
                     "Resume with the configuration and the data of the original run."
                 )
         if (saved := state.get("dataset_checksum", self._checksum)) != self._checksum:
@@ -106,6 +107,7 @@ class PromptLoader:
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            **({"mixture": self.dataset.layout} if isinstance(self.dataset, Mixture) else {}),
         }
 
     @functools.cached_property

@@ -24,6 +24,8 @@ class Mixture(Sequence[Row]):
     """
 
     checksum: int
+    layout: int
+    """Tells apart mixtures in which another row stands at an index."""
 
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> None:
         self._parts, self._seed = parts, seed
@@ -35,6 +37,7 @@ class Mixture(Sequence[Row]):
                 f"every source of a mixture must give rows to an epoch of {sum(sizes)}: got none of source {idle[0]} "
                 f"with the weights {weights}. Raise its weight, or leave it out."
             )
+        self.layout = int(digest_of(repr((sizes, self._starts)).encode())[:12], 16)
         told = [(part.checksum, start) for part, start in zip(parts, self._starts, strict=False)]
         self.checksum = int(digest_of(repr(told).encode())[:12], 16)
 

@@ -74,6 +74,17 @@ def test_a_prompt_is_fetched_as_it_was_yielded_also_after_a_resume() -> None:
     assert resumed.fetch(PromptId(7, 34)) == loader().fetch(PromptId(7, 34))
 
 
+@pytest.mark.parametrize(("saved", "ours"), [([1, 1], [1, 2]), (None, [1, 1]), ([1, 1], None)])
+def test_a_resume_with_other_weights_is_refused(saved: list[float] | None, ours: list[float] | None) -> None:
+    def loader(weights: list[float] | None) -> PromptLoader:
+        return PromptLoader(Mixture(parts(5, 30), weights, seed=2), 4, seed=2)
+
+    with pytest.raises(ConfigError, match=r"mixture must be .* Resume with the configuration"):
+        loader(ours).load_state_dict(loader(saved).state_dict())
+    with pytest.raises(ConfigError, match=r"mixture must be \d+, .*: got None"):
+        PromptLoader([{"row": row} for row in range(35)], 4, seed=2).load_state_dict(loader(saved).state_dict())
+
+
 def test_weights_and_sources_change_the_checksum() -> None:
     made = [Mixture(one, weights, 1) for one in (parts(4, 6), parts(6, 4)) for weights in (None, [1, 3], [2, 1])]
     assert len({mixture.checksum for mixture in made}) == 6
