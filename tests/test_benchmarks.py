@@ -52,10 +52,14 @@ def test_agents_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generation_is_measured(tmp_path: Path) -> None:
-    found = measured(tmp_path / "found.jsonl", "generation.py", "--rounds", "1")
-    assert [(one["case"], one["group"]) for one in found] == [("uniform", 1), ("uniform", 8), ("lengths", 1)]
-    assert all(one["engine_tok_per_cpu_s"] > 0 < one["generate_tok_per_cpu_s"] for one in found)
+def test_the_embedded_engine_is_measured(tmp_path: Path) -> None:
+    sizes = ["--rounds", "1", "--threads", "1", "--side", "generate", "--case", "equal", "--case", "turns"]
+    equal, turns = measured(tmp_path / "found.jsonl", "engine.py", *sizes)
+    assert [(one["case"], one["tokens"]) for one in (equal, turns)] == [("equal", 64 * 64), ("turns", 32 * 4 * 32)]
+    for found in (equal, turns):
+        for unit in ("s", "cpu_s"):
+            rates = [found[f"{side}_tok_per_{unit}"] for side in ("lite", "generate")]
+            assert found[f"ratio_generate_{unit}"] == pytest.approx(rates[0] / rates[1], rel=0.01)
 
 
 @pytest.mark.slow
