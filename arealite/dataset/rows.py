@@ -6,12 +6,12 @@ A source has a length, `read(start, stop)`, and `content`, which changes when an
 
 import hashlib
 import json
-import marshal
 import os
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from marshal import dumps as marshalled
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -112,7 +112,7 @@ class ListRows:
         try:
             for row in self._rows:
                 digest.update(orjson.dumps(row, option=_JSON) + b"\n")
-                digest.update(marshal.dumps(row, 2))  # JSON has one text for lists and tuples, and for None and NaN
+                digest.update(marshalled(row, 2))  # JSON has one text for lists and tuples, and for None and NaN
         except (TypeError, ValueError):  # not all is plain data
             return None
         return digest.hexdigest()
