@@ -5,6 +5,7 @@ Both hold all that later updates depend on: shards, schedule, version, and the r
 
 import json
 import random
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map, tree_map_only
 
 from arealite.api.errors import CheckpointError
@@ -92,7 +94,7 @@ class CheckpointedEngine(Stateful):
 
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's part of the state, for `restore`; it can be pickled, with bytes in place of tensors."""
-        state = tree_map_only(torch.Tensor, lambda shard: _bytes(_copy(shard)).numpy(), self.state_dict())
+        state = tree_map_only(torch.Tensor, lambda shard: _bytes(_local(_copy(shard))), self.state_dict())
         counts = {"num_changes": self.num_changes, "has_trained": self._has_trained}
         return {"rank": _rank(), "state": state, "rng": rng_state(), **counts}
 
@@ -112,14 +114,26 @@ def _rank() -> str:
     return f"{dist.get_rank()} of {dist.get_world_size()}"
 
 
+@torch.no_grad()
 def _copy(shard: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, which the next update changes, to memory."""
-    return shard.detach().to("cpu", copy=True)
+    copied = shard.detach().to("cpu", copy=True)
+    local: Any = _local(copied)
+    for name in _parts(local):  # 8-bit moments copy only to another device
+        setattr(local, name, getattr(local, name).clone())
+    return copied
 
 
-def _bytes(shard: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of this rank's part of a tensor, of any dtype, which NumPy may lack."""
-    return _local(shard).reshape(-1).view(torch.uint8)
+def _bytes(local: torch.Tensor) -> Any:
+    """Return the bytes of a tensor, of any dtype, which NumPy may lack, or of its parts by name."""
+    if names := _parts(local):
+        return {name: _bytes(getattr(local, name)) for name in names}
+    return local.reshape(-1).view(torch.uint8).numpy()
+
+
+def _parts(local: Any) -> Sequence[str]:
+    """Return the names of the tensors that a tensor consists of: torchao's 8-bit moments; none of a plain one."""
+    return local.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(local) else ()
 
 
 def _local(shard: torch.Tensor) -> torch.Tensor:
@@ -132,7 +146,11 @@ def _overwritten(ours: Any, kept: Any) -> Any:
     if not isinstance(ours, torch.Tensor):
         return kept
     shard = _local(ours)
-    shard.copy_(torch.from_numpy(kept.copy()).view(shard.dtype).view(shard.shape))
+    if names := _parts(shard):
+        for name in names:
+            _overwritten(getattr(shard, name), kept[name])
+    else:
+        shard.copy_(torch.from_numpy(kept.copy()).view(shard.dtype).view(shard.shape))
     return ours
 
 

@@ -21,10 +21,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
@@ -32,10 +29,10 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.script import refuse_import
-from arealite.engine import fsdp_weights, hf_model, lora, output_layer
+from arealite.engine import fsdp_weights, hf_model, lora, output_layer, sharding
 from arealite.engine.checkpointing import CheckpointedEngine
-from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
-from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.engine.optimizer import LRSchedule, adamw_8bit, make_adamw, optimizer_state
+from arealite.engine.packed_attention import pick_attention, sequence_bounds
 from arealite.engine.vision import vision_inputs
 from arealite.utils import distributed, heartbeat
 from arealite.utils.images import sees_images
@@ -68,6 +65,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
                 "dtype of a trained model must be bfloat16 or float32: got float16, whose gradients underflow. "
                 "Set dtype: bfloat16."
             )
+        if config.optimizer is not None and config.optimizer.type == "adam_8bit":
+            adamw_8bit()  # must be there before models are loaded
         self.config = config
         self.has_value_head = has_value_head
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -108,21 +107,19 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             self.model, self._outputs, self._attention = policy.model, policy._outputs, policy._attention
             self._running = functools.partial(lora.without_adapters, policy.model)
             return
-        self._attention = hf_model.pick_attention(self.config.attn_impl, self.device, self.dtype)
+        self._attention, why = pick_attention(self.config.attn_impl, self.device, self.dtype)
+        if dist.get_rank() == 0:
+            logger.info("attention of %s: %s, %s", self.config.path, self._attention, why)
         has_value_head = self.has_value_head
         self.model = hf_model.build_meta_model(self.config.path, self._attention, has_value_head=has_value_head)
         if self.config.lora is not None:
             lora.add_adapters(self.model, self.config)
         if self.config.disable_dropout:
-            _disable_dropout(self.model)
+            sharding.disable_dropout(self.model)
         outputs_of = output_layer.values_of if has_value_head else output_layer.logits_of
         self._outputs = outputs_of(self.model)
         output_layer.return_hidden_states(self.model)
-        layers = _layers_to_wrap(self.model, self.config)
-        if self.config.gradient_checkpointing:
-            for layer in layers:
-                layer.forward = functools.partial(_recomputed, layer, layer.forward)
-        self._shard(layers)
+        sharding.shard(self.model, self.config, self.device)
         self.model.to_empty(device="cpu" if self.config.fsdp.offload_params else self.device)
         self._copy_whole_model(self.config.path, self.config.init_from_scratch)
         if self.config.optimizer is not None:
@@ -130,17 +127,6 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             total_steps = None if ft_spec is None else ft_spec.total_train_steps
             self.lr_schedule = LRSchedule(self.optimizer, self.config.optimizer, total_steps)
             self._join_state_group()
-
-    def _shard(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Shard every transformer layer by itself and what remains together."""
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        reduce_dtype = getattr(torch, self.config.grad_reduce_dtype)
-        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce_dtype)
-        offload = OffloadPolicy()
-        if self.config.fsdp.offload_params:
-            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        for module in (*layers, self.model):
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
         """Read a model, or an adapter of that of the config, on rank 0 and distribute it (collective)."""
@@ -225,6 +211,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
             is_last = index == len(micro_batches) - 1
             self.model.set_requires_gradient_sync(is_last or not self.config.fsdp.reduce_once)
+            self.model.set_requires_all_reduce(is_last)  # copies of the model (HSDP) add up their shards once
             loss = self._weighted_loss(micro_batch, weight, loss_fn)
             # FSDP averages gradients over ranks.
             (loss * (dist.get_world_size() / max(total_weight, 1e-12))).backward()
@@ -311,12 +298,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             inputs = dict.fromkeys(inputs, torch.zeros(1, dtype=torch.long, device=self.device))
             lengths = [1]
         inputs |= {"input_ids": inputs["input_ids"][None], "position_ids": inputs["position_ids"].unsqueeze(-2)}
-        bounds: dict[str, Any] = {}  # of sequences; other attentions of transformers infer them from `position_ids`
-        if self._attention == PACKED_SDPA:
-            bounds = {"segment_lengths": lengths}
-        elif self._attention.startswith("flash_attention"):
-            ends, longest = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32), max(lengths)
-            bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        bounds = sequence_bounds(self._attention, lengths, self.device)
         with self._running():
             hidden = self.model(**inputs, use_cache=False, **bounds)
         heartbeat.tick()
@@ -409,33 +391,3 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             raise
         if not meta.uploaded.done():
             meta.uploaded.set_result(None)
-
-
-def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[torch.nn.Module]:
-    """Return the modules to shard one by one: those of the configured classes, else of those the model declares."""
-    policy = config.fsdp.wrap_policy
-    names = set(model._no_split_modules or ())
-    if policy is not None and policy.transformer_layer_cls_to_wrap is not None:
-        names = set(policy.transformer_layer_cls_to_wrap)
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ValueError(
-            f"fsdp.wrap_policy must name layer classes of {type(model).__name__}: got {sorted(names)}. "
-            "Set fsdp.wrap_policy.transformer_layer_cls_to_wrap to the class of its transformer layer."
-        )
-    return layers
-
-
-def _recomputed(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer; in training keep only its input and recompute its activations in the backward pass."""
-    if layer.training and torch.is_grad_enabled():
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return forward(*args, **kwargs)
-
-
-def _disable_dropout(model: PreTrainedModel) -> None:
-    """Set every dropout to 0, also those that a module passes to a function."""
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):
-                setattr(module, name, 0.0)

@@ -133,8 +133,11 @@ def fingerprint_shards(model: PreTrainedModel, *, only_frozen: bool = False) -> 
             continue
         assert isinstance(parameter, DTensor), f"{name} must be sharded"
         mesh, num_rows = parameter.device_mesh, parameter.shape[0]
-        first_row = min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)  # FSDP splits like torch.chunk
-        values[name] = fingerprint(parameter.to_local(), first_row * math.prod(parameter.shape[1:]))
+        *copy, rank = mesh.get_coordinate() or ()  # with HSDP, of which copy of the model
+        first_row = min(rank * -(-num_rows // mesh.size(-1)), num_rows)  # FSDP splits like torch.chunk
+        is_counted = not any(copy)
+        local = parameter.to_local()
+        values[name] = fingerprint(local, first_row * math.prod(parameter.shape[1:])) if is_counted else 0
     summands = torch.tensor([value - (value >> 63 << 64) for value in values.values()])  # int64 wraps as mod 2^64 does
     totals = all_reduce(summands).tolist()
     return model_fingerprint(dict(zip(values, totals, strict=True)))

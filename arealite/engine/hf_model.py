@@ -24,24 +24,14 @@ from transformers import (
 )
 from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from arealite.engine.lora import ADAPTER, HEAD, base_parameters, is_adapter
-from arealite.engine.packed_attention import PACKED_SDPA, check_packable
+from arealite.engine.packed_attention import check_packable
 from arealite.engine.vision import attention_of_parts
 from arealite.utils.files import writing
 from arealite.utils.hf import as_in_checkpoint, auto_class, load_model, sdpa_required
 from arealite.utils.images import sees_images
-
-
-def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the configured attention, else FlashAttention 2 where it runs, else packed SDPA."""
-    if attn_impl is not None:
-        return attn_impl
-    if device.type == "cuda" and dtype != torch.float32 and is_flash_attn_2_available():
-        return "flash_attention_2"
-    return PACKED_SDPA
 
 
 def build_meta_model(path: str, attention: str, *, has_value_head: bool = False) -> PreTrainedModel:

@@ -6,33 +6,91 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.adamw import adamw
 
 from arealite.api.cli_args import OptimizerConfig
+from arealite.api.errors import ConfigError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+class AdamWBF16(torch.optim.AdamW):
+    """AdamW whose moments rest in bfloat16; a step is that of AdamW in float32, one parameter after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for group in self.param_groups:
+            names, (beta1, beta2) = ("lr", "weight_decay", "eps", "maximize"), group["betas"]
+            options: Any = {name: group[name] for name in names} | {"beta1": beta1, "beta2": beta2}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = _started(self, parameter)
+                first, second = (state[name].float() for name in MOMENTS)
+                options |= {"state_steps": [state["step"]], "max_exp_avg_sqs": []}
+                adamw([parameter], [parameter.grad], [first], [second], fused=True, amsgrad=False, **options)
+                for name, moment in zip(MOMENTS, (first, second)):
+                    state[name].copy_(moment)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Read moments, which torch casts to the dtype of their parameter."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state.update({name: state[name].bfloat16() for name in MOMENTS if name in state})
+
+
+def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build AdamW over all parameters that are not frozen; norms and biases (vectors) do not decay."""
     every = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in every if parameter.ndim > 1]},
         {"params": [parameter for parameter in every if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.type == "adam_8bit":
+        cls = adamw_8bit()
+    else:
+        cls, options["fused"] = (AdamWBF16 if config.type == "adam_bf16" else torch.optim.AdamW), True
+    return cls([group for group in groups if group["params"]], **options)
+
+
+def adamw_8bit() -> Any:
+    """Return torchao's class; ConfigError if it is not installed."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            "torchao must be installed for optimizer.type adam_8bit: it is not. Run `pip install 'arealite[torchao]'`, "
+            "or use adam_bf16."
+        ) from error
+    return AdamW8bit
+
+
+def _started(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """Return the state of a parameter, which is 0 before the first step."""
+    if parameter not in optimizer.state:
+        if hasattr(optimizer, "_new_buffer"):  # torchao's, as its step does
+            moments = {name: optimizer._new_buffer(parameter, name == "exp_avg") for name in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        else:
+            dtype = torch.bfloat16 if isinstance(optimizer, AdamWBF16) else parameter.dtype
+            moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    state: dict[str, Any] = optimizer.state[parameter]
+    return state
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of AdamW by name; before the first step it is 0, where torch would take a step to make one."""
     for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        if parameter not in optimizer.state:
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        _started(optimizer, parameter)
     return get_optimizer_state_dict(model, optimizer)
 
 
@@ -74,4 +132,7 @@ class LRSchedule:
         )
         self.lr = self._config.lr * factor
         for group in self._optimizer.param_groups:
-            group["lr"] = self.lr
+            if isinstance(group["lr"], torch.Tensor):  # what torchao compiles must not change with it
+                group["lr"].fill_(self.lr)
+            else:
+                group["lr"] = self.lr

@@ -1,24 +1,80 @@
-"""Exact causal attention over packed sequences with torch's SDPA, as an attention implementation of transformers.
+"""Exact causal attention over packed sequences by torch, as attention implementations of transformers; their choice.
 
-Each sequence of a packed row (`segment_lengths`, an argument of the model's forward) attends only to itself. Models
-whose layers mix tokens in another way (chunked or linear attention, sinks, soft-capped scores) are refused.
+Each sequence of a packed row attends only to itself. Models whose layers mix tokens in another way (chunked or linear
+attention, sinks, soft-capped scores) are refused. A compiled layer gets the bounds of sequences as a tensor: a list
+would be compiled anew for every number of them.
 """
 
-# H heads, K key/value heads, N packed tokens, L tokens of one sequence, D head size
+# H heads, K key/value heads, N packed tokens, L tokens of one sequence, S sequences, D head size
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
+from arealite.api.errors import ConfigError
 from arealite.utils.hf import require_fixed_rope
 from arealite.utils.images import sees_images
 
-PACKED_SDPA = "packed_sdpa"
+PACKED_SDPA, PACKED_VARLEN = "packed_sdpa", "packed_varlen"
+PACKED = (PACKED_SDPA, PACKED_VARLEN)
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+_HALF = (torch.bfloat16, torch.float16)
+_SHARES_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""What lets queries share keys since torch 2.12; before, the kernel does without being told."""
+
+
+def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the configured attention, else the fastest that runs on the device, and why it is that one."""
+    if attn_impl == PACKED_VARLEN and not _has_varlen(device, dtype):
+        raise ConfigError(
+            f"attn_impl {PACKED_VARLEN} must have a GPU of compute capability 8.0 and dtype bfloat16: got "
+            f"{device.type} and {str(dtype).removeprefix('torch.')}. Remove attn_impl."
+        )
+    if attn_impl is not None:
+        return attn_impl, "as attn_impl says"
+    if device.type != "cuda":
+        return PACKED_SDPA, f"always on a {device.type}"
+    if dtype not in _HALF:
+        return PACKED_SDPA, "FlashAttention has no kernel for float32"
+    if is_flash_attn_2_available():
+        return "flash_attention_2", "flash-attn is installed"
+    if _has_varlen(device, dtype):
+        return PACKED_VARLEN, "flash-attn is not installed, and torch has its kernel"
+    return PACKED_SDPA, "this GPU or this torch has no FlashAttention"
+
+
+def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda" or dtype not in _HALF or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def sequence_bounds(attention: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a model's forward by which an attention knows sequences of these `lengths`.
+
+    Other attentions of transformers infer them from `position_ids`.
+    """
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if attention == PACKED_SDPA:
+        return {"cu_seqlens": bounds}  # on the host, which splits
+    bounds, longest = bounds.to(device), max(lengths)
+    if attention == PACKED_VARLEN:
+        return {"cu_seqlens": bounds, "max_length": longest}
+    if attention.startswith("flash_attention"):
+        return {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+    return {}
 
 
 def packed_sdpa(
@@ -28,34 +84,77 @@ def packed_sdpa(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    segment_lengths: Sequence[int],
+    cu_seqlens: torch.Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within each sequence; takes `[1, H, N, D]` and `[1, K, N, D]`, returns `[1, N, H, D]`."""
-    unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+    """Attend within each sequence by SDPA; takes `[1, H, N, D]` and `[1, K, N, D]`, returns `[1, N, H, D]`.
+
+    `cu_seqlens [S + 1]` is on the CPU.
+    """
+    _require_plain(module, kwargs)
+    lengths = cu_seqlens.diff().tolist()
+    sequences = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
+    outputs = [_sdpa(q, k, v, sliding_window, dropout_p=dropout, scale=scaling) for q, k, v in sequences]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, **options: Any) -> torch.Tensor:
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    mask = None if window is None or window >= length else _window_mask(length, window, q.device)
+    if groups > 1 and q.is_cuda and (mask is not None or q.dtype not in _HALF):
+        # No fused kernel of CUDA shares keys here: torch would write the scores [H, L, L].
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1, **options
+    )
+
+
+def packed_varlen(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seqlens: torch.Tensor,
+    max_length: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each sequence by torch's FlashAttention; shapes are those of `packed_sdpa`.
+
+    `cu_seqlens [S + 1]` is int32 on the GPU, `max_length` the longest sequence.
+    """
+    _require_plain(module, kwargs)
+    if dropout:
+        raise ValueError(
+            f"attention dropout must be 0 with attn_impl {PACKED_VARLEN}: got {dropout}. Set disable_dropout: true, or "
+            f"attn_impl: {PACKED_SDPA}."
+        )
+    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    before = -1 if sliding_window is None else sliding_window - 1  # tokens that one sees beside itself
+    output: Any = varlen_attn(
+        *(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length),
+        scale=scaling,
+        window_size=(before, 0),
+        **_SHARES_KEYS,
+    )
+    return output[None], None
+
+
+def _require_plain(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse attention with terms that these kernels lack."""
+    unsupported = [name for name in UNSUPPORTED_ARGUMENTS if arguments.get(name) is not None]
     if unsupported:
         raise ValueError(
-            f"attention of {type(module).__name__} must not need {unsupported[0]}: packed SDPA has no such term. "
+            f"attention of {type(module).__name__} must not need {unsupported[0]}: packed attention has no such term. "
             "Set attn_impl: flash_attention_2 on a GPU."
         )
-    lengths = list(segment_lengths)
-    outputs = [
-        F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if sliding_window is None else _window_mask(q.shape[2], sliding_window, q.device),
-            dropout_p=dropout,
-            is_causal=sliding_window is None,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -81,4 +180,5 @@ def check_packable(model: PreTrainedModel) -> None:
         )
 
 
-AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+AttentionInterface.register(PACKED_SDPA, torch.compiler.disable(packed_sdpa))  # it reads the bounds
+AttentionInterface.register(PACKED_VARLEN, packed_varlen)

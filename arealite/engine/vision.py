@@ -12,13 +12,13 @@ import torch
 from tensordict import TensorDict
 from transformers import PretrainedConfig, PreTrainedModel
 
-from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.engine.packed_attention import PACKED
 from arealite.utils.images import placeholder_mask, rope_positions
 
 
 def attention_of_parts(attention: str) -> str | dict[str, str]:
     """Return the attention of each part: images attend within windows of their own, not within packed sequences."""
-    return {"": attention, "text_config": attention, "vision_config": "sdpa"} if attention == PACKED_SDPA else attention
+    return {"": attention, "text_config": attention, "vision_config": "sdpa"} if attention in PACKED else attention
 
 
 def vision_inputs(packed: TensorDict, lengths: list[int], config: PretrainedConfig) -> tuple[dict[str, Any], list[int]]:

@@ -57,50 +57,75 @@ def model_shape(model: Any) -> ModelShape:
 
 
 def training_state(
-    shape: ModelShape, *, ranks: int, has_optimizer: bool, compute_bytes: int = FLOAT32
+    shape: ModelShape,
+    *,
+    ranks: int,
+    has_optimizer: bool,
+    compute_bytes: int = FLOAT32,
+    moment_bytes: int = FLOAT32,
 ) -> dict[str, int]:
-    """Return what one of `ranks` holds all the time: its shard of the float32 parameters, gradients and moments, and of
-    the frozen parameters in the compute dtype."""
-    shard = -(-(shape.num_parameters - shape.num_frozen) // ranks) * FLOAT32
+    """Return what one of `ranks` that share a model holds all the time: its shard of the float32 parameters and
+    gradients, of two moments, and of the frozen parameters in the compute dtype."""
+    trained = -(-(shape.num_parameters - shape.num_frozen) // ranks)
     frozen = -(-shape.num_frozen // ranks) * compute_bytes
-    return {"parameters": shard + frozen} | ({"gradients": shard, "AdamW moments": 2 * shard} if has_optimizer else {})
+    learning = {"gradients": trained * FLOAT32, "AdamW moments": 2 * trained * moment_bytes}
+    return {"parameters": trained * FLOAT32 + frozen} | (learning if has_optimizer else {})
 
 
-def training_step(
-    shape: ModelShape, *, tokens: int, ranks: int, compute_bytes: int, accumulates: bool, recomputes: bool
-) -> dict[str, int]:
-    """Return what a rank needs on top while it runs a micro-batch of `tokens`, at the moment that needs most.
+def training_step(shape: ModelShape, *, accumulates: bool, **sizes: Any) -> dict[str, int]:
+    """Return what a rank needs on top while it runs a micro-batch, in that of its `phases` which needs most.
 
-    These are the output layer, the backward pass of a layer, and the end, when the gradient of what is in no layer is
-    summed over ranks. Gathered is all that is in no layer, and in a backward pass two layers: one runs, the next
-    arrives. A gradient that is summed over `ranks` is there in the compute dtype, and in float32 as what is sent and
-    its shard received. A rank that `accumulates` sums once per step, and keeps the float32 gradient whole until then.
-    The output layer holds a block of logits and the gradients of its weight, unless frozen, and of the hidden states.
+    A rank that `accumulates` sums gradients over ranks once per step, and keeps the float32 one whole until then.
     """
+    most = max(phases(shape, **sizes).values(), key=lambda parts: sum(parts.values()))
+    return most | {"whole gradients": (shape.num_parameters - shape.num_frozen) * FLOAT32 if accumulates else 0}
+
+
+def phases(
+    shape: ModelShape,
+    *,
+    tokens: int,
+    ranks: int,
+    compute_bytes: int,
+    recomputes: bool,
+    outer_bytes: int | None = None,
+    offloads: bool = False,
+) -> dict[str, dict[str, int]]:
+    """Return what a micro-batch of `tokens` needs in the output layer, in the backward pass of a layer, and at the end,
+    when the gradient of what is in no layer is summed over ranks.
+
+    Gathered is all that is in no layer, in `outer_bytes` (by default those of the compute dtype), and in a backward
+    pass two layers: one runs, the next arrives. A gradient that is summed over `ranks` is there as it was computed, and
+    in float32 as what is sent and its shard received. The output layer holds a block of logits and the gradients of its
+    weight, unless frozen, and of the hidden states. A rank that `offloads` keeps the inputs of its layers on the host.
+    """
+    outer_bytes = outer_bytes or compute_bytes
     layer = layer_activations(shape, compute_bytes=compute_bytes)
-    kept = tokens * shape.num_layers * (shape.hidden * compute_bytes if recomputes else layer)
+    num_kept = min(shape.num_layers, 1) if offloads else shape.num_layers
+    kept = tokens * num_kept * (shape.hidden * compute_bytes if recomputes else layer)
     block = tokens * min(shape.vocab, max(LOGITS_BLOCK // max(tokens, 1), MIN_COLUMNS))
-    head = (0 if shape.num_frozen else shape.vocab) * shape.hidden * compute_bytes
-    hidden = tokens * shape.hidden * (compute_bytes + FLOAT32)
-    trained = shape.num_parameters - shape.num_frozen
-    sent = 0.0 if shape.num_frozen else compute_bytes + FLOAT32 + FLOAT32 / ranks
-    outer = shape.outer_parameters * compute_bytes
-    moments = (
-        {
+    head = (0 if shape.num_frozen else shape.vocab) * shape.hidden * outer_bytes
+    hidden = tokens * shape.hidden * (outer_bytes + FLOAT32)
+    trained = 0 if shape.num_frozen else 1
+    sent = trained * (FLOAT32 + FLOAT32 / ranks)
+    outer = shape.outer_parameters * outer_bytes
+    return {
+        "output layer": {
             "gathered weights": outer,
             "activations": kept,
             "output layer": _BLOCK_COPIES * block * FLOAT32 + head + hidden,
         },
-        {
+        "layer": {
             "gathered weights": outer + 2 * shape.layer_parameters * compute_bytes,
             "activations": kept + (tokens * layer if recomputes else 0),
             "output layer": head,
-            "gradients to send": round(shape.layer_parameters * sent),
+            "gradients to send": round(shape.layer_parameters * (sent + trained * compute_bytes)),
         },
-        {"gathered weights": outer, "gradients to send": round(shape.outer_parameters * sent)},
-    )
-    most = max(moments, key=lambda parts: sum(parts.values()))
-    return most | {"whole gradients": trained * FLOAT32 if accumulates else 0}
+        "end": {
+            "gathered weights": outer,
+            "gradients to send": round(shape.outer_parameters * (sent + trained * outer_bytes)),
+        },
+    }
 
 
 def layer_activations(shape: ModelShape, *, compute_bytes: int) -> int:

@@ -276,6 +276,43 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
     assert "eval_gconfig.min_new_tokens" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", *stops)
 
 
+@pytest.mark.parametrize(
+    ("cls", "overrides", "told"),
+    [
+        (
+            GRPOConfig,
+            ("activation_offloading=true", "gradient_checkpointing=false"),
+            "without X.gradient_checkpointing",
+        ),
+        (GRPOConfig, ("activation_offloading=true",), "false on CPUs: got true and cluster.n_gpus_per_node=0"),
+        (GRPOConfig, ("cast_lm_head_to_fp32=true", "dtype=float32"), "must be false for a model in float32: got true"),
+        (RWConfig, ("cast_lm_head_to_fp32=true",), "must be false for a model of values: got true"),
+        (GRPOConfig, ("fsdp.dp_replicate=2",), "must divide the number of trainer ranks: got 2 and 3"),
+        (
+            SFTConfig,
+            ("optimizer.type=adam_bf16", "optimizer.beta2=0.999"),
+            "at most 0.99 with type adam_bf16: got 0.9 ",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path: Path, cls: type, overrides: tuple[str, ...], told: str) -> None:
+    key = "actor" if cls is GRPOConfig else "model"
+    text = MINIMAL if key == "actor" else MINIMAL.replace("actor", "model").replace(", ppo_n_minibatches: 1", "")
+    mode = "lite.d1+d3" if key == "actor" else "d3"
+    common = ("cluster.n_gpus_per_node=0", f"allocation_mode={mode}")
+    if key == "actor":
+        common += ("gconfig.max_new_tokens=64",)
+    load(tmp_path, text, *common, cls=cls)
+    given = [f"{key}.{override}" for override in overrides]
+    assert told.replace("X", key) in refusal(tmp_path, text, *common, *given, cls=cls)
+
+
+def test_models_of_a_run_share_options_of_speed(tmp_path: Path) -> None:
+    options = ("actor.torch_compile=true", "actor.cast_lm_head_to_fp32=true", "actor.fsdp.dp_replicate=2")
+    config = load(tmp_path, MINIMAL, *options, "ref={}", "actor.kl_ctl=0.1")
+    assert (config.ref.torch_compile, config.ref.cast_lm_head_to_fp32, config.ref.fsdp.dp_replicate) == (True, True, 2)
+
+
 def test_server_addresses(tmp_path: Path) -> None:
     for value in ("[http://a:1/,b:2]", "'a:1,http://b:2'", "a:1,b:2"):
         assert load(tmp_path, MINIMAL, f"rollout.server_addrs={value}").rollout.server_addrs == ["a:1", "b:2"]

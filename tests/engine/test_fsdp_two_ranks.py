@@ -23,6 +23,8 @@ from two_rank_program import (
     sft_steps,
 )
 
+from arealite.api.cli_args import FSDPEngineConfig
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import iter_full_params
@@ -85,6 +87,26 @@ def test_three_steps_on_two_ranks_equal_those_on_one(one: dict[str, Any], two: d
     for rank in two["ranks"]:
         assert rank[name]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         assert_params_equal(rank[name]["params"], expected["params"])
+
+
+def test_copies_of_a_model_are_whole_and_saved_as_one(one: dict[str, Any], two: dict[str, Any]) -> None:
+    whole = two["ranks"][0]["replicated"]["params"]
+    expected = model_fingerprint({name: fingerprint(tensor) for name, tensor in whole.items()})
+    for rank in two["ranks"]:
+        assert rank["replica"]["fingerprint"] == expected
+        assert rank["replica"]["shapes"] == {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in rank["replicated"]["params"].items())
+    engine = FSDPEngine(train_config(one["paths"]["tied"], **STEADY))
+    engine.initialize(None, SPEC)
+    engine.load(SaveLoadMeta(str(two["out"] / "replicated"), with_optim=True))
+    assert engine.fingerprint() == expected
+    engine.destroy()
+
+
+def test_copies_that_ranks_do_not_divide_into_are_refused(one: dict[str, Any]) -> None:
+    engine = FSDPEngine(train_config(one["paths"]["tied"], fsdp=FSDPEngineConfig(dp_replicate=3)))
+    with pytest.raises(ConfigError, match=r"dp_replicate must divide the number of trainer ranks: got 3 and 1"):
+        engine.initialize(None, SPEC)
 
 
 def test_merged_weights_of_two_ranks_are_those_of_one(one: dict[str, Any], two: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from arealite.api.cli_args import OptimizerConfig
-from arealite.engine.optimizer import LRSchedule, lr_factor, make_adamw, optimizer_state
+from arealite.engine.optimizer import MOMENTS, LRSchedule, lr_factor, make_adamw, optimizer_state
 
 
 def factors(shape: str, min_ratio: float = 0.0) -> list[float]:
@@ -71,3 +71,33 @@ def test_asking_for_the_state_takes_no_step() -> None:
         optimizer.step()
         moved.append(model.weight.detach())
     assert torch.equal(*moved)
+
+
+def reference_step(
+    parameter: torch.Tensor, gradient: torch.Tensor, moments: list[torch.Tensor], step: int, config: OptimizerConfig
+) -> torch.Tensor:
+    """Take a step of AdamW in float64 from moments that are rounded to bfloat16 after it."""
+    first, second = (moment.double() for moment in moments)
+    first = config.beta1 * first + (1 - config.beta1) * gradient.double()
+    second = config.beta2 * second + (1 - config.beta2) * gradient.double().square()
+    corrected = first / (1 - config.beta1**step), second / (1 - config.beta2**step)
+    decayed = parameter.double() * (1 - config.lr * config.weight_decay)
+    moments[:] = [first.float().bfloat16(), second.float().bfloat16()]
+    return decayed - config.lr * corrected[0] / (corrected[1].sqrt() + config.eps)
+
+
+def test_bfloat16_moments_are_rounded_after_a_step_in_float32() -> None:
+    config = OptimizerConfig(type="adam_bf16", lr=1e-2, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(40, 8, generator=generator))
+    expected, moments = parameter.detach().double(), [torch.zeros(40, 8, dtype=torch.bfloat16) for _ in range(2)]
+    adam = make_adamw([parameter], config)
+    for step in range(1, 6):
+        parameter.grad = torch.randn(40, 8, generator=generator) * 10.0 ** torch.arange(-4, 4)
+        expected = reference_step(expected, parameter.grad, moments, step, config)
+        adam.step()
+        torch.testing.assert_close(parameter.detach().double(), expected, atol=2e-6, rtol=0)
+    for name, moment in zip(MOMENTS, moments, strict=True):
+        found = adam.state[parameter][name]
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, moment, atol=0, rtol=2**-7)  # a sum that rounds the other way

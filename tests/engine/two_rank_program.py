@@ -37,6 +37,8 @@ LORA = {"lora": LoRAConfig(rank=3)}
 """Of odd shards."""
 OFFLOADED = {"fsdp": FSDPEngineConfig(offload_params=True)}
 REDUCED_ONCE = {"fsdp": FSDPEngineConfig(reduce_once=True)}
+REPLICATED = {"fsdp": FSDPEngineConfig(dp_replicate=2)}
+"""A whole model on each rank."""
 ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unequal": ("tied", "unequal", {}),
     "empty": ("tied", "empty", {}),
@@ -46,6 +48,8 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "offloaded": ("tied", "empty", OFFLOADED),
     "reduced once": ("tied", "unequal", REDUCED_ONCE),
     "untied empty reduced once": ("untied", "empty", REDUCED_ONCE),
+    "replicated": ("tied", "unequal", REPLICATED),
+    "untied empty replicated": ("untied", "empty", REPLICATED),
     "lora": ("tied", "unequal", LORA),
     "lora empty": ("tied", "empty", LORA),
 }
@@ -163,6 +167,10 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
         engine.initialize(None, FinetuneSpec(1, 100, 10))
         rank = dist.get_rank()
         found[name] = sft_steps(engine, [batch[SHARES[share][rank]] for batch in BATCHES])
+        if name == "replicated":
+            shapes = {one: tuple(parameter.to_local().shape) for one, parameter in engine.model.named_parameters()}
+            found["replica"] = {"fingerprint": engine.fingerprint(), "shapes": shapes}
+            engine.save(SaveLoadMeta(str(out / name), with_optim=True))
         if name == "lora":
             engine.save(SaveLoadMeta(str(out / name), with_optim=True))
             found["sent"] = dict(iter_full_params(engine.model, torch.float32))

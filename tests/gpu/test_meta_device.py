@@ -13,7 +13,7 @@ from training_cases import actor_config, trajectory_batch, write_model
 
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.output_layer import logits_of, return_hidden_states
-from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.engine.packed_attention import PACKED_SDPA, sequence_bounds
 from arealite.engine.ppo.actor import PPOActor
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.utils.tensors import pack_rows
@@ -39,7 +39,8 @@ class MetaEngine:
         lengths = batch["attention_mask"].bool().sum(dim=1).tolist()
         packed = pack_rows(batch, range(len(lengths))).packed.to("meta")
         ids, positions = packed["input_ids"][None], packed["position_ids"][None]
-        hidden = self.model(input_ids=ids, position_ids=positions, use_cache=False, segment_lengths=lengths)
+        bounds = sequence_bounds(PACKED_SDPA, lengths, torch.device("meta"))
+        hidden = self.model(input_ids=ids, position_ids=positions, use_cache=False, **bounds)
         loss_fn(self.outputs(hidden[0]), packed).backward()
         assert all(parameter.grad is not None for parameter in self.model.parameters())
         raise PassDone

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import testing_forks
 import torch
-from training_cases import actor_config, token_batch, train_config, write_model
-from transformers import AutoModelForCausalLM
+from training_cases import OPTIMIZER, actor_config, token_batch, train_config, write_model
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import is_flash_attn_2_available
 from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, full_params, ppo_steps, sft_steps
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.api.cli_args import FSDPEngineConfig
+from arealite.api.cli_args import FSDPEngineConfig, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -99,6 +99,7 @@ FLASH = pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs flash-
     [
         ("packed_sdpa", "float32", 1e-4),
         ("packed_sdpa", "bfloat16", 0.1),
+        ("packed_varlen", "bfloat16", 0.1),
         pytest.param("flash_attention_2", "bfloat16", 0.1, marks=FLASH),
     ],
 )
@@ -127,3 +128,44 @@ def test_the_gradient_is_that_of_plain_transformers(
         squares += torch.stack([(found - expected).square().sum(), expected.square().sum()])
     assert (squares[0] / squares[1]).sqrt().item() < tolerance
     engine.destroy()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offloaded activations": {"activation_offloading": True},
+    "compiled": {"torch_compile": True},
+    "float32 output layer": {"cast_lm_head_to_fp32": True},
+    "bf16 moments": {"optimizer": OptimizerConfig(**OPTIMIZER | {"type": "adam_bf16"})},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Losses and peak bytes of three updates in bfloat16, of a model of 12 layers, by option."""
+    config = Qwen3Config(vocab_size=64, hidden_size=256, num_hidden_layers=12, intermediate_size=256, head_dim=64)
+    config.num_attention_heads, config.num_key_value_heads = 4, 2
+    folder = str(tmp_path_factory.mktemp("deep"))
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    batch = token_batch([2000, 1500, 500])
+    found: dict[str, dict[str, Any]] = {}
+    for name, changes in OPTIONS.items():
+        engine = FSDPEngine(train_config(folder, dtype="bfloat16", gradient_checkpointing=True, **changes))
+        engine.initialize(None, SPEC)
+        engine.train()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        losses = [engine.train_batch(batch, sft_loss_fn, count_loss_tokens)["loss"] for _ in range(3)]
+        found[name] = {"losses": losses, "peak": torch.cuda.max_memory_allocated() - before}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "plain"])
+def test_options_learn_the_same(outcomes: dict[str, dict[str, Any]], option: str) -> None:
+    assert outcomes[option]["losses"] == pytest.approx(outcomes["plain"]["losses"], rel=0.02)
+
+
+def test_offloaded_activations_free_memory(outcomes: dict[str, dict[str, Any]]) -> None:
+    inputs = 12 * 4000 * 256 * 2  # of the layers, one of which is there
+    freed = outcomes["plain"]["peak"] - outcomes["offloaded activations"]["peak"]
+    assert 0.5 * inputs < freed <= inputs

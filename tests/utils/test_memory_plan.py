@@ -15,6 +15,7 @@ from arealite.utils.memory_plan import (
     kv_bytes_per_token,
     layer_activations,
     model_shape,
+    phases,
     training_state,
     training_step,
 )
@@ -59,7 +60,7 @@ def test_the_shape_counts_every_parameter_once(tied: bool) -> None:
 def test_parameters_gradients_and_moments_of_a_model_that_was_trained() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=torch.arange(8)[None], segment_lengths=[8]).logits.sum().backward()
+    model(input_ids=torch.arange(8)[None], cu_seqlens=torch.tensor([0, 8])).logits.sum().backward()
     optimizer.step()
     parameters = list(model.parameters())
     moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -108,7 +109,7 @@ def kept_by_autograd(model, num_tokens: int) -> int:
             input_ids=torch.arange(num_tokens)[None],
             position_ids=torch.arange(num_tokens)[None],
             use_cache=False,
-            segment_lengths=[num_tokens],
+            cu_seqlens=torch.tensor([0, num_tokens]),
         ).last_hidden_state
     assert hidden.requires_grad
     return sum(size for size, _ in kept.values())
@@ -158,6 +159,22 @@ def test_a_step_worked_by_hand() -> None:
     large = dataclasses.replace(shape, outer_parameters=10**7)
     step = training_step(large, tokens=1, accumulates=False, recomputes=True, **settings)
     assert step == {"gathered weights": 2 * 10**7, "gradients to send": 7 * 10**7, "whole gradients": 0}
+
+
+def test_options_of_memory_worked_by_hand() -> None:
+    shape = dataclasses.replace(model_shape(build(layers=4)), vocab=30_000)
+    sizes = {"tokens": 100, "ranks": 4, "compute_bytes": 2, "recomputes": True}
+    plain, offloaded = (phases(shape, **sizes, offloads=offloads) for offloads in (False, True))
+    for phase in ("output layer", "layer"):
+        assert plain[phase]["activations"] - offloaded[phase]["activations"] == 3 * 100 * 64 * 2
+    exact = phases(shape, **sizes, outer_bytes=4)
+    block, hidden = 2 * 100 * 30_000 * 4, 30_000 * 64 * 4 + 100 * 64 * 8
+    assert exact["output layer"]["output layer"] == block + hidden
+    layer = exact["layer"]["gathered weights"]
+    assert layer == shape.outer_parameters * 4 + 2 * shape.layer_parameters * 2, "layers stay in the compute dtype"
+    assert exact["end"]["gradients to send"] == shape.outer_parameters * (4 + 4 + 1)
+    state = training_state(shape, ranks=1, has_optimizer=True, moment_bytes=2)
+    assert state["AdamW moments"] == state["gradients"] == 4 * shape.num_parameters
 
 
 QWEN = {"vocab_size": 152_064, "tie_word_embeddings": False, "max_position_embeddings": 32_768}

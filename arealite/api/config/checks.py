@@ -8,7 +8,14 @@ from dataclasses import dataclass, fields
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
-from arealite.api.config.model import DPOEngineConfig, PPOActorConfig, TrainEngineConfig
+from arealite.api.config.model import (
+    DPOEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    RWEngineConfig,
+    TrainEngineConfig,
+)
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig, PauseMode
 from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
@@ -157,6 +164,37 @@ def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, 
             engine.lora.dropout == 0 or not engine.disable_dropout,
             f"{key}.lora.dropout must be 0 where {key}.disable_dropout is true: got {engine.lora.dropout}. Remove it.",
         )
+
+
+def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig, num_ranks: int | None) -> None:
+    """Options of memory and speed must have an effect; None is a number of ranks that is not known yet."""
+    require(
+        engine.gradient_checkpointing or not engine.activation_offloading,
+        f"{key}.activation_offloading must be false without {key}.gradient_checkpointing: got true. Only inputs of "
+        "recomputed layers are moved; set gradient_checkpointing=true.",
+    )
+    require(
+        cluster.n_gpus_per_node > 0 or not engine.activation_offloading,
+        f"{key}.activation_offloading must be false on CPUs: got true and cluster.n_gpus_per_node=0. Remove it.",
+    )
+    has_logits = not isinstance(engine, PPOCriticConfig | RWEngineConfig)
+    require(
+        not engine.cast_lm_head_to_fp32 or (has_logits and engine.dtype != "float32"),
+        f"{key}.cast_lm_head_to_fp32 must be false for a model "
+        f"{'in float32' if has_logits else 'of values'}: got true. Remove it: its output layer is in float32 anyway.",
+    )
+    copies = engine.fsdp.dp_replicate
+    require(
+        num_ranks is None or num_ranks % copies == 0,
+        f"{key}.fsdp.dp_replicate must divide the number of trainer ranks: got {copies} and {num_ranks}. Set it to the "
+        "number of nodes, or to 1.",
+    )
+    optimizer = engine.optimizer or OptimizerConfig()
+    require(
+        optimizer.type != "adam_bf16" or max(optimizer.beta1, optimizer.beta2) <= 0.99,
+        f"{key}.optimizer.beta1 and beta2 must be at most 0.99 with type adam_bf16: got {optimizer.beta1} and "
+        f"{optimizer.beta2}. What a step adds to a moment would be lost in rounding. Lower them, or use type adam.",
+    )
 
 
 def check_workers(workers: object) -> None:

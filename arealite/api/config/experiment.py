@@ -148,6 +148,10 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_mixture(self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         checks.check_ahead(self.workers, rollout)
+        num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
+        for key, engine in vars(self).items():
+            if isinstance(engine, TrainEngineConfig):
+                checks.check_engine(engine, key, self.cluster, num_ranks)
         if rollout is not None and mode is not None and mode.gen_backend is not None:
             rollout.backend = cast(BackendName, mode.gen_backend)
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
@@ -190,7 +194,8 @@ class DPOConfig(SFTConfig):
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **SFTConfig.DEFAULTS_FROM,
         **_named("ref", seed="seed", node_timeout="launcher.node_timeout"),
-        **_same("ref", "model", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
+        **_same("ref", "model", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
+        **_same("ref", "model", "cast_lm_head_to_fp32"),
     }
     DATA_TYPE = "dpo"
 
@@ -232,9 +237,10 @@ class GRPOConfig(BaseExperimentConfig):
         **_named("actor", seed="seed", max_new_tokens="gconfig.max_new_tokens", **_SAMPLING),
         "rollout.num_minibatches": "actor.ppo_n_minibatches",
         **_named("ref", seed="seed", **_SAMPLING),
-        **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
+        **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
+        **_same("ref", "actor", "cast_lm_head_to_fp32"),
         **_named("teacher", seed="seed", **_SAMPLING),
-        **_same("teacher", "actor", "dtype", "mb_spec", "fsdp"),
+        **_same("teacher", "actor", "dtype", "mb_spec", "fsdp", "torch_compile", "cast_lm_head_to_fp32"),
         **_same("eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "temperature"),
         **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),
         "tokenizer_path": "actor.path",
@@ -299,8 +305,8 @@ class PPOConfig(GRPOConfig):
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **GRPOConfig.DEFAULTS_FROM,
         **_named("critic", seed="seed", group_size="gconfig.n_samples", node_timeout="launcher.node_timeout"),
-        **_same("critic", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp"),
-        **_same("critic", "actor", "gradient_checkpointing", "ppo_n_minibatches"),
+        **_same("critic", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
+        **_same("critic", "actor", "gradient_checkpointing", "activation_offloading", "ppo_n_minibatches"),
     }
     CHOICES: ClassVar[Mapping[str, Any]] = PRESETS["ppo"]
 

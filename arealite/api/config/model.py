@@ -27,8 +27,9 @@ from arealite.api.config.types import (
 class OptimizerConfig(ConfigBase):
     """AdamW and its learning-rate schedule."""
 
-    type: Literal["adam"] = "adam"
-    """`adam` is AdamW."""
+    type: Literal["adam", "adam_bf16", "adam_8bit"] = "adam"
+    """AdamW, whose moments are kept in float32 (`adam`), rounded to bfloat16 (`adam_bf16`: a third less memory), or as
+    8 bits in blocks by torchao (`adam_8bit`: `pip install 'arealite[torchao]'`, and a C++ compiler)."""
     lr: NonNegative = 2e-5
     """Peak learning rate."""
     weight_decay: NonNegative = 0.05
@@ -75,6 +76,9 @@ class FSDPEngineConfig(ConfigBase):
     """None is what the model declares."""
     offload_params: Bool = False
     """Keep parameters and optimizer state in CPU memory."""
+    dp_replicate: PositiveInt = 1
+    """Copies of the model, each sharded over ranks / dp_replicate (HSDP). With one per node only gradients cross nodes;
+    state takes dp_replicate times the memory."""
     reduce_once: Bool = False
     """Sum gradients over ranks once per step instead of once per micro-batch: faster for small models on slow links;
     each rank then keeps the whole float32 gradient."""
@@ -98,7 +102,7 @@ class LoRAConfig(ConfigBase):
 
 @dataclass
 class TrainEngineConfig(RunBlock):
-    """A model and how it is trained. Parameters and optimizer state are float32."""
+    """A model and how it is trained. Parameters are float32."""
 
     IS_EXTENDED: ClassVar[bool] = True
 
@@ -107,13 +111,20 @@ class TrainEngineConfig(RunBlock):
     init_from_scratch: Bool = False
     """Start from random weights (only the architecture is read from `path`)."""
     attn_impl: str | None = None
-    """Attention implementation of transformers; None picks one for the device."""
+    """Attention implementation of transformers, `packed_sdpa` or `packed_varlen` (torch's FlashAttention); None picks
+    the fastest for the device, and the log says which."""
     dtype: Dtype = "bfloat16"
     """Compute dtype."""
     grad_reduce_dtype: Dtype = "float32"
     """Dtype in which gradients are summed over ranks."""
     gradient_checkpointing: Bool = True
     """Recompute activations in the backward pass: less memory, more time."""
+    activation_offloading: Bool = False
+    """Move what `gradient_checkpointing` keeps, the input of each layer, to the host until the backward pass."""
+    torch_compile: Bool = False
+    """Compile the layers of the model: faster steps, after minutes in the first one; needs a C++ compiler."""
+    cast_lm_head_to_fp32: Bool = False
+    """Compute logits in float32: exact logprobs under bfloat16, for a slower output layer of twice the memory."""
     disable_dropout: Bool = False
     """Set every dropout of the model to 0."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
@@ -131,7 +142,8 @@ class TrainEngineConfig(RunBlock):
 
     def is_base_of(self, policy: TrainEngineConfig) -> bool:
         """Tell whether a reference is what a policy with LoRA is without its adapters, and needs no weights."""
-        is_same = (self.path, self.dtype) == (policy.path, policy.dtype)
+        names = ("path", "dtype", "cast_lm_head_to_fp32")
+        is_same = all(getattr(self, name) == getattr(policy, name) for name in names)
         return is_same and self.optimizer is None and policy.lora is not None
 
 

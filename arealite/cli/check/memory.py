@@ -11,19 +11,30 @@ from transformers import PreTrainedModel
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig as Config
+from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.cli.check.findings import Findings, Level
 from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.layout import make_layout
 from arealite.launcher.plan.servers import foreign_servers
-from arealite.utils.memory_plan import ModelShape, kv_bytes_per_token, model_shape, training_state, training_step
+from arealite.utils.memory_plan import (
+    FLOAT32,
+    ModelShape,
+    kv_bytes_per_token,
+    model_shape,
+    training_state,
+    training_step,
+)
 
 GIB = 2**30
 _TIGHT = 0.85  # of a device; what the plan leaves out needs the rest
 _SERVER_SHARE = 0.9  # of a GPU that SGLang and vLLM take unless told
 _MORE_RANKS = "{more}, use a smaller model, or {key}.fsdp.offload_params=true."
+_MOMENT_BYTES = {"adam": FLOAT32, "adam_bf16": 2, "adam_8bit": 1}
 _KNOBS = {
-    "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb.",
+    "AdamW moments": "{more}, use a smaller model, {key}.optimizer.type=adam_bf16, or {key}.fsdp.offload_params=true.",
+    "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb. On GPUs "
+    "{key}.activation_offloading=true moves what is left to the host.",
     "whole gradients": "Set {key}.fsdp.reduce_once=false.",
     "servers' cache": "Lower lite.slots or lite.context.",
 }
@@ -104,6 +115,12 @@ def _path(config: Config, role: str) -> str | None:
     return block.get("path") if isinstance(block, dict) else getattr(block, "path", None)
 
 
+def _block(config: Config, role: str) -> TrainEngineConfig:
+    """Return the block of a role; one that its script alone reads is taken for that of the trained model."""
+    block = getattr(config, role)
+    return block if isinstance(block, TrainEngineConfig) else config.trained[1]
+
+
 def _groups(config: Config, shapes: Mapping[str, ModelShape], longest: int, ranks: int) -> list[_Ranks]:
     """Return the ranks of a script, which have all roles, or the groups of workers."""
     key, roles = config.trained[0], (config.trained[0], *_beside(config))
@@ -139,23 +156,23 @@ def _ranks(
     trained, first = config.trained[0], next(iter(roles))
     state: Parts = {}
     for role in roles:
+        block = _block(config, role)
+        optimizer = block.optimizer or OptimizerConfig()
         sizes = training_state(
             shapes[role],
-            ranks=ranks,
+            ranks=ranks // block.fsdp.dp_replicate or 1,
             has_optimizer=role in (trained, "critic"),
             compute_bytes=getattr(torch, config.trained[1].dtype).itemsize,
+            moment_bytes=_MOMENT_BYTES[optimizer.type],
         )
         state |= sizes if role == trained else {"reference" if role == "ref" else role: sum(sizes.values())}
     step = _step(config, shapes[first], longest, first, ranks)
-    block: Any = getattr(config, first)
-    offloads = not isinstance(block, dict) and block.fsdp.offload_params
-    return _Ranks(who, first, more, ranks, offloads, state, step)
+    return _Ranks(who, first, more, ranks, _block(config, first).fsdp.offload_params, state, step)
 
 
 def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int) -> Parts:
     """Return what a rank needs in a step of sequences of full length: a frozen role keeps one layer, and no logits."""
-    block: Any = getattr(config, role)
-    block = config.trained[1] if isinstance(block, dict) else block
+    block = _block(config, role)
     is_trained, rows = role in (config.trained[0], "critic"), config.train_dataset.batch_size
     if config.rollout is not None and config.sampling is not None:
         num_minibatches = getattr(block, "ppo_n_minibatches", 1) if is_trained else 1
@@ -169,10 +186,12 @@ def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int
     return training_step(
         shape if is_trained else replace(shape, num_layers=0, num_frozen=shape.num_parameters),
         tokens=micro,
-        ranks=ranks,
+        ranks=ranks // block.fsdp.dp_replicate or 1,
         compute_bytes=getattr(torch, block.dtype).itemsize,
+        outer_bytes=FLOAT32 if block.cast_lm_head_to_fp32 else None,
         accumulates=micro < tokens and block.fsdp.reduce_once,
         recomputes=block.gradient_checkpointing or not is_trained,
+        offloads=block.activation_offloading,
     )
 
 

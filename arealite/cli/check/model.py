@@ -17,8 +17,9 @@ from arealite.cli.check.findings import Findings, Level, counted
 from arealite.dataset import load_datasets
 from arealite.dataset.images import expanded
 from arealite.dataset.loader import PromptLoader
-from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier, pick_attention
+from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier
 from arealite.engine.lora import HEAD, add_adapters
+from arealite.engine.packed_attention import pick_attention
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.chat_template import Certificate, certify, prompt_tokens
@@ -37,7 +38,7 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
     """Build the architecture without its weights."""
     key, block = config.trained
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    attention = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
+    attention, _ = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
     try:
         model = build_meta_model(block.path, attention, has_value_head=isinstance(block, RWEngineConfig))
     except OSError as error:

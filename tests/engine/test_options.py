@@ -1,0 +1,211 @@
+"""Options of memory and speed change neither what is learned nor what a checkpoint restores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch._dynamo.utils import counters
+from training_cases import OPTIMIZER, token_batch, train_config
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens
+from arealite.api.cli_args import OptimizerConfig
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
+from arealite.engine import optimizer
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.sft.lm_engine import sft_loss_fn
+
+Make = Callable[..., FSDPEngine]
+BATCHES = [token_batch([9, 4, 12, 3, 7], seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with 12 matrices that torchao quantizes: of whole blocks of 256 values, at least 4,096."""
+    torch.set_num_threads(1)
+    folder = str(tmp_path_factory.mktemp("model"))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "tie_word_embeddings": False}
+    config = Qwen3Config(vocab_size=64, initializer_range=0.3, **heads, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make(path: str) -> Iterator[Make]:
+    engines: list[FSDPEngine] = []
+
+    def make_engine(**changes: Any) -> FSDPEngine:
+        engine = FSDPEngine(train_config(path, **{"max_tokens": 16} | changes))
+        engine.initialize(None, FinetuneSpec(1, 100, 10))
+        engines.append(engine)
+        return engine
+
+    yield make_engine
+    for engine in engines:
+        engine.destroy()
+
+
+def train(engine: FSDPEngine, batches: list[TensorDict] = BATCHES) -> list[float]:
+    """Take a step per batch and return the losses and gradient norms."""
+    engine.train()
+    metrics = [engine.train_batch(batch, sft_loss_fn, count_loss_tokens) for batch in batches]
+    return [one[name] for one in metrics for name in ("loss", "grad_norm")]
+
+
+def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {name: one.full_tensor().detach().clone() for name, one in engine.model.named_parameters()}
+
+
+def of_type(name: str, **changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(**OPTIMIZER | {"type": name} | changes)
+
+
+# Activations
+
+
+def test_offloaded_inputs_of_layers_change_no_bit(make: Make) -> None:
+    outcomes = []
+    for offloads in (False, True):
+        engine = make(gradient_checkpointing=True, activation_offloading=offloads)
+        outcomes.append((train(engine), engine.fingerprint()))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_what_is_kept_of_a_layer_goes_through_the_offload(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the tensor itself is what is on the host, so its moves are counted."""
+    moved: list[int] = []
+    cpu = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor.numel())
+        return cpu(tensor)
+
+    engine = make(gradient_checkpointing=True, activation_offloading=True, max_tokens=None)
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    train(engine, BATCHES[:1])
+    assert moved.count(35 * 64) == 2, "the input [35, 64] of each of two layers, and nothing else of a layer"
+    assert max(moved) == 35 * 64
+
+
+# Moments
+
+
+def assert_restored(make: Make, folder: Path, **changes: Any) -> FSDPEngine:
+    """A run that stops after one of three steps continues bit for bit: from a checkpoint, a snapshot, a saved model."""
+    engine = make(**changes)
+    train(engine, BATCHES[:1])
+    engine.step_lr_scheduler()
+    engine.keep_rng()
+    engine.keep_state()
+    snapshot = engine.snapshot()
+    engine.save(SaveLoadMeta(str(folder / "model"), with_optim=True))
+    expected = train(engine, BATCHES[1:]), engine.fingerprint()
+    engine.write_state(str(folder / "state"))
+    for restore in (
+        lambda one: one.read_state(str(folder / "state")),
+        lambda one: one.restore(snapshot),
+        lambda one: one.load(SaveLoadMeta(str(folder / "model"), with_optim=True)),
+    ):
+        other = make(**changes)
+        restore(other)
+        assert (train(other, BATCHES[1:]), other.fingerprint()) == expected
+    return engine
+
+
+def test_bfloat16_moments_are_restored_bit_for_bit(make: Make, tmp_path: Path) -> None:
+    engine = assert_restored(make, tmp_path, optimizer=of_type("adam_bf16"))
+    moments = [state[name] for state in engine.optimizer.state.values() for name in optimizer.MOMENTS]
+    assert {one.dtype for one in moments} == {torch.bfloat16}
+    exact = make(optimizer=of_type("adam"))
+    losses, expected = train(make(optimizer=of_type("adam_bf16"))), train(exact)
+    assert losses != expected and losses == pytest.approx(expected, rel=0.05)
+
+
+def test_8_bit_moments_without_torchao_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match=r"torchao must be installed for .* adam_8bit: it is not\. Run `pip install"):
+        FSDPEngine(train_config("never read", optimizer=of_type("adam_8bit")))
+
+
+@pytest.mark.slow
+def test_8_bit_moments_are_restored_bit_for_bit(make: Make, tmp_path: Path) -> None:
+    with torch.compiler.set_stance("force_eager"):  # the same formula; compiling it is torchao's
+        engine = assert_restored(make, tmp_path, optimizer=of_type("adam_8bit"))
+        found, expected = train(make(optimizer=of_type("adam_8bit"))), train(make(optimizer=of_type("adam")))
+    moments = [state["exp_avg"].to_local() for state in engine.optimizer.state.values()]
+    quantized = [one for one in moments if hasattr(one, "codes")]
+    assert len(quantized) == 12 and all(one.codes.dtype == torch.uint8 and one.codes.any() for one in quantized)
+    assert found != expected and found == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_reaches_the_compiled_step(make: Make) -> None:
+    engine = make(optimizer=of_type("adam_8bit", lr_scheduler_type="linear"))
+    before = weights(engine)
+    engine.lr_schedule.set_step(1000)
+    train(engine, BATCHES[:1])
+    assert engine.lr_schedule.lr == 0 and all(torch.equal(one, before[name]) for name, one in weights(engine).items())
+
+
+# Output layer
+
+
+def logprob_error(engine: FSDPEngine) -> float:
+    """Return the mean distance of logprobs from float64 ones of the same hidden states and the float32 weights."""
+    weight = engine.model.lm_head.weight.full_tensor().detach().double()
+    errors = []
+
+    def compare(logits: LazyLogits, packed: TensorDict) -> torch.Tensor:
+        found = logits.dense().log_softmax(-1).double()
+        errors.append((found - (logits.hidden_NH.double() @ weight.T).log_softmax(-1)).abs().mean())
+        return found[:, 0]
+
+    engine.forward(BATCHES[0], compare)
+    return float(torch.stack(errors).mean())
+
+
+def test_a_float32_output_layer_makes_bfloat16_logprobs_exact(make: Make) -> None:
+    rounded, exact = (make(dtype="bfloat16", cast_lm_head_to_fp32=is_exact) for is_exact in (False, True))
+    assert logprob_error(rounded) > 1e-3 and logprob_error(exact) < 1e-6
+    losses, expected = (train(make(dtype="bfloat16", cast_lm_head_to_fp32=is_exact)) for is_exact in (True, False))
+    assert losses == pytest.approx(expected, rel=0.03), "all else is as it was"
+    assert {one.dtype for one in exact.model.parameters()} == {torch.float32}
+
+
+# Compiled layers
+
+
+def num_graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same_and_are_not_compiled_for_every_batch(make: Make) -> None:
+    expected = train(make())
+    counters.clear()
+    engine = make(torch_compile=True, gradient_checkpointing=True)
+    assert train(engine) == pytest.approx(expected, rel=1e-4)
+    logprob_error(engine)  # a pass without gradients
+    compiled = num_graphs()
+    for lengths in ([5, 3], [11, 2, 2, 6], [8], [4, 4, 4], [13, 12, 9]):  # other tokens and numbers of sequences
+        batch = token_batch(lengths)
+        train(engine, [batch])
+        engine.forward(batch, lambda logits, packed: logits.dense()[:, 0])
+    assert 0 < num_graphs() == compiled
+
+
+def test_the_log_says_which_attention_and_why(make: Make, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="arealite.engine"):
+        make()
+    lines = [one.getMessage() for one in caplog.records if "attention" in one.getMessage()]
+    assert lines == [f"attention of {path}: packed_sdpa, always on a cpu"]
