@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-weights lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -156,6 +156,9 @@ benchmark-agents: $(VENV)/.installed-dev            ## measure what a turn of an
 
 benchmark-async: $(VENV)/.installed            ## compare asynchronous with synchronous training, also with tools that take 200 ms (5 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/async_vs_sync.py $(ARGS)
+
+benchmark-weights: $(VENV)/.installed            ## measure weight updates, and for how long they stop generation (2 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/weight_sync.py $(ARGS)
 
 benchmark-algorithms: $(VENV)/.installed            ## train with every algorithm, 3 seeds and 3 staleness bounds; goes on where it stopped (2 hours)
 	$(VENV)/bin/python benchmarks/algorithms.py $(ARGS)

@@ -167,8 +167,9 @@ def main() -> None:
 
 @contextmanager
 def served(model: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Write a model and serve it in another process."""
-    arealite(["tiny-model", "--out", model])
+    """Serve a model in another process; the tiny one is made if there is none."""
+    if not Path(model).exists():
+        arealite(["tiny-model", "--out", model])
     with hold_port() as held:
         port = str(port_of(held))
     command = [sys.executable, "-m", "arealite.server", "--model-path", model, "--port", port, "--slots", "128"]

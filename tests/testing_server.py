@@ -85,6 +85,7 @@ class ScriptedServer:
     def __post_init__(self) -> None:
         self._groups: dict[str, list[BroadcastGroup]] = {}
         self._staged: dict[str, Any] | None = None
+        self._staged_version = 0
         self._aborts = 0
         self._reached: list[tuple[int, int]] = []
 
@@ -232,8 +233,9 @@ class ScriptedServer:
         body = await request.json()
         self.updates.append(body)
         with open(f"{body['model_path']}/weights") as file:
-            self.weights = {"disk": file.read()}
-        self.version = int(body["weight_version"])
+            self._staged, self._staged_version = {"disk": file.read()}, int(body["weight_version"])
+        if not body.get("only_stage"):
+            self._swap()
         return web.json_response({"success": True})
 
     async def _join(self, request: web.Request) -> web.Response:
@@ -274,14 +276,22 @@ class ScriptedServer:
                 close_group(group)
             return web.json_response({"success": False, "message": str(error)}, status=400)
         (self.weights if self._staged is None else self._staged).update(bucket)
-        if body["weight_version"] is not None:
+        if body["weight_version"] is not None and self._staged is None:
             self.version = int(body["weight_version"])
+        elif body["weight_version"] is not None:
+            self._staged_version = int(body["weight_version"])
         return web.json_response({"success": True})
 
-    async def _end(self, _: web.Request) -> web.Response:
+    async def _end(self, request: web.Request) -> web.Response:
+        assert self._staged is not None
+        if not (request.can_read_body and (await request.json()).get("only_stage")):
+            self._swap()
+        return web.json_response({"success": True})
+
+    def _swap(self) -> None:
         assert self._staged is not None
         self.weights, self._staged = self.weights | self._staged, None
-        return web.json_response({"success": True})
+        self.version = self._staged_version
 
     async def close(self, _: web.Application) -> None:
         for group in itertools.chain(*self._groups.values()):

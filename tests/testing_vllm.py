@@ -129,7 +129,7 @@ class ScriptedVLLM(ScriptedServer):
         return await self._stage(_Read(request, body))
 
     async def _finish(self, request: web.Request) -> web.Response:
-        self.version = int((await request.json())["weight_version"])
+        self._staged_version = int((await request.json())["weight_version"])
         return await self._end(request)
 
     async def _set_version(self, request: web.Request) -> web.Response:

@@ -41,6 +41,8 @@ class Completions:
     ) -> None:
         self.may_generate = asyncio.Event()  # cleared while a weight update pauses the servers
         self.may_generate.set()
+        self.held_s = 0.0  # for which weight updates have paused the servers since the last metrics
+        self._held_at = 0.0
         self.on_hold: Callable[[], Awaitable[None]] | None = None  # lets other clients hold or release theirs, too
         self.update_timeout_s = config.weight_update_timeout  # timeout of the last weight update
         self.num_tokens = 0  # sampled so far
@@ -96,12 +98,16 @@ class Completions:
 
     async def hold(self) -> None:
         """Let requests wait, before servers pause for a weight update."""
+        if self.may_generate.is_set():
+            self._held_at = time.monotonic()
         self.may_generate.clear()
         if self.on_hold is not None:
             await self.on_hold()
 
     async def release(self) -> None:
         """Let requests go on."""
+        if not self.may_generate.is_set():
+            self.held_s += time.monotonic() - self._held_at
         self.may_generate.set()
         if self.on_hold is not None:
             await self.on_hold()

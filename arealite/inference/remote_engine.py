@@ -373,6 +373,7 @@ class RemoteInferenceEngine(InferenceEngine):
             return {}
         (began, num_before), now = self._rate_from, (time.monotonic(), self._completions.num_tokens)
         self._rate_from, membership = now, self._membership
+        held_s, self._completions.held_s = self._completions.held_s, 0.0
         waits = {f"wait/{kind}_s": seconds for kind, seconds in activity.take_waits().items()}
         metrics = (
             self._executor.metrics()
@@ -384,6 +385,7 @@ class RemoteInferenceEngine(InferenceEngine):
                 "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),
                 "rollout/generated_tokens": float(self._completions.num_tokens),
                 "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
+                "weights/pause_s": held_s,
                 "weights/mismatched_tensors": float(self.receiver.num_mismatched),
             }
         )

@@ -1,7 +1,7 @@
 """The receiving half of a weight update: servers pause, receive the weights through a broadcast group or from a
-checkpoint folder, verify them, and resume. Invariants: an update ends within its deadline; after it a server serves the
-new weights, or its old ones if it keeps them, or it has no version and gets no requests. One rule for failures: a
-server that fails in an update backs off."""
+checkpoint folder, verify them, and resume; those that stage weights pause only to swap them. Invariants: an update ends
+within its deadline; after it a server serves the new weights, or its old ones if it stages them, or it has no version
+and gets no requests. One rule for failures: a server that fails in an update backs off."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ class WeightReceiver:
     # An update: begin, receive, sample_canaries, admit, release
 
     async def begin(self, meta: WeightUpdateMeta) -> None:
-        """Start an update; servers of a broadcast pause now, as the sender must know how many there are."""
+        """Start an update by finding out who takes part; servers that do not stage weights pause for a broadcast."""
         assert meta.version is not None, "the version must be known before servers are told"
         meta.wants_fingerprints = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
         meta.fingerprints = {}
@@ -80,7 +80,7 @@ class WeightReceiver:
         self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s), set(self._servers.healthy))
         if meta.type == "nccl":
             async with self._undone_on_failure():
-                await self._pause()
+                await self._gather()
                 await self._agree()
 
     async def receive(self) -> None:
@@ -89,7 +89,7 @@ class WeightReceiver:
         async with self._undone_on_failure():
             if meta.type == "disk":
                 await self._wait_for_sender()
-                await self._pause()
+                await self._gather()
                 await self._load_from_disk(update.members)
             else:
                 assert self._plan is not None, "begin has made a plan"
@@ -97,6 +97,10 @@ class WeightReceiver:
                 if meta.also_disk:
                     await self._wait_for_sender()
                     await self._load_from_disk([one for one in update.members if one not in self._plan.servers])
+            if self._backend.stages:
+                await self._hold()
+                await self._reach(self._backend.pause, update.members)
+                await self._on_all(self._backend.swap, update.members)
         self._is_unverified = True
         failures = await self._resume(update.members)
         self._drop({server: str(error) for server, error in failures.items()})
@@ -127,17 +131,29 @@ class WeightReceiver:
         await self.admit()
         await self._completions.release()
 
-    async def _pause(self) -> None:
-        """Pause the servers, and leave those out that can't be reached."""
+    async def _hold(self) -> None:
+        """Let requests wait, unless they go to servers that the update leaves alone."""
+        if not self._update.meta.only_joining:
+            await self._completions.hold()
+
+    async def _gather(self) -> None:
+        """Decide who takes part. Servers pause, but for those that generate until they swap."""
         update = self._update
+        reachable = [one for one in self._servers.servers if one.is_reachable]
+        update.asked = self._servers.updatable or reachable or self._servers.servers
         if update.meta.only_joining:
             update.asked = self._servers.joining
+        if self._backend.stages:
+            await self._reach(self._backend.resume, update.asked)
         else:
-            await self._completions.hold()
-            reachable = [one for one in self._servers.servers if one.is_reachable]
-            update.asked = self._servers.updatable or reachable or self._servers.servers
-        await self._on_all(self._backend.pause, update.asked, may_be_gone=True)
-        update.members = [server for server in update.asked if server not in update.failures]
+            await self._hold()
+            await self._reach(self._backend.pause, update.asked)
+
+    async def _reach(self, call: _Call[None], servers: Sequence[Server]) -> None:
+        """Call something for servers, and leave those out of the update that can't be reached."""
+        update = self._update
+        await self._on_all(call, servers, may_be_gone=True)
+        update.members = [server for server in servers if server not in update.failures]
         for server in update.failures:
             self._completions.health.suspect(server)
         if not update.members:
@@ -300,7 +316,7 @@ class WeightReceiver:
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            if update.is_torn and not self._backend.keeps_old_weights:
+            if update.is_torn and not self._backend.stages:
                 for server in update.members:
                     self._servers.mark_weights_lost(server, server.version)
             if isinstance(error, asyncio.CancelledError):

@@ -128,10 +128,11 @@ class AbortBody(Body):
 
 
 class VerifiedBody(Body):
-    """POST /end_weight_update, and how the tensors of any update are verified; SGLang has neither field."""
+    """POST /end_weight_update, and how the tensors of any update are verified; SGLang has none of the fields."""
 
     fingerprints: dict[str, str] | None = None  # the sender's, by tensor (`utils.fingerprint`); None does not verify
     on_mismatch: Literal["refuse", "accept"] = "refuse"  # keep the old weights, or take the new and say which differ
+    only_stage: bool = False  # serve the old weights until the next /end_weight_update
 
 
 class DiskUpdateBody(VerifiedBody):

@@ -40,12 +40,9 @@ class WeightReceiver:
     async def load_from_disk(self, body: protocol.DiskUpdateBody) -> list[str]:
         """Load a checkpoint folder; return the tensors whose fingerprints differ from the sender's."""
         async with self._turn():
-            weights = await in_thread(read_checkpoint, body.model_path)
-            wrong = await _verify(weights, body)
-            if body.abort_all_requests:
-                await asyncio.wrap_future(self._engine.abort())
-            await asyncio.wrap_future(self._engine.update_weights(weights, body.weight_version))
-            return wrong
+            self._staged = await in_thread(read_checkpoint, body.model_path)
+            self._version = body.weight_version
+            return await self._finish(body, aborts=body.abort_all_requests)
 
     async def join(self, body: protocol.JoinGroupBody) -> None:
         """Join the sender's broadcast group as rank `rank_offset`. Nobody waits for a group that never forms."""
@@ -94,12 +91,21 @@ class WeightReceiver:
     async def end(self, body: protocol.VerifiedBody) -> list[str]:
         """Swap the staged weights in; return the tensors whose fingerprints differ from the sender's."""
         async with self._turn():
-            staged, self._staged = self._staged, None
-            if staged is None:
-                raise ValueError("/begin_weight_update must come first: got the end of no update.")
-            wrong = await _verify(staged, body)
-            await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
+            return await self._finish(body)
+
+    async def _finish(self, body: protocol.VerifiedBody, *, aborts: bool = False) -> list[str]:
+        """Verify what is staged, and use it unless it is only to be staged."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise ValueError("/begin_weight_update must come first: got the end of no update.")
+        wrong = await _verify(staged, body)
+        if body.only_stage:
+            self._staged = staged
             return wrong
+        if aborts:
+            await asyncio.wrap_future(self._engine.abort())
+        await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
+        return wrong
 
     async def leave_all(self, _: object) -> None:
         """Leave all groups, as the application ends."""

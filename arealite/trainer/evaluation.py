@@ -127,19 +127,14 @@ class Evaluation:
                 logger.warning("%s serves %s: the report will call it %s", server.address, server.facts.model, path)
 
     def _measure(self, name: str, path: Path, size: int) -> dict[str, float]:
-        rewards_R: list[float] = []
-        columns: dict[str, list[float]] = defaultdict(list)
+        measured: dict[str, list[tuple[float, dict[str, float]]]] = {}
         versions: set[int] = set()
-        num_groups = 0
         for group in _groups(path, size):
-            num_groups += 1
-            for rows in _samples(group).values():
-                rewards_R.append(rows[0]["reward"])
-                for key, value in _numbers(rows).items():
-                    columns[key].append(value)
+            samples = [(rows[0]["reward"], _numbers(rows)) for rows in _samples(group).values()]
+            measured[group[0]["prompt_id"]] = samples
             for line in group:
                 versions |= {version for version, mask in zip(line["versions"], line["loss_mask"]) if mask}
-        if num_groups == 0:
+        if not measured:
             raise EpisodeError(
                 f"at least one of {len(self._dataset)} prompts must be answered: got none ({name}). Look at the "
                 "warnings above."
@@ -149,9 +144,16 @@ class Evaluation:
                 f"an evaluation must use one version of the weights: got {sorted(versions)} in {path}. Use servers "
                 "that nobody trains, and another trial_name."
             )
+        rewards_R: list[float] = []
+        columns: dict[str, list[float]] = defaultdict(list)
+        for _, samples in sorted(measured.items()):  # sums do not depend on who was answered first
+            for reward, numbers in samples:
+                rewards_R.append(reward)
+                for key, value in numbers.items():
+                    columns[key].append(value)
         tensors = {key: torch.tensor(values, dtype=torch.float64) for key, values in columns.items()}
+        num_groups, num_prompts = len(measured), len(self._dataset)
         group_index_R = torch.arange(num_groups).repeat_interleave(size)
-        num_prompts = len(self._dataset)
         metrics = sample_metrics(torch.tensor(rewards_R).double(), group_index_R, tensors, num_prompts)
         if name == "sampled" and is_binary(rewards_R):
             right_P = [int(sum(rewards_R[i : i + size])) for i in range(0, len(rewards_R), size)]

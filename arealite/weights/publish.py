@@ -1,4 +1,4 @@
-"""A weight update as one verb, top to bottom: pause, send and receive, verify, advance versions, resume.
+"""A weight update as one verb, top to bottom: send and receive, verify, advance versions, resume.
 
 It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result`, `check_canary`, `resume`,
 `set_version`, for users who do not want to change it. Invariant: versions advance only after servers have acknowledged
@@ -70,7 +70,7 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
         meeting_point=actor.meeting_point,
     )
     try:
-        receiving = on_rank_0(lambda: rollout.update_weights(meta))  # 1 pause
+        receiving = on_rank_0(lambda: rollout.update_weights(meta))  # 1 who takes part; servers pause that must
         failure = None
         try:
             with heartbeat.waiting("the servers to take new weights", on="servers"):

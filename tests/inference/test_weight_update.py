@@ -91,9 +91,10 @@ def check_weights(server: ScriptedServer, value: float) -> None:
     assert torch.equal(server.weights["b"], torch.full((4,), value, dtype=torch.bfloat16))
 
 
-def test_broadcast_reaches_every_server_and_uses_the_group_again(stack: contextlib.ExitStack) -> None:
+@pytest.mark.parametrize("backend", ["sglang", "lite"])
+def test_broadcast_reaches_every_server_and_uses_the_group_again(stack: contextlib.ExitStack, backend: str) -> None:
     servers = ScriptedServer(), ScriptedServer()
-    engine, sender = connect(stack, *servers), Sender()
+    engine, sender = connect(stack, *servers, backend=backend), Sender()
     for version in (1, 2):
         meta = by_broadcast()
         future = engine.update_weights(meta)
@@ -105,26 +106,17 @@ def test_broadcast_reaches_every_server_and_uses_the_group_again(stack: contextl
             check_weights(server, float(version))
             assert server.version == version and not server.is_paused
     assert len(sender.names) == 1
-    assert servers[0].calls == [
-        "/pause_generation",
-        "/init_weights_update_group",
-        "/begin_weight_update",
-        "/update_weights_from_distributed",
-        "/update_weights_from_distributed",
-        "/end_weight_update",
-        "/continue_generation",
-        "/pause_generation",
-        "/begin_weight_update",
-        "/update_weights_from_distributed",
-        "/update_weights_from_distributed",
-        "/end_weight_update",
-        "/continue_generation",
-    ]
+    join, buckets = "/init_weights_update_group", 2 * ["/update_weights_from_distributed"]
+    before, after, end = ["/pause_generation"], [], "/end_weight_update"
+    if backend == "lite":  # it generates while weights are staged, and pauses when all of them are there
+        before, after = ["/continue_generation"], ["/pause_generation", end]
+    update = ["/begin_weight_update", *buckets, end, *after, "/continue_generation"]
+    assert servers[0].calls == [*before, join, *update, *before, *update]
 
 
 def test_a_change_of_membership_forms_a_new_group(stack: contextlib.ExitStack) -> None:
     first, second = ScriptedServer(), ScriptedServer(has_sessions=False)
-    engine, sender = connect(stack, first), Sender()
+    engine, sender = connect(stack, first, backend="sglang"), Sender()
     stack.enter_context(serve(second))
     for version, members in ((1, [first]), (2, [first, second]), (3, [second])):
         if version == 2:
@@ -227,7 +219,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
 
 def test_no_request_is_sent_while_servers_are_paused(stack: contextlib.ExitStack) -> None:
     server = ScriptedServer()
-    engine, meta = connect(stack, server), by_broadcast()
+    engine, meta = connect(stack, server, backend="sglang"), by_broadcast()
     future = engine.update_weights(meta)
     assert server.is_paused
     with ThreadPoolExecutor(1) as pool:
@@ -239,9 +231,57 @@ def test_no_request_is_sent_while_servers_are_paused(stack: contextlib.ExitStack
         assert pending.result(120).output_versions == [1]
 
 
+@pytest.mark.parametrize("way", ["broadcast", "disk"])
+def test_requests_are_sent_while_servers_stage_weights(stack: contextlib.ExitStack, tmp_path: Path, way: str) -> None:
+    """They wait only for the swap, before which all servers have staged everything."""
+    first, second = ScriptedServer(), ScriptedServer()
+    engine = connect(stack, first, second)
+    engine.metrics()
+    meta = by_broadcast() if way == "broadcast" else WeightUpdateMeta("disk", path=str(tmp_path), timeout_s=60.0)
+    began = time.monotonic()
+    future = engine.update_weights(meta)
+    assert not first.is_paused and sample(engine, "a").output_versions == [0]
+    (tmp_path / "weights").write_text("new")
+    if way == "broadcast":
+        Sender().send(meta, 1.0)
+    else:
+        meta.uploaded.set_result(None)
+    future.result(120)
+    assert sample(engine, "b").output_versions == [1]
+    staged, ended = {"broadcast": "/update_weights_from_distributed", "disk": "/update_weights_from_disk"}[way], "/end"
+    for server in (first, second):
+        *before, pause, swap, resume = server.calls
+        assert staged in before and "/pause_generation" not in before
+        assert pause == "/pause_generation" and swap.startswith(ended) and resume == "/continue_generation"
+    assert 0.0 < engine.metrics()["weights/pause_s"] < time.monotonic() - began
+    assert engine.metrics()["weights/pause_s"] == 0.0
+
+
+@pytest.mark.parametrize("endpoint", ["/pause_generation", "/end_weight_update"])
+def test_a_swap_that_fails_leaves_the_others_to_an_update_that_is_repeated(
+    stack: contextlib.ExitStack, tmp_path: Path, endpoint: str
+) -> None:
+    good, bad = ScriptedServer(), ScriptedServer(refusals={endpoint: (500, "not now")})
+    engine = connect(stack, good, bad)
+    for version in (1, 2):
+        folder = tmp_path / str(version)
+        folder.mkdir()
+        (folder / "weights").write_text(str(version))
+        meta = WeightUpdateMeta("disk", path=str(folder), version=version, timeout_s=60.0)
+        future = engine.update_weights(meta)
+        meta.uploaded.set_result(None)
+        if version == 1:
+            with pytest.raises(WeightUpdateError, match=f"{bad.address}{endpoint} must succeed: .*not now"):
+                future.result(120)
+            assert [one.is_backing_off for one in engine.servers.servers] == [False, True]
+            assert not good.is_paused
+    future.result(120)
+    assert good.weights == {"disk": "2"} and bad.weights == {} and sample(engine).server == good.address
+
+
 def test_a_server_that_does_not_know_sessions(stack: contextlib.ExitStack) -> None:
     server = ScriptedServer(has_sessions=False)
-    engine, sender = connect(stack, server), Sender()
+    engine, sender = connect(stack, server, backend="sglang"), Sender()
     meta = by_broadcast()
     future = engine.update_weights(meta)
     sender.send(meta, 1.0)
@@ -300,10 +340,10 @@ def test_generation_goes_on_token_exactly_across_updates(stack: contextlib.ExitS
         server.wait_until_held()
         meta = by_broadcast()
         future = engine.update_weights(meta)
-        server.holds_at = 10 + 20 * version if version < 3 else None
         sender.send(meta, float(version))
         future.result(120)
         engine.set_version(version)
+        server.holds_at = 10 + 20 * version if version < 3 else None
     thread.join()
     (response,) = responses
     seed = server.requests[0]["sampling_params"]["sampling_seed"]
@@ -350,8 +390,10 @@ def test_a_server_that_speaks_no_http_is_named_and_the_others_go_on(
     stack: contextlib.ExitStack, tmp_path: Path, kind: str, endpoint: str
 ) -> None:
     good, bad = ScriptedServer(), ScriptedServer()
-    engine = connect(stack, good, bad)
-    bad.raw = dict.fromkeys((endpoint, "/health", "/continue_generation"), REPLIES[kind])
+    is_first = endpoint == "/pause_generation"
+    engine = connect(stack, good, bad, backend="sglang" if is_first else "lite")
+    later = ["/continue_generation"] if is_first else ["/pause_generation"]
+    bad.raw = dict.fromkeys((endpoint, "/health", *later), REPLIES[kind])
     meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), timeout_s=60.0)
     future = engine.update_weights(meta)
     (tmp_path / "w").mkdir()

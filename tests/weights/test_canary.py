@@ -185,7 +185,7 @@ def test_a_publication_is_proved_and_logged(
     assert 0 <= gap < (1e-5 if dtype == "float32" else 0.05)
     assert read_weights(tmp_path / "exp" / "t") == {4: actor.fingerprint()}
     for server in servers:
-        assert server.engine.stats().generated_tokens == 16
+        assert server.engine.stats().generated_tokens == 8
 
 
 def test_the_log_of_weights_goes_back_with_the_run(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_canary_names_the_server_with_other_weights(
     publish_weights(actor, rollout, version=1)
     check_canary(actor, rollout, version=1)
     swap_behind_our_back(bad, 1)
-    with pytest.raises(WeightUpdateError, match=rf"version 1, .*: {bad.address} differs by \d.*over 16 tokens") as info:
+    with pytest.raises(WeightUpdateError, match=rf"version 1, .*: {bad.address} differs by \d.*over 8 tokens") as info:
         check_canary(actor, rollout, version=1)
     assert good.address not in str(info.value)
     assert rollout.metrics()["policy/canary_gap"] > 0.5

@@ -69,7 +69,7 @@ class WeightCheckConfig(ConfigBase):
 
     fingerprint: Bool = True
     """Compare a fingerprint of every tensor, on servers that can (`lite`)."""
-    canary_tokens: NonNegativeInt = 16
+    canary_tokens: NonNegativeInt = 8
     """Tokens that every server samples after an update, and whose logprobs the trainer must reproduce; 0 is off."""
     canary_bound: Positive | None = None
     """Largest mean absolute difference of those logprobs; None is 0.001 in float32 and 0.1 in shorter dtypes."""

@@ -140,7 +140,7 @@ class Backend(abc.ABC):
     program: ClassVar[str]  # whose protocol it is
     overflow: ClassVar[re.Pattern[str]]  # what a server says that refuses a prompt or completion as too long
     verifies: ClassVar[Set[str]] = frozenset()  # types of weight updates in which servers compare fingerprints
-    keeps_old_weights = False  # whether a server still serves its old weights after an update that failed half-way
+    stages = False  # whether a server generates with its old weights until `swap`, also after a failed update
     is_on_cpu = False  # whether broadcasts use gloo even if the trainer has GPUs
 
     def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
@@ -216,7 +216,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def load(self, server: ServerConnection, path: str, version: int, fingerprints: Sums) -> list[str]:
-        """Load the weights of a folder as `version`; return the tensors that were kept although they differ."""
+        """Load the weights of a folder as `version`; return the tensors that are kept although they differ."""
 
     @abc.abstractmethod
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
@@ -236,4 +236,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def end(self, server: ServerConnection, version: int, fingerprints: Sums) -> list[str]:
-        """Finish an update by broadcast; return the tensors that were kept although they differ."""
+        """Finish an update by broadcast; return the tensors that are kept although they differ."""
+
+    async def swap(self, server: ServerConnection) -> None:
+        """Use the staged weights, where servers stage them."""
+        raise NotImplementedError(f"{self.program} must stage weights to swap them: it has them in place")

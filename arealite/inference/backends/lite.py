@@ -16,7 +16,7 @@ class LiteBackend(SGLangBackend):
     """The protocol of `arealite.server`."""
 
     verifies = frozenset({"disk", "nccl"})
-    keeps_old_weights = True
+    stages = True
     is_on_cpu = True
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
@@ -29,7 +29,11 @@ class LiteBackend(SGLangBackend):
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await super().join(server, place | {"timeout_s": timeout_s}, timeout_s)
 
+    async def swap(self, server: ServerConnection) -> None:
+        await server.request("POST", "/end_weight_update")
+
     async def _verified(self, server: ServerConnection, endpoint: str, payload: Json, expected: Sums) -> list[str]:
+        payload |= {"only_stage": True}
         if expected:
             payload |= {"fingerprints": expected, "on_mismatch": "accept" if self._accepts_mismatch else "refuse"}
         try:

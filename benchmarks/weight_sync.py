@@ -1,0 +1,196 @@
+"""What a weight update costs, and for how long it stops generation, against the transfer alone.
+
+    python benchmarks/weight_sync.py [--rounds 7] [--model small] [--out benchmarks/results/weight_sync.jsonl]
+
+One trainer and one embedded server, each a process with one thread, which generates 16 completions without end
+meanwhile. A round measures, in turn: `alone`, the same tensors broadcast over gloo from this process to another one
+that does nothing else; and `publish_weights` by broadcast, through the disk, and by broadcast without a canary:
+`whole`, its seconds; `pause`, for how long requests were held. Models in float32, of 0.2, 4.6 and 53 million
+parameters. Medians over the rounds; `pause_of_alone` is the median of ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from async_vs_sync import configured, make_actor, served
+from circumstances import circumstances
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.io_struct import ModelRequest, ParamSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.utils.network import LOOPBACK, hold_port, port_of
+from arealite.utils.weight_transfer import close_group, join_group, receive_bucket, send_bucket
+from arealite.weights.publish import publish_weights
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+from tiny_model import make_tiny_model
+
+SIZES: dict[str, dict[str, int]] = {
+    "quickstart": {},
+    "small": {"hidden": 256, "layers": 6, "heads": 4, "mlp": 768},
+    "large": {"hidden": 768, "layers": 8, "heads": 8, "mlp": 2304},
+}
+WAYS = {
+    "broadcast": ["rollout.weight_update=broadcast"],
+    "disk": ["rollout.weight_update=disk"],
+    "no canary": ["rollout.weight_update=broadcast", "rollout.weight_check.canary_tokens=0"],
+}
+RUNNING = 16
+WARM_UP = 1
+
+
+def main() -> None:
+    """Measure every model and print one line for each way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, help="only this one")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, size in SIZES.items():
+        if args.model in (None, name):
+            with tempfile.TemporaryDirectory() as folder:
+                result = measure(name, size, Path(folder), args.rounds)
+            report(result)
+            if args.out:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
+
+
+def measure(name: str, size: dict[str, int], folder: Path, rounds: int) -> dict[str, Any]:
+    """Alternate between the transfer alone and updates in both ways."""
+    model = str(folder / "model")
+    make_tiny_model(model, **size)
+    found: dict[str, list[float]] = defaultdict(list)
+    with served(model) as (address, _):
+        actor = make_actor(model)
+        specs = [spec for bucket in actor.get_param_specs() for spec in bucket]
+        try:
+            with receiver(specs) as send, engines(model, address, folder) as rollouts:
+                for number in range(WARM_UP + rounds):
+                    one = {"alone_s": send()}
+                    for way, rollout in rollouts.items():
+                        one |= {f"{way}_{key}": value for key, value in updated(actor, rollout, number).items()}
+                        one[f"{way}_pause_of_alone"] = one[f"{way}_pause_s"] / one["alone_s"]
+                    for key, value in one.items() if number >= WARM_UP else ():
+                        found[key].append(value)
+        finally:
+            actor.destroy()
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    spread = {key: [min(values), max(values)] for key, values in found.items()}
+    mib = sum(spec.size for spec in specs) / 2**20
+    return {"model": name, "mib": mib, "rounds": rounds, **medians, "spread": spread, **circumstances()}
+
+
+@contextmanager
+def receiver(specs: list[ParamSpec]) -> Iterator[Any]:
+    """Start a process that receives the tensors, and yield what sends them and returns the seconds until it has."""
+    ours, theirs = multiprocessing.Pipe()
+    with hold_port() as held:
+        port = port_of(held)
+        process = multiprocessing.get_context("spawn").Process(target=receive, args=(port, specs, theirs), daemon=True)
+        process.start()
+        group = join_group(LOOPBACK, port, 0, 2, "alone")
+    tensors = [torch.ones(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+
+    def send() -> float:
+        ours.send("next")
+        assert ours.poll(60) and ours.recv() == "ready"
+        began = time.perf_counter()
+        send_bucket(group, tensors)
+        assert ours.poll(600) and ours.recv() == "received"
+        return time.perf_counter() - began
+
+    try:
+        yield send
+    finally:
+        ours.send("end")
+        process.join(60)
+        close_group(group)
+
+
+def receive(port: int, specs: list[ParamSpec], pipe: Connection) -> None:
+    """Receive the tensors as often as told."""
+    torch.set_num_threads(1)
+    group = join_group(LOOPBACK, port, 1, 2, "alone")
+    while pipe.recv() == "next":
+        pipe.send("ready")
+        receive_bucket(group, specs)
+        pipe.send("received")
+
+
+@contextmanager
+def engines(model: str, address: str, folder: Path) -> Iterator[dict[str, RemoteInferenceEngine]]:
+    """Yield a client of the server for each way."""
+    rollouts: dict[str, RemoteInferenceEngine] = {}
+    try:
+        for way, keys in WAYS.items():
+            trial = way.replace(" ", "-")
+            names = [f"rollout.server_addrs=[{address}]", f"cluster.fileroot={folder}", f"trial_name={trial}"]
+            config = configured(model, *names, *keys)
+            rollouts[way] = RemoteInferenceEngine(config.rollout)
+            rollouts[way].initialize(None, None)
+        yield rollouts
+    finally:
+        for rollout in rollouts.values():
+            rollout.destroy()
+
+
+def updated(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> dict[str, float]:
+    """Update the server while it generates."""
+    gconfig = GenerationHyperparameters(max_new_tokens=900, min_new_tokens=900)
+    is_ended = threading.Event()
+
+    async def generate() -> None:
+        while True:
+            await rollout.agenerate(ModelRequest([5, 6], gconfig))
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(generate()) for _ in range(RUNNING)]
+        await asyncio.to_thread(is_ended.wait)
+        for task in tasks:
+            task.cancel()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    time.sleep(0.5)  # until all of them run
+    rollout.metrics()
+    began = time.perf_counter()
+    publish_weights(actor, rollout, version)
+    whole_s = time.perf_counter() - began
+    metrics = rollout.metrics()
+    is_ended.set()
+    thread.join()
+    return {"whole_s": whole_s, "pause_s": metrics["weights/pause_s"]}
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print what each way costs."""
+    for way in WAYS:
+        print(
+            f"{result['model']:10} {result['mib']:6.1f} MiB {way:9} whole {1e3 * result[f'{way}_whole_s']:6.0f} ms, "
+            f"generation pauses for {1e3 * result[f'{way}_pause_s']:5.0f} ms, {result[f'{way}_pause_of_alone']:.2f} of "
+            f"the transfer alone ({1e3 * result['alone_s']:.0f} ms; {result['cores']} cores, load {result['load']})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
