@@ -52,11 +52,11 @@ test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on thre
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
 test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk or memory, bit-identical; name stalls (8 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/launcher/test_stalls.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py $(ARGS)
 
 test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (6 minutes)
 	sh tests/reward/install_bubblewrap.sh
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/trainer/test_bounds.py tests/examples $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/trainer/test_bounds.py tests/launcher/supervise/test_preflight.py tests/examples $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers

@@ -28,6 +28,7 @@ def test_logprobs_are_measured(tmp_path: Path) -> None:
     assert found["gradient_distance"] < 1e-6 and found["memory_ratio"] > 1
 
 
+@pytest.mark.slow
 def test_the_runtime_is_measured(tmp_path: Path) -> None:
     (found,) = measured(tmp_path / "found.jsonl", "runtime_overhead.py", "--seconds", "0.1", "--case", "throughput")
     assert found["episodes"] % 256 == 0 and found["episodes"] > 0

@@ -131,6 +131,7 @@ def test_a_step_is_replayed_from_the_initial_model(asynchronous: Path) -> None:
     assert sorted(asynchronous.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path: Path) -> None:
     """From a checkpoint: neither are earlier rollouts needed nor does step 2 differ."""
     folder = tmp_path / "e2e" / "t"
@@ -149,6 +150,7 @@ def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path
     assert re.search(differs, out), out
 
 
+@pytest.mark.slow
 def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
     folder = run_rl(
         *(model, tmp_path, 3),

@@ -377,6 +377,7 @@ def run_on_two_ranks(model: str, out: Path, runs: list[dict[str, Any]]) -> list[
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_change_of_ranks(model: str, whole: dict[str, Any], folder: Path) -> None:
     """On two ranks resumed equals uninterrupted, and a run goes on from two ranks to one and from one to two."""
     uninterrupted, _, resumed, moved, stopped, continued, broken = run_on_two_ranks(

@@ -72,6 +72,7 @@ def test_problems_are_one_line_each_and_nothing_starts(folder: Path) -> None:
     assert {path.name for path in (folder / "runs").rglob("*")} <= {"e", "t", ".launcher.lock"}
 
 
+@pytest.mark.slow
 def test_torchruns_commands_come_after_a_call_of_the_reward_with_the_first_row(folder: Path) -> None:
     status, lines = launch(folder, body="return data", launcher="torchrun")
     assert status == 2
@@ -110,6 +111,7 @@ def test_rewards_that_the_config_names_are_called(
 
 
 @pytest.mark.parametrize("override", ["launcher.preflight=true", "launcher.preflight=false"])
+@pytest.mark.slow
 def test_a_run_without_problems_starts(folder: Path, override: str) -> None:
     """Also one with a warning, and one whose check does not come to its end."""
     body = "import os; os._exit(7)"
@@ -120,6 +122,7 @@ def test_a_run_without_problems_starts(folder: Path, override: str) -> None:
     assert ("warning: reward: " in "\n".join(lines)) == override.endswith("true")
 
 
+@pytest.mark.slow
 def test_a_check_that_dies_does_not_stop_a_run(folder: Path) -> None:
     arguments = ("allocation_mode=d1", "rollout.server_addrs=[127.0.0.1:9]")
     status, lines = launch(folder, *arguments, body="import os; os._exit(7)")
