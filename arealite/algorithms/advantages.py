@@ -8,6 +8,7 @@ Rows may lie on several ranks: statistics take a `reduce` that sums a tensor ove
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from arealite.algorithms.ratios import check_choice, masked_log_ratio
 
@@ -150,15 +151,27 @@ def gae(
     one there is no value, also if the answer was truncated. `gae_lambda` may be `[B]`, one for each row.
     """
     mask_BT = loss_mask.bool()
-    advantages_BT = torch.zeros_like(rewards)
-    next_value_B = carried_B = rewards.new_zeros(rewards.shape[0])
-    for t in reversed(range(rewards.shape[1])):
-        is_action_B = mask_BT[:, t]
-        delta_B = rewards[:, t] + discount * next_value_B - values[:, t]
-        carried_B = torch.where(is_action_B, delta_B + discount * gae_lambda * carried_B, carried_B)
-        next_value_B = torch.where(is_action_B, values[:, t], next_value_B)
-        advantages_BT[:, t] = torch.where(is_action_B, carried_B, 0.0)
-    return advantages_BT
+    length = mask_BT.shape[1]
+    places_BT = torch.where(mask_BT, torch.arange(length, device=mask_BT.device), length)
+    of_next_BT = F.pad(places_BT, (0, 1), value=length).flip(1).cummin(dim=1).values.flip(1)[:, 1:]
+    next_values_BT = F.pad(values, (0, 1)).gather(1, of_next_BT)
+    deltas_BT = torch.where(mask_BT, rewards + discount * next_values_BT - values, 0.0)
+    if not isinstance(gae_lambda, torch.Tensor) and discount * gae_lambda == 1:
+        sums_BT = deltas_BT.flip(1).cumsum(dim=1).flip(1)
+    else:
+        factor_B1 = torch.as_tensor(discount * gae_lambda, dtype=rewards.dtype, device=rewards.device).view(-1, 1)
+        sums_BT = _discounted_sums(deltas_BT, torch.where(mask_BT, factor_B1, 1.0))
+    return torch.where(mask_BT, sums_BT, 0.0)
+
+
+def _discounted_sums(terms_BT: torch.Tensor, factors_BT: torch.Tensor) -> torch.Tensor:
+    """Return s with s_t = term_t + factor_t * s_(t+1) `[B, T]`, in log2(T) rounds; each doubles how far sums reach."""
+    sums_BT, reach, length = terms_BT.clone(), 1, terms_BT.shape[1]
+    while reach < length:  # factors are now products over `reach` tokens
+        sums_BT[:, :-reach] += factors_BT[:, : length - reach] * sums_BT[:, reach:]
+        factors_BT = factors_BT[:, :-reach] * factors_BT[:, reach:]
+        reach *= 2
+    return sums_BT
 
 
 def adaptive_lambda(lengths: torch.Tensor, *, alpha: float) -> torch.Tensor:

@@ -98,6 +98,23 @@ def test_gae_equals_its_definition(
         assert advantages[row].tolist() == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.95, torch.linspace(0, 1, 6, dtype=torch.float64)])
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_gae_of_long_rows_equals_the_recursion(discount: float, gae_lambda: float | torch.Tensor) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 6, 333, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 333, generator=generator) < 0.8
+    carried, next_value = torch.zeros(2, 6, dtype=torch.float64)
+    expected = torch.zeros_like(rewards)
+    for t in reversed(range(333)):
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        carried = torch.where(mask[:, t], delta + discount * gae_lambda * carried, carried)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        expected[:, t] = torch.where(mask[:, t], carried, 0.0)
+    found = gae(rewards, values, mask, discount=discount, gae_lambda=gae_lambda)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_no_rows_and_no_tokens() -> None:
     nothing = torch.zeros(0, 0)
     assert gae(nothing, nothing, nothing, discount=1.0, gae_lambda=1.0).shape == (0, 0)
