@@ -38,7 +38,15 @@ from arealite.utils import distributed, heartbeat
 from arealite.utils.images import sees_images
 from arealite.utils.logging import setup_logging
 from arealite.utils.seeding import seed_everything
-from arealite.utils.tensors import MicroBatch, count_micro_batches, pack_rows, split_rows, unit_lengths, unpack_rows
+from arealite.utils.tensors import (
+    MicroBatch,
+    count_micro_batches,
+    on_device,
+    pack_rows,
+    split_rows,
+    unit_lengths,
+    unpack_rows,
+)
 from arealite.utils.weight_transfer import BroadcastGroup, close_group
 
 if TYPE_CHECKING:
@@ -252,7 +260,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         for micro_batch in micro_batches:
             hidden_NH, packed = self._hidden_states(micro_batch)
             if micro_batch.num_tokens:
-                values.append(post_hook(self._outputs(hidden_NH), packed).to(micro_batch.packed["input_ids"].device))
+                values.append(post_hook(self._outputs(hidden_NH), packed))
         self.model.reshard()
         return unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
 
@@ -263,10 +271,10 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def _split(self, input_: TensorDict, rows_per_unit: int = 1) -> list[MicroBatch]:
         """Pack this rank's rows into micro-batches, as many as on every rank so that collectives match."""
-        mask_BS, spec = input_["attention_mask"], self.config.mb_spec
-        count = count_micro_batches(unit_lengths(mask_BS, rows_per_unit), spec.n_mbs, spec.max_tokens_per_mb)
+        lengths, spec = unit_lengths(input_["attention_mask"], rows_per_unit), self.config.mb_spec
+        count = count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
         (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
-        groups = split_rows(mask_BS, int(count_on_all), spec.max_tokens_per_mb, rows_per_unit=rows_per_unit)
+        groups = split_rows(lengths, int(count_on_all), spec.max_tokens_per_mb, rows_per_unit=rows_per_unit)
         return [pack_rows(input_, rows) for rows in groups]
 
     def _weigh(
@@ -288,7 +296,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def _hidden_states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
         """Return hidden states `[N, H]` of a micro-batch; an empty one runs on a single token, which is dropped."""
-        packed = micro_batch.packed.to(self.device)
+        packed = on_device(micro_batch.packed, self.device)
         num_tokens = micro_batch.num_tokens
         inputs: dict[str, Any] = {key: packed[key] for key in ("input_ids", "position_ids")}
         lengths = [length for length in micro_batch.packed["cu_seqlens"].diff().tolist() if length]

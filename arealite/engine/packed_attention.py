@@ -20,6 +20,7 @@ from transformers.utils import is_flash_attn_2_available
 from arealite.api.errors import ConfigError
 from arealite.utils.hf import require_fixed_rope
 from arealite.utils.images import sees_images
+from arealite.utils.tensors import on_device
 
 PACKED_SDPA, PACKED_VARLEN = "packed_sdpa", "packed_varlen"
 PACKED = (PACKED_SDPA, PACKED_VARLEN)
@@ -64,7 +65,7 @@ def sequence_bounds(attention: str, lengths: Sequence[int], device: torch.device
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if attention == PACKED_SDPA:
         return {"cu_seqlens": bounds}  # on the host, which splits
-    bounds, longest = bounds.to(device), max(lengths)
+    bounds, longest = on_device(bounds, device), max(lengths)
     if attention == PACKED_VARLEN:
         return {"cu_seqlens": bounds, "max_length": longest}
     if attention.startswith("flash_attention"):

@@ -12,6 +12,7 @@ from arealite.utils.tensors import (
     pack_rows,
     split_balanced,
     split_rows,
+    unit_lengths,
     unpack_rows,
 )
 
@@ -175,7 +176,7 @@ def test_units_are_never_torn_apart(
 ) -> None:
     lengths = lengths[: len(lengths) // rows_per_unit * rows_per_unit]
     mask = padded(lengths)["attention_mask"]
-    groups = split_rows(mask, num_groups, max_tokens, rows_per_unit=rows_per_unit)
+    groups = split_rows(unit_lengths(mask, rows_per_unit), num_groups, max_tokens, rows_per_unit=rows_per_unit)
     assert sorted(row for group in groups for row in group) == [*range(len(lengths))]
     for group in groups:
         units = [group[start : start + rows_per_unit] for start in range(0, len(group), rows_per_unit)]
@@ -185,7 +186,7 @@ def test_units_are_never_torn_apart(
 
 def test_half_a_unit_is_refused() -> None:
     with pytest.raises(ValueError, match="rows of a rank must come in units of 2: got 3 rows"):
-        split_rows(padded([1, 2, 3])["attention_mask"], 2, rows_per_unit=2)
+        unit_lengths(padded([1, 2, 3])["attention_mask"], rows_per_unit=2)
 
 
 def test_a_row_longer_than_the_limit_is_alone() -> None:
