@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from arealite.algorithms.kl import k3
-from arealite.algorithms.ratios import answer_means, check_choice, masked_log_ratio
+from arealite.algorithms.ratios import answer_means_of_tokens, check_choice, masked_log_ratio
 
 Batch = Mapping[str, torch.Tensor]
 TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -40,7 +40,7 @@ def ppo(
     mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
     statistics = _ratio_statistics(log_ratio_N)
     if level == "sequence":
-        log_ratio_N = answer_means(log_ratio_N, mask_N, batch["segment_ids"])[batch["segment_ids"].long()]
+        log_ratio_N = answer_means_of_tokens(log_ratio_N, mask_N, batch["segment_ids"])
         statistics["ratio"] = log_ratio_N.detach().exp()
     ratio_N = log_ratio_N.exp()
     unclipped_N = -advantages_N * ratio_N
@@ -91,7 +91,7 @@ def gmpo(logprobs: torch.Tensor, batch: Batch, *, eps_log: float) -> TokenLosses
     mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
     sign_N = advantages_N.sign()
     kept_N = sign_N * torch.minimum(sign_N * log_ratio_N, sign_N * log_ratio_N.clamp(-eps_log, eps_log))
-    mean_N = answer_means(kept_N, mask_N, batch["segment_ids"])[batch["segment_ids"].long()]
+    mean_N = answer_means_of_tokens(kept_N, mask_N, batch["segment_ids"])
     is_clipped_N = sign_N * log_ratio_N > eps_log
     return -advantages_N * mean_N.exp(), _ratio_statistics(log_ratio_N) | _clip_statistics(is_clipped_N, advantages_N)
 

@@ -20,11 +20,13 @@ def answer_log_ratios(
 ) -> torch.Tensor:
     """Return `[B]`: log(pi / pi_ref) of each answer, for `logprobs [N]`; its mean over tokens with `per_token`.
 
-    `batch` has `ref_logprobs`, `loss_mask` and `segment_ids`, `[N]`.
+    `batch` has `ref_logprobs`, `loss_mask` and `segment_ids`, `[N]`, and `cu_seqlens [B + 1]`.
     """
     mask_N = batch["loss_mask"].bool()
     log_ratio_N = masked_log_ratio(logprobs, batch["ref_logprobs"], mask_N)
-    return (answer_means if per_token else answer_sums)(log_ratio_N, mask_N, batch["segment_ids"])
+    return (answer_means if per_token else answer_sums)(
+        log_ratio_N, mask_N, batch["segment_ids"], len(batch["cu_seqlens"]) - 1
+    )
 
 
 def last_tokens(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -19,16 +19,21 @@ def masked_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: t
     return torch.where(mask, numerator - denominator, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def answer_sums(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return `[S]`: the sums of `values [N]` under the bool `mask [N]`, over the tokens of each answer."""
-    num_answers = int(segment_ids.max()) + 1 if segment_ids.numel() else 0
+def answer_sums(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_answers: int) -> torch.Tensor:
+    """Return `[S]`: the sums of `values [N]` under the bool `mask [N]`, over the tokens of each of S `num_answers`."""
     return values.new_zeros(num_answers).index_add(0, segment_ids.long(), torch.where(mask, values, 0.0))
 
 
-def answer_means(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+def answer_means(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_answers: int) -> torch.Tensor:
     """Return `[S]`: the means of `values [N]` under the bool `mask [N]`; an answer without such tokens gets 0."""
-    counts_S = answer_sums(torch.ones_like(values), mask, segment_ids)
-    return answer_sums(values, mask, segment_ids) / counts_S.clamp(min=1)
+    counts_S = answer_sums(torch.ones_like(values), mask, segment_ids, num_answers)
+    return answer_sums(values, mask, segment_ids, num_answers) / counts_S.clamp(min=1)
+
+
+def answer_means_of_tokens(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return `[N]`: for each token the mean of its answer, where every answer of the micro-batch has a token."""
+    ids_N = segment_ids.long()
+    return answer_means(values, mask, ids_N, num_answers=len(ids_N))[ids_N]  # at most N: no sync for their number
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

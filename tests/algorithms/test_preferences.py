@@ -55,6 +55,7 @@ def test_log_ratios_of_answers_equal_their_definition(rows: list[list[tuple[floa
     mask = torch.tensor([trained for _, trained, _ in tokens], dtype=torch.bool)
     batch = {"ref_logprobs": torch.where(mask, -1.0, math.nan), "loss_mask": mask}
     batch["segment_ids"] = torch.tensor([row for _, _, row in tokens], dtype=torch.long)
+    batch["cu_seqlens"] = torch.tensor([0, *map(len, rows)]).cumsum(0)
     kept = [[x for x, trained in row if trained] for row in rows]
     sums = answer_log_ratios(log_ratios - 1.0, batch)
     assert sums.tolist() == pytest.approx([sum(one) for one in kept], abs=1e-12)

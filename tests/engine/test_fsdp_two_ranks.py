@@ -10,6 +10,7 @@ from training_cases import actor_config, train_config, write_model
 from two_rank_program import (
     BATCHES,
     ENGINES,
+    LENGTHS,
     LORA,
     PAIR_SHARES,
     PAIRS,
@@ -160,6 +161,8 @@ def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], t
         torch.testing.assert_close(rank[run]["advantages"], one[run]["advantages"][rows], atol=1e-4, rtol=1e-4)
         for metrics, expected in zip(rank[run]["metrics"], one[run]["metrics"]):
             assert metrics == pytest.approx(expected, abs=1e-4, rel=1e-4)
+            skipped = sum(LENGTHS) - sum(LENGTHS[2:4]) if run == "one live group" else 0
+            assert metrics.get("perf/skipped_tokens", 0) == skipped
         assert_params_equal(rank[run]["params"], one[run]["params"])
 
 

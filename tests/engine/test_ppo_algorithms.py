@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 from arealite.algorithms.aggregation import token_weights
 from arealite.algorithms.logprobs import trained_tokens
 from arealite.api.cli_args import CorrectionConfig, MicroBatchSpec, OptimizerConfig
-from arealite.api.config.algorithm import PRESETS
+from arealite.api.config.algorithm import PRESETS, resolve_choices
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.ppo.objective import objective_of
 
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
 WITHOUT_CRITIC = sorted(name for name, choices in PRESETS.items() if choices["baseline"] not in ("critic", "teacher"))
@@ -156,6 +157,24 @@ def test_equal_rewards_are_a_dead_group_in_any_dtype(make: Make) -> None:
     batch["rewards"] = torch.full((8,), 0.1, dtype=torch.float64)
     metrics, _ = update(actor, batch)
     assert metrics["reward/dead_group_ratio"] == 1.0 and metrics["reward/std"] == 0.0
+    assert metrics["optim/skipped_steps"] == metrics["perf/skipped_tokens"] == 0.0, "AdamW steps by its moments"
+
+
+@pytest.mark.parametrize("name", [name for name in WITHOUT_CRITIC if not PRESETS[name]["adv_norm"]])
+def test_groups_without_spread_are_skipped_and_leave_the_gradient_as_it_is(make: Make, name: str) -> None:
+    """A loss of the user, here that of the preset, is given all rows."""
+    batch = a_batch()
+    batch["rewards"] = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 1.0])
+    own = {"loss_fn": objective_of(resolve_choices(actor_config("", algorithm=name, max_new_tokens=10)))}
+    (found, params), (whole, expected) = (
+        update(make(functions, algorithm=name, mb_spec=MicroBatchSpec(1, 20)), batch.clone()) for functions in ({}, own)
+    )
+    assert (found["perf/skipped_tokens"], whole["perf/skipped_tokens"]) == (9 + 4 + 7 + 11, 0)
+    assert found["optim/grad_norm"] > 1e-4
+    for key in ("policy/loss", "optim/grad_norm", "perf/trained_tokens"):
+        assert found[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-8), key
+    for one, two in zip(params, expected, strict=True):
+        torch.testing.assert_close(one, two, atol=2e-7, rtol=0)
 
 
 def test_current_logprobs_are_the_recomputed_ones_of_a_single_step(make: Make) -> None:
@@ -189,7 +208,7 @@ def test_a_kl_penalty_in_the_loss_acts_without_spread_too(make: Make, model_path
     loss = 0.5 * (0.5 * (logprobs - batch["ref_logprobs"][:, 1:]).square())[mask[:, 1:]].mean()  # k2
     loss.backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
-    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-4) and metrics["perf/skipped_tokens"] == 0
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
@@ -203,7 +222,7 @@ def test_an_entropy_bonus_has_the_gradient_of_the_entropy(make: Make, model_path
     entropy = torch.distributions.Categorical(logits=logits).entropy()[mask[:, 1:]].mean()
     (-0.5 * entropy).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
-    assert metrics["policy/entropy"] == pytest.approx(entropy.item(), rel=1e-5)
+    assert metrics["policy/entropy"] == pytest.approx(entropy.item(), rel=1e-5) and metrics["perf/skipped_tokens"] == 0
     assert metrics["policy/loss"] == pytest.approx(-0.5 * entropy.item(), rel=1e-5)
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-3)
 
@@ -249,13 +268,13 @@ def test_functions_of_the_user_replace_objective_and_baseline(make: Make) -> Non
 
     def advantage_fn(rewards: torch.Tensor, group_index: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         seen.append((rewards, group_index, num_tokens))
-        return (rewards > rewards.median()).float()
+        return (rewards > rewards.median()).float() - 0.5
 
     functions = {"loss_fn": loss_fn, "advantage_fn": advantage_fn}
     batch = a_batch()
     mine = update(make(functions, adv_norm=False), batch)
     assert seen[0][1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and seen[0][2].tolist() == [n - 2 for n in LENGTHS]
-    expected = (batch["rewards"] > batch["rewards"].median()).float()
+    expected = (batch["rewards"] > batch["rewards"].median()).float() - 0.5
     assert torch.equal(batch["advantages"], expected[:, None] * batch["loss_mask"])
     assert mine[0]["policy/surprise"] > 0
     builtin = make({"advantage_fn": advantage_fn}, objective="reinforce", adv_norm=False)

@@ -54,7 +54,8 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora empty": ("tied", "empty", LORA),
 }
 """Model, share and config."""
-TRAJECTORIES = trajectory_batch([9, 4, 12, 3, 7, 11, 8, 8], group_size=2)
+LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
+TRAJECTORIES = trajectory_batch(LENGTHS, group_size=2)
 TRAJECTORY_SHARES = [[5, 0, 6], [1, 2, 3, 4, 7]]
 """Groups 0, 2 and 3 are torn apart."""
 ACTOR = {
@@ -87,10 +88,16 @@ def rank_of_rewards(rewards: torch.Tensor, group_index: torch.Tensor, num_tokens
     return (rewards.argsort().argsort() - group_index * 0.1) / num_tokens
 
 
+def of_one_group(rewards: torch.Tensor, group_index: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """An advantage function that leaves a rank without a row to train on."""
+    return torch.where(group_index == 1, rewards - 0.5, 0.0)
+
+
 PPO_RUNS = {
     "ppo": (ACTOR, None),
     "other choices": (OTHER_CHOICES | {"baseline": "length_weighted"}, None),
     "own advantages": (OTHER_CHOICES, rank_of_rewards),
+    "one live group": (OTHER_CHOICES | {"kl_ctl": 0.0, "ppo_n_minibatches": 1}, of_one_group),
 }
 
 

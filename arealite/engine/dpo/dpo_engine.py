@@ -50,7 +50,8 @@ class DPOEngine:
         log_ratios_B = answer_log_ratios(logprobs_N, micro_batch, per_token=is_ipo)
         beta = self.config.beta
         losses_P, statistics = ipo(log_ratios_B, tau=beta) if is_ipo else dpo(log_ratios_B, beta=beta)
-        logprobs_B = answer_sums(logprobs_N.detach(), micro_batch["loss_mask"], micro_batch["segment_ids"])
+        mask_N, num_rows = micro_batch["loss_mask"], len(micro_batch["cu_seqlens"]) - 1
+        logprobs_B = answer_sums(logprobs_N.detach(), mask_N, micro_batch["segment_ids"], num_rows)
         statistics |= {"chosen_logprob": logprobs_B[0::2], "rejected_logprob": logprobs_B[1::2]}
         return losses_P, statistics
 

@@ -11,16 +11,13 @@ global batch.
 # B rows of this rank, R runs (samples of a group) of this rank, S of all ranks, T padded tokens, N packed tokens
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch.nn.utils.rnn import pad_sequence
 
-from arealite.algorithms import objectives
 from arealite.algorithms.advantages import (
     adaptive_lambda,
     distillation_advantages,
@@ -43,7 +40,8 @@ from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import Runs, runs_of
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import finite_rewards, groups_of, require_key, require_no_negative
-from arealite.engine.ppo.metrics import MaskedMetrics, of_runs
+from arealite.engine.ppo.metrics import MaskedMetrics, note_losses, of_runs
+from arealite.engine.ppo.objective import TokenLossFn, objective_of
 from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
 from arealite.utils.tensors import INPUTS
@@ -53,8 +51,6 @@ RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
 TOKENS = (*INPUTS, "kept_ids", "kept_counts")  # and what they were sampled from, if narrowed
 UNKNOWN_LOGPROB = -9999.0  # vLLM's, over HTTP, of a logprob that is not finite; such a token is not trained on
 
-TokenLossFn = Callable[[torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""`(logprobs [N], micro_batch) -> (token losses [N], statistics [N] by name)`; nobody averages."""
 AdvantageFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(rewards [S], group_index [S], num_tokens [S]) -> advantages [S]` over all answers of the global batch."""
 
@@ -75,7 +71,8 @@ class PPOActor:
         self.config = resolve_choices(config)
         self.choices: Any = self.config  # in which no choice is None any more
         self.engine = engine
-        self.loss_fn = _objective(self.choices) if loss_fn is None else checked_loss_fn(loss_fn)
+        self.loss_fn = objective_of(self.choices) if loss_fn is None else checked_loss_fn(loss_fn)
+        self.needs_every_row = loss_fn is not None or self.choices.entropy_ctl > 0  # also those with advantage 0
         if advantage_fn is not None and self.config.baseline == "teacher":
             raise ConfigError(
                 "advantage_fn must not be given with actor.baseline teacher: got one. It would never be called; remove "
@@ -164,10 +161,8 @@ class PPOActor:
         self.engine.train()
         num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
         minibatch_B = groups_B % num_minibatches
-        steps = [
-            self._step(columns[minibatch_B == index], groups_B[minibatch_B == index], num_groups, metrics)
-            for index in range(num_minibatches)
-        ]
+        rows = [(minibatch_B == index).nonzero()[:, 0] for index in range(num_minibatches)]
+        steps = [self._step(columns[of_step], groups_B[of_step], num_groups, metrics) for of_step in rows]
         self.engine.step_lr_scheduler()
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
@@ -175,6 +170,7 @@ class PPOActor:
             "optim/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
             "optim/lr": steps[0]["lr"],
             "optim/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
+            "perf/skipped_tokens": sum(step["skipped_tokens"] for step in steps),
             **self.describe(batch),
         }
 
@@ -282,29 +278,41 @@ class PPOActor:
             loss_constant=self.choices.loss_constant,
             reduce=self._sum_over_ranks,
         ).to(columns["advantages"])
-        counts = [columns["attention_mask"].sum().item(), mask_BT.sum().item()]
-        num_tokens, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
+        rows = self._rows_to_train(columns)
+        lengths_B = columns["attention_mask"].sum(dim=1)
+        counts = [lengths_B[rows].sum().item(), lengths_B.sum().item(), mask_BT.sum().item()]
+        num_tokens, num_in_all, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
+        if num_tokens == 0:  # no gradient but 0, with which the optimizer steps all the same
+            rows, num_tokens = lengths_B.nonzero()[:, 0], num_in_all
+        longest = int(lengths_B.max()) if len(lengths_B) else 0
 
         def weight(micro_batch: TensorDict) -> float:
             return float(len(micro_batch["input_ids"])) if num_trained else 0.0
 
         # The engine takes a mean over all tokens, and c already contains every denominator.
         def loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
-            return self._loss(logits, micro_batch, metrics) * (num_tokens / weight(micro_batch))
+            return self._loss(logits, micro_batch, metrics, longest) * (num_tokens / weight(micro_batch))
 
-        return self.engine.train_batch(columns, loss_fn, weight)
+        return self.engine.train_batch(columns[rows], loss_fn, weight) | {"skipped_tokens": num_in_all - num_tokens}
 
-    def _loss(self, logits: LazyLogits, micro_batch: TensorDict, metrics: MaskedMetrics) -> torch.Tensor:
+    def _rows_to_train(self, columns: TensorDict) -> torch.Tensor:
+        """Return the indices of rows whose loss may have a gradient: not those of a group without spread, unless a KL
+        penalty, an entropy bonus or a loss of the user acts on them. They still count as the aggregation says."""
+        if self.needs_every_row or "ref_logprobs" in columns:
+            return columns["attention_mask"].any(dim=1).nonzero()[:, 0]
+        return ((columns["advantages"] != 0) & columns["loss_mask"]).any(dim=1).nonzero()[:, 0]
+
+    def _loss(self, logits: LazyLogits, micro_batch: TensorDict, metrics: MaskedMetrics, longest: int) -> torch.Tensor:
         config, mask_N = self.choices, micro_batch["loss_mask"]
         tokens, kept = self._tokens(micro_batch), kept_sets(micro_batch)
         logprobs_N, entropy_N = packed_logprobs_entropy(logits, *tokens, kept=kept, entropy_grad=config.entropy_ctl > 0)
         if config.proximal == "current":
             micro_batch["proximal_logprobs"] = logprobs_N.detach()
-            lengths = micro_batch["cu_seqlens"].diff().tolist()
             keys = ("proximal_logprobs", "rollout_logprobs", "advantages", "loss_mask")
-            rows = {key: pad_sequence(micro_batch[key].split(lengths), batch_first=True) for key in keys}
-            factors_BT = self._corrections(rows["proximal_logprobs"], rows)
-            micro_batch["corrections"] = torch.cat([row[:length] for row, length in zip(factors_BT, lengths)])
+            places = micro_batch["segment_ids"], micro_batch["position_ids"]  # in rows: `[B, longest]`, without a sync
+            shape = len(micro_batch["cu_seqlens"]) - 1, longest
+            rows = {key: micro_batch[key].new_zeros(shape).index_put(places, micro_batch[key]) for key in keys}
+            micro_batch["corrections"] = self._corrections(rows["proximal_logprobs"], rows)[places]
         losses_N, statistics = self.loss_fn(logprobs_N, micro_batch)
         losses_N = micro_batch["corrections"] * torch.where(mask_N, losses_N, 0.0)
         if "ref_logprobs" in micro_batch:
@@ -318,7 +326,7 @@ class PPOActor:
         statistics["entropy"] = entropy_N.detach()
         if config.proximal == "current":
             statistics["mismatch_kl"] = k3((micro_batch["rollout_logprobs"] - logprobs_N.detach()).double())
-        _note(metrics, micro_batch, statistics)
+        note_losses(metrics, micro_batch, statistics)
         return (micro_batch["token_weights"] * losses_N).sum()
 
     def _proximal_logprobs(self, batch: TensorDict) -> torch.Tensor | None:
@@ -418,33 +426,3 @@ class FSDPPPOActor(FSDPEngine, PPOActor):
         config = dataclasses.replace(config, disable_dropout=True)
         FSDPEngine.__init__(self, config)
         PPOActor.__init__(self, config, engine=self, loss_fn=loss_fn, advantage_fn=advantage_fn)
-
-
-def _objective(config: Any) -> TokenLossFn:
-    """Return the objective of a config with its settings."""
-    clip = {"eps_clip": config.eps_clip, "eps_clip_higher": config.eps_clip_higher}
-    made: dict[str, TokenLossFn] = {
-        "ppo": functools.partial(objectives.ppo, **clip, c_clip=config.c_clip, level=config.importance_sampling_level),
-        "reinforce": objectives.reinforce,
-        "cispo": functools.partial(objectives.cispo, cispo_max=config.cispo_max),
-        "sapo": functools.partial(
-            objectives.sapo, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative
-        ),
-        "gmpo": functools.partial(objectives.gmpo, eps_log=config.gmpo_eps_log),
-        "dppo": functools.partial(objectives.dppo, delta=config.dppo_delta),
-    }
-    return made[config.objective]
-
-
-def _note(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dict[str, torch.Tensor]) -> None:
-    """Add what a loss tells to the metrics; importance weights are those of what no correction has left out."""
-    mask_N = micro_batch["loss_mask"]
-    kept_N = mask_N & (micro_batch["corrections"] > 0)
-    log_weight_N = masked_log_ratio(micro_batch["proximal_logprobs"], micro_batch["rollout_logprobs"], kept_N)
-    weight_N = torch.where(kept_N, log_weight_N.exp(), 0.0)
-    metrics.add(kept_N, {"policy/rollout_importance_weight": weight_N})
-    statistics["rollout_importance_weight_max"] = weight_N
-    statistics["rollout_importance_dropped_ratio"] = mask_N & ~kept_N
-    if "ratio" in statistics:
-        statistics["ratio_max"] = statistics["ratio"]
-    metrics.add(mask_N, {f"policy/{name}": value for name, value in statistics.items()})

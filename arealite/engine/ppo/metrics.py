@@ -1,6 +1,6 @@
 """Metrics of an update: means and extremes of values under masks, over micro-batches and ranks."""
 
-# B rows, R runs of a workflow
+# B rows, R runs of a workflow, N packed tokens
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.workflow_api import Runs, own_metrics
 from arealite.utils.stats import Reduction, reduction_of
 
@@ -54,6 +55,20 @@ def of_runs(batch: TensorDict, runs: Runs, staleness: torch.Tensor) -> dict[str,
         found["rollout/truncated_ratio"] = runs.max(batch["no_eos"].byte())
     own = {name: runs.mean(values) for name, values in own_metrics(batch).items()}
     return {name if "/" in name else f"workflow/{name}": values for name, values in own.items()} | found
+
+
+def note_losses(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dict[str, torch.Tensor]) -> None:
+    """Add the `statistics [N]` of a loss; importance weights are those of what no correction has left out."""
+    mask_N = micro_batch["loss_mask"]
+    kept_N = mask_N & (micro_batch["corrections"] > 0)
+    log_weight_N = masked_log_ratio(micro_batch["proximal_logprobs"], micro_batch["rollout_logprobs"], kept_N)
+    weight_N = torch.where(kept_N, log_weight_N.exp(), 0.0)
+    metrics.add(kept_N, {"policy/rollout_importance_weight": weight_N})
+    statistics["rollout_importance_weight_max"] = weight_N
+    statistics["rollout_importance_dropped_ratio"] = mask_N & ~kept_N
+    if "ratio" in statistics:
+        statistics["ratio_max"] = statistics["ratio"]
+    metrics.add(mask_N, {f"policy/{name}": value for name, value in statistics.items()})
 
 
 def _merge(totals: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
