@@ -8,31 +8,25 @@ Exit status: 0 after SIGTERM or SIGINT, 1 when generation failed, 2 for argument
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from arealite.generation.engine import GenerationEngine
-from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
+from arealite.server.load import load_server
 from arealite.utils import heartbeat
-from arealite.utils.hf import load_causal_lm, load_hf_tokenizer, load_image_processor, local_folder
 from arealite.utils.http_server import HttpServer
-from arealite.utils.images import sees_images
 from arealite.utils.logging import setup_logging
 from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import check_exposed, secret_of_environment
-from arealite.utils.weight_transfer import DTYPES
 
 logger = logging.getLogger("arealite.server")
 FAILURE_NOTICE_S = 1.0  # time for which a failed server still replies 503 with the reason
@@ -57,33 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             ) from error
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda must find a CUDA device: got none. Take --device cpu.")
-        folder = local_folder(args.model_path)
-        model = load_causal_lm(folder, dtype=DTYPES[args.dtype], local_files_only=True, attn_implementation="sdpa")
-        runner = ModelRunner(
-            model.to(args.device), slots=args.slots, context=args.context, deterministic=args.deterministic
-        )
-        has_tokenizer = any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-        tokenizer: PreTrainedTokenizerBase | None = load_hf_tokenizer(folder) if has_tokenizer else None
-        image_processor = load_image_processor(folder) if sees_images(model.config) else None
+        options = {name: value for name, value in vars(args).items() if name not in ("model_path", "host", "port")}
+        engine, server = load_server(args.model_path, **options, secret=secret_of_environment())
     except (ValueError, OSError, ImportError) as error:
         logger.error("can't serve %s: %s", args.model_path, error)
         return 2
-    engine = GenerationEngine(
-        runner,
-        eos_ids=end_of_sequence_ids(folder, tokenizer),
-        tokenizer=tokenizer,
-        version=args.weight_version,
-        threads=args.threads,
-        allow_stale_kv=args.allow_stale_kv,
-    )
-    server = Server(
-        engine,
-        tokenizer,
-        model_path=args.model_path,
-        image_processor=image_processor,
-        seed=args.seed,
-        secret=secret_of_environment(),
-    )
     return asyncio.run(serve(engine, server, args))
 
 
@@ -115,18 +87,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1: got {getattr(args, name)}")
     return args
-
-
-def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Collect the ids that end a sequence from the folder's config, generation config and tokenizer."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        file = Path(model_path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
 
 
 async def serve(engine: GenerationEngine, server: Server, args: argparse.Namespace) -> int:
