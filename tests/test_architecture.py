@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "rollout": {"api", "utils"},
     "watchdog": {"api", "utils"},
     "server": {"api", "utils", "generation"},
-    "inference": {"api", "utils", "rollout"},
+    "inference": {"api", "utils", "rollout", "server.load"},
     "engine": {"api", "utils", "algorithms", "inference.remote_engine", "inference.backends"},
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward"},

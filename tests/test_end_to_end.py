@@ -160,6 +160,20 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
     check_run(folder, num_steps=3, bound=0, num_servers=1)
 
 
+@pytest.mark.slow
+def test_one_process_samples_and_trains(model: Path, tmp_path: Path) -> None:
+    folder = run_rl(
+        *(model, tmp_path, 4, "allocation_mode=lite.d1|d1", "rollout.max_concurrent_rollouts=12"),
+        *("actor.adv_norm=false", "actor.group_reward_norm=false", "actor.reward_bias=-0.5"),
+        *("actor.ppo_n_minibatches=3", "recover.mode=auto", "recover.freq_steps=2"),
+    )
+    check_run(folder, num_steps=4, bound=2, num_servers=1)
+    assert not list((folder / "logs").glob("server-*"))
+    assert max(row["staleness/max"] for row in rows_of(folder / "metrics.jsonl")[:4]) > 0
+    assert "\nlost 0\nrepeated 0\n" in run("-m", "arealite.cli.main", "ledger", str(folder))
+    assert "are bit-identical" in run("-m", "arealite.cli.main", "replay", str(folder), "--step", "3")
+
+
 BRANCHING = """
 from arealite.api.io_struct import ModelRequest
 from arealite.utils.chat_template import prompt_tokens

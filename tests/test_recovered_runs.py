@@ -126,6 +126,18 @@ def assert_same_run(found: Run, expected: Run) -> None:
     assert all(row["optim/grad_norm"] > 0 for row in expected.rows[:STEPS]), "there must be something to get wrong"
 
 
+def test_a_server_in_the_trainers_process_changes_no_bit(make_run: Callable[[str, str], Run]) -> None:
+    """Nor does a kill -9 of that process, and the resumed run."""
+    apart, together = make_run("apart", "lite.d1p1t1+d1p1t1"), make_run("together", "lite.d1|d1")
+    apart.finish(apart.start())
+    launcher = together.start()
+    together.wait_for_row(2, launcher)
+    os.kill(together.trainer, signal.SIGKILL)
+    together.finish(launcher)
+    assert "restart 1 of " in together.output and "resuming after step 1 from " in together.output
+    assert_same_run(together, apart)
+
+
 def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run]) -> None:
     """The user starts the same command again; later the run goes on with more ranks."""
     whole, cut = (make_run(name, "lite.d1p1t1+d1p1t1") for name in ("whole", "cut"))

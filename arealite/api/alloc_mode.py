@@ -1,10 +1,12 @@
 """How many servers and trainers a run has, written as one string such as `sglang.d4p1t1+d4p1t1`.
 
-    mode    = servers "+" dims | dims "+" servers | servers "+eval" | servers | dims
+    mode    = servers beside dims | dims beside servers | servers "+eval" | servers | dims
+    beside  = "+" | "|"
     servers = backend "." dims, e.g. sglang.d4
     dims    = one or more of d<N> (data), p<N> (pipeline), t<N> or m<N> (tensor), each at most once; a missing one is 1
 
-The whole string must match; an error points at the place. A side that is absent has no replicas: data size 0.
+With "+" each side has devices of its own; with "|" one device is both, which only lite.d1|d1 can be yet. The whole
+string must match; an error points at the place. A side that is absent has no replicas: data size 0.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from typing import NoReturn
 from arealite.api.config.rollout import BACKENDS
 from arealite.api.errors import ConfigError
 
+COLOCATED_BACKEND = "lite"
+"""Servers that can run in the trainer's process."""
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor"}
 
 
 class AllocationType(enum.Enum):
     """What the string describes."""
 
+    COLOCATED = "a server in the trainer's process"
     DECOUPLED_TRAIN = "servers and trainers"
     DECOUPLED_EVAL = "servers and one evaluation client"
     LLM_SERVER_ONLY = "servers"
@@ -65,8 +70,7 @@ class AllocationMode:
         if not text:
             _fail(text, 0, "nothing", "Write servers and trainers, e.g. sglang.d4p1t1+d4p1t1.")
         if "|" in text:
-            change = "It is reserved for sharing devices, which does not exist yet. Use '+'."
-            _fail(text, text.index("|"), "'|'", change)
+            return cls._colocated(text, text.index("|"))
         starts = [0, *(plus.end() for plus in re.finditer(r"\+", text))]
         match [_side(text, start, text[start:].partition("+")[0]) for start in starts]:
             case [(None, train)] if train is _ABSENT:
@@ -86,14 +90,39 @@ class AllocationMode:
             case _:
                 _fail(text, starts[2] - 1, "a second '+'", "Write at most two sides.")
 
+    @classmethod
+    def _colocated(cls, text: str, at: int) -> AllocationMode:
+        """Parse sides that share a device, with `|` at a place."""
+        match _side(text, 0, text[:at]), _side(text, at + 1, text[at + 1 :]):
+            case ((str(backend), gen), (None, train)) | ((None, train), (str(backend), gen)) if train is not _ABSENT:
+                if backend != COLOCATED_BACKEND:
+                    change = f"Servers of {backend} would have to give their memory back while the trainer computes"
+                    change += ", which is not supported yet. Write '+', or lite.d1|d1."
+                    _fail(text, at, f"{backend} on the trainer's devices", change)
+                if (gen.world_size, train.world_size) != (1, 1):
+                    _fail(text, at, "more than one device", "Write lite.d1|d1, or '+' for servers beside the trainer.")
+                return cls(AllocationType.COLOCATED, backend, gen, train)
+        _fail(text, at, "'|' without a server and a trainer", "Write lite.d1|d1.")
+
     def __str__(self) -> str:
         servers = f"{self.gen_backend}.{self.gen}"
         return {
+            AllocationType.COLOCATED: f"{servers}|{self.train}",
             AllocationType.DECOUPLED_TRAIN: f"{servers}+{self.train}",
             AllocationType.DECOUPLED_EVAL: f"{servers}+eval",
             AllocationType.LLM_SERVER_ONLY: servers,
             AllocationType.TRAIN_ONLY: str(self.train),
         }[self.type_]
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the server runs in the trainer's process."""
+        return self.type_ is AllocationType.COLOCATED
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of servers and trainers together."""
+        return self.train.world_size + (0 if self.is_colocated else self.gen.world_size)
 
     @property
     def gen_dp_size(self) -> int:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
 from arealite.api.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    import torch
+
     from arealite.api.engine_api import TrainEngine
 
 StopReason = Literal["stop", "length"]
@@ -135,6 +137,16 @@ class SaveLoadMeta:
     """Image processor of a model that sees images."""
 
 
+class WeightSharing(Protocol):
+    """A server that samples from tensors of the trainer. Invariant: they change only between `release` and `share`."""
+
+    def share(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Let the server sample from these tensors, named as in a checkpoint, as weights of `version`."""
+
+    def release(self) -> None:
+        """Return once the server samples no more, until the next `share`."""
+
+
 @dataclass
 class WeightUpdateMeta:
     """How weights are published, any number of times; shared by the sending and the receiving half on rank 0.
@@ -144,7 +156,9 @@ class WeightUpdateMeta:
     `update_weights` makes a new one, and a pickled copy, for other ranks, has one of its own.
     """
 
-    type: Literal["disk", "nccl"]
+    type: Literal["disk", "nccl", "shared"]
+    """`shared` is a server in the process of the sender, which samples from the sender's own parameters; the receiving
+    engine turns any other into it."""
     version: int | None = None
     """Version that the servers will report; None, or still that of the last time, is one more than the rollout's."""
     last_version: int | None = None
@@ -175,13 +189,16 @@ class WeightUpdateMeta:
     meeting_point: Callable[[str], tuple[str, int, bool]] | None = field(default=None, repr=False, compare=False)
     """Tells, for a host, the address and port at which a sender in another process will listen for it, and whether the
     sender has a GPU; None is this process."""
+    shares: WeightSharing | None = field(default=None, repr=False, compare=False)
+    """The server of a `shared` update; the receiving engine fills it in."""
     uploaded: Future[None] = field(default_factory=Future, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("uploaded", "meeting_point")}
+        of_process = ("uploaded", "meeting_point", "shares")
+        return {name: value for name, value in self.__dict__.items() if name not in of_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, uploaded=Future(), meeting_point=None)
+        self.__dict__.update(state, uploaded=Future(), meeting_point=None, shares=None)
 
     @classmethod
     def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map, tree_map_only
 
 from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import WeightSharing
 from arealite.utils import distributed
 from arealite.utils.files import FileEntry, file_entries
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
@@ -36,6 +37,13 @@ class CheckpointedEngine(Stateful):
     _rng: dict[str, Any]
     _kept: tuple[dict[str, Any], dict[str, Any]]  # a copy of the state, and the generators
     _state_group: dist.ProcessGroup | None = None  # nothing else uses it, as a thread writes checkpoints
+    _shares: WeightSharing | None
+
+    def _begin_change(self) -> None:
+        """Note that the weights change now, and let a server that samples from them stop first."""
+        self.num_changes += 1
+        if self._shares is not None:
+            self._shares.release()
 
     def _join_state_group(self) -> None:
         self._state_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
@@ -77,6 +85,7 @@ class CheckpointedEngine(Stateful):
 
     def read_state(self, folder: str) -> None:
         """Continue from what any number of ranks wrote (collective); a new rank seeds its generators."""
+        self._begin_change()
         state = self.state_dict() | {"num_ranks": 0}
         try:
             state_dict_loader.load(state, checkpoint_id=folder, process_group=self._state_group)
@@ -105,6 +114,7 @@ class CheckpointedEngine(Stateful):
                 f"a snapshot for rank {_rank()} must be its own: got one of rank {snapshot['rank']}. Let each rank "
                 "restore what it took, or read a checkpoint, which fits any number of ranks."
             )
+        self._begin_change()
         self.load_state_dict(tree_map(_overwritten, self.state_dict(), snapshot["state"]))
         set_rng_state(snapshot["rng"])
         self.num_changes, self._has_trained = snapshot["num_changes"], snapshot["has_trained"]

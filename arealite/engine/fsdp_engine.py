@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError
-from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightSharing, WeightUpdateMeta
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora, output_layer, sharding
 from arealite.engine.checkpointing import CheckpointedEngine
@@ -82,6 +82,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._has_trained = False
         self.num_changes = 0
         self._transfer: BroadcastGroup | None = None
+        self._shares: WeightSharing | None = None  # a server that samples from our own parameters
         self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._frozen: dict[str, str] = {}  # what adapters add to, as checkpoints name it
         self._attention: str
@@ -138,7 +139,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
         """Read a model, or an adapter of that of the config, on rank 0 and distribute it (collective)."""
-        self.num_changes += 1
+        self._begin_change()
         options: dict[str, Any] = {"has_value_head": self.has_value_head, "init_from_scratch": init_from_scratch}
 
         def load() -> PreTrainedModel:
@@ -229,8 +230,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         mean_loss = self._mean_over_ranks(losses, total_weight)
         is_sound = total_weight > 0 and math.isfinite(grad_norm) and math.isfinite(mean_loss)
         if is_sound:
+            self._begin_change()
             self.optimizer.step()
-            self.num_changes += 1
         else:
             told = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
             logger.warning(told, mean_loss, grad_norm, total_weight)
@@ -360,7 +361,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict` into which a checkpoint of any number of ranks was read."""
-        self.num_changes += 1
+        self._begin_change()
         if any(state[key] != ours for key, ours in self._frozen.items()):
             raise CheckpointError(
                 "a checkpoint with LoRA must be of the same weights in path, dtype, lora.alpha and target_modules: got "
@@ -383,13 +384,17 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         return "" if self._transfer is None else self._transfer.name
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights in `dtype` to the folder `meta.path` or to the group named in `meta` (collective, blocking).
+        """Send the weights in `dtype` to the folder `meta.path` or to the group named in `meta`, or share them with the
+        server in it (collective, blocking).
 
         Resolves `meta.uploaded` on rank 0; a failure raises on every rank.
         """
         try:
             if meta.type == "disk":
                 fsdp_weights.publish_whole_model(self.model, meta, self.dtype)
+            elif meta.type == "shared":
+                self._shares = meta.shares
+                fsdp_weights.share_whole_model(self.model, meta, self.dtype)
             else:
                 self._transfer = fsdp_weights.send_whole_model(self.model, meta, self.dtype, self._transfer)
         except BaseException as error:

@@ -105,6 +105,19 @@ def send_whole_model(
     return group
 
 
+def share_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
+    """Hand all tensors to the server of rank 0's process (collective): its own parameters where it is the only rank,
+    `dtype` is theirs and no adapter is merged, else copies."""
+    weights = dict(iter_full_params(model, dtype))
+    version, shares = meta.version, meta.shares
+
+    def share() -> None:
+        assert shares is not None and version is not None, "the receiving engine fills them in"
+        shares.share(weights, version)
+
+    on_rank_0(share)
+
+
 def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGroup:
     """Return the group named in `meta`; close a previous one."""
     if group is not None and group.name == meta.nccl_group_name:

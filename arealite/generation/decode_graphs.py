@@ -48,6 +48,10 @@ class FixedShapes:
             self._replays[shape] = self._prepared(*shape)
         return self._replays[shape]()[:n]
 
+    def forget(self) -> None:
+        """Prepare every shape anew, as the weights have moved."""
+        self._replays.clear()
+
     def _prepared(self, num_rows: int, length: int) -> Callable[[], torch.Tensor]:
         """Return what runs a step of one shape on the inputs."""
         inputs_3n = self._inputs_3n[:, :num_rows]
@@ -60,7 +64,8 @@ class FixedShapes:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread, a trainer's, may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._forward(inputs_3n, length)
 
         def replay() -> torch.Tensor:

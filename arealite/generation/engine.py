@@ -85,7 +85,7 @@ class GenerationEngine:
         self._scheduler = Scheduler(self._table, slots=slots, max_prefill_tokens=max_tokens)
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # guards `stopped`, so that no message enters the inbox after the last look at it
-        self._is_paused = self._is_closing = False
+        self._is_paused = self._is_closing = self._awaits_weights = False
         self._has_cancelled = False  # whether a sequence may have been cancelled that the scheduler still has
         self._rows: SamplingRows | None = None  # parameters of the running sequences; None after those have changed
         self._generated_tokens = self._logged_tokens = self._prompt_tokens = self._prefilled_tokens = 0
@@ -138,11 +138,17 @@ class GenerationEngine:
         """Sample again."""
         return self.call(lambda: self._hold(None))
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor], version: str | None = None) -> Future[None]:
-        """Replace all weights between two steps; requests in flight have a new cache then, unless `allow_stale_kv`."""
+    def update_weights(
+        self, weights: Mapping[str, torch.Tensor], version: str | None = None, *, shares: bool = False
+    ) -> Future[None]:
+        """Replace all weights between two steps; requests in flight have a new cache then, unless `allow_stale_kv`.
+
+        With `shares` the tensors themselves are the weights, where dtype and device allow; their owner may change them
+        after `await_weights`."""
 
         def update() -> None:
-            self._runner.load_weights(weights)
+            self._runner.load_weights(weights, shares=shares)
+            self._awaits_weights = False
             if self._allow_stale_kv:
                 for sequence in self._scheduler.running:
                     sequence.has_stale_kv = True
@@ -152,6 +158,14 @@ class GenerationEngine:
             self.version = self.version if version is None else version
 
         return self.call(update)
+
+    def await_weights(self) -> Future[None]:
+        """Run no forward pass until `update_weights`, not even after `resume`: the weights are about to change."""
+
+        def wait() -> None:
+            self._awaits_weights = True
+
+        return self.call(wait)
 
     def set_version(self, version: str) -> Future[None]:
         """Rename the current weights."""
@@ -192,7 +206,7 @@ class GenerationEngine:
             prompt_tokens=self._prompt_tokens,
             prefilled_tokens=self._prefilled_tokens,
             stale_kv_tokens=self._stale_kv_tokens,
-            is_paused=self._is_paused,
+            is_paused=self._is_paused or self._awaits_weights,
             version=self.version,
         )
 
@@ -253,7 +267,8 @@ class GenerationEngine:
             self._resolve(sequence, failure)
 
     def _has_work(self) -> bool:
-        return not self._is_paused and bool(self._scheduler.running or self._scheduler.waiting)
+        is_held = self._is_paused or self._awaits_weights
+        return not is_held and bool(self._scheduler.running or self._scheduler.waiting)
 
     def _run_inbox(self) -> None:
         """Run the messages in the inbox; if there is nothing to sample, wait for one."""

@@ -37,6 +37,7 @@ class ModelRunner:
         self.device = model.device
         self.deterministic = deterministic
         self._parameters = dict(model.named_parameters())
+        self._shared: set[str] = set()  # parameters whose storage is someone else's
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         every_parameter = dict(model.named_parameters(remove_duplicate=False))
         self._tied = {name: names[id(p)] for name, p in every_parameter.items() if name not in self._parameters}
@@ -170,9 +171,17 @@ class ModelRunner:
                 f"{difference:.2g}, where {bound:.2g} could be rounding. Serve it with SGLang or vLLM."
             )
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, shares: bool = False) -> None:
         """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing.
-        A tied weight may be absent, or equal to the one it is tied to."""
+        A tied weight may be absent, or equal to the one it is tied to.
+
+        With `shares` a tensor of the dtype and device of a parameter becomes its storage; from then on the caller
+        changes it, passing it again copies nothing, and weights from elsewhere are refused."""
+        if self._shared and not shares:
+            raise ValueError(
+                "weights must come from the trainer of this process, whose parameters these are: got others. Let it "
+                "load them, and publish."
+            )
         missing = sorted(self._required - weights.keys())
         if missing:
             raise ValueError(
@@ -183,12 +192,26 @@ class ModelRunner:
             if name in weights and not torch.equal(weights[name], weights[source]):
                 raise ValueError(f"{name} must equal {source}, to which it is tied: got other values. Leave it out.")
         for name, parameter in self._parameters.items():
-            if name in weights:
+            if name in weights and shares and name not in self._shared:
+                self._share(name, weights[name])
+            elif name in weights and weights[name].data_ptr() != parameter.data_ptr():
                 parameter.copy_(weights[name])
-            else:  # what becomes of the positions of its elements tells where those of the checkpoint belong
+            elif name not in weights:
+                # What becomes of the positions of its elements tells where those of the checkpoint belong.
                 positions = torch.arange(parameter.numel(), device=self.device).view(parameter.shape)
                 for part, here in as_in_checkpoint(self.model, {name: positions}).items():
                     parameter.view(-1)[here] = weights[part].to(parameter)
+
+    def _share(self, name: str, weight: torch.Tensor) -> None:
+        """Let a tensor be a parameter from now on, or copy it if it can't be."""
+        parameter = self._parameters[name]
+        if (weight.dtype, weight.device) != (parameter.dtype, parameter.device):
+            parameter.copy_(weight)
+            return
+        parameter.data = weight
+        self._shared.add(name)
+        if self._graphs is not None:  # they read where the parameter was
+            self._graphs.forget()
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.config.rollout import ColocatedConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
@@ -24,6 +25,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.api.script import refuse_import
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.backends import KINDS, Backend
+from arealite.inference.colocated import ColocatedServer
 from arealite.inference.completions import Completions
 from arealite.inference.discovery import Membership, open_registry
 from arealite.inference.http import open_session
@@ -103,6 +105,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._executor: RolloutExecutor | None = None
         self._completions: Completions
         self.receiver: WeightReceiver  # both exist as long as the executor
+        self.colocated: ColocatedServer | None = None  # in this process, on the actor's parameters
         self._membership: Membership | None = None  # None for `server_addrs`, which never change
         self.catch_up: Callable[[], None] | None = None  # updates joining servers (collective); of `publish_weights`
         self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
@@ -121,7 +124,30 @@ class RemoteInferenceEngine(InferenceEngine):
         if self.config.replay_from:
             self._replay = Replay(self.config.replay_from, self)
             return
+        addresses = self._named_servers(addr)
+        raise_file_limit()
+        self._collector = QuietCollector()
+        self._executor = RolloutExecutor(self.config, self, self._clients)
+        self._executor.catch_up = self._let_catch_up
+        try:
+            secret = self._secret_of_run(is_ours=not addresses)
+            if self.config.colocated is not None:
+                addresses = [self._start_colocated(self.config.colocated, secret)]
+            self._executor.loop.run(self._connect(addresses, secret))
+        except BaseException:
+            self.destroy()
+            raise
+
+    def _named_servers(self, addr: str | None) -> list[str]:
+        """Return the addresses of servers that others start; ConfigError if there are none, nor any of this run."""
         addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(SERVER_ADDRS_VARIABLE, ""))
+        if self.config.colocated is not None:
+            if addresses:
+                raise ConfigError(
+                    f"rollout.server_addrs and the variable {SERVER_ADDRS_VARIABLE} must be empty with a server in the "
+                    f"trainer's process: got {', '.join(addresses)}. Remove them, or the '|' in allocation_mode."
+                )
+            return []
         if not addresses and not self.config.num_servers:
             raise ConfigError(
                 f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers, or "
@@ -135,15 +161,7 @@ class RemoteInferenceEngine(InferenceEngine):
                 f"Type `python3 -m arealite.launcher.local {words}`, or set rollout.server_addrs=[host:port] to use "
                 "servers that run already."
             )
-        raise_file_limit()
-        self._collector = QuietCollector()
-        self._executor = RolloutExecutor(self.config, self, self._clients)
-        self._executor.catch_up = self._let_catch_up
-        try:
-            self._executor.loop.run(self._connect(addresses))
-        except BaseException:
-            self.destroy()
-            raise
+        return addresses
 
     def destroy(self) -> None:
         if self._executor is None:
@@ -153,15 +171,26 @@ class RemoteInferenceEngine(InferenceEngine):
             self._executor.close()
         finally:
             self._executor = None
+            if self.colocated is not None:
+                self.colocated.close()
 
-    async def _connect(self, addresses: list[str]) -> None:
-        loop = self._require_executor().loop
-        secret = secret_of_environment()
-        if self.config.fileroot and not addresses:  # no launcher may have made one
-            folder = RunFolder(self.config).path
-            folder.mkdir(parents=True, exist_ok=True)
-            secret = ensure_secret(folder)
-        completions = self._open(secret)
+    def _secret_of_run(self, *, is_ours: bool) -> str | None:
+        """Return what servers want to be shown; those of this run have a secret, which no launcher may have made."""
+        if not (self.config.fileroot and is_ours):
+            return secret_of_environment()
+        folder = RunFolder(self.config).path
+        folder.mkdir(parents=True, exist_ok=True)
+        return ensure_secret(folder)
+
+    def _start_colocated(self, config: ColocatedConfig, secret: str | None) -> str:
+        """Start the server of this process and return its address; its end wakes the thread that waits for a batch."""
+        allow_stale_kv, loop = self.config.pause_mode == "in_place", self._require_executor().loop
+        self.colocated = ColocatedServer(config, allow_stale_kv=allow_stale_kv, seed=self.config.seed, secret=secret)
+        self.colocated.stopped.add_done_callback(lambda _: loop.ask())
+        return self.colocated.address
+
+    async def _connect(self, addresses: list[str], secret: str | None) -> None:
+        loop, completions = self._require_executor().loop, self._open(secret)
         if self._clients is not None:
             completions.on_hold = self._show
             await self._clients.start(self._view(), secret, completions)
@@ -209,7 +238,10 @@ class RemoteInferenceEngine(InferenceEngine):
             self._executor.loop.ask()
 
     def _let_catch_up(self) -> None:
-        """Bring joining servers the current weights, while the trainer waits (rank 0, in the trainer's thread)."""
+        """Bring joining servers the current weights, while the trainer waits (rank 0, in the trainer's thread). Raises
+        ServerError if the server of this process has ended."""
+        if self.colocated is not None:
+            self.colocated.check()
         if self.catch_up is not None and self.servers.joining:
             self._exchange.run_on_every_rank(self.catch_up)
 
@@ -246,6 +278,8 @@ class RemoteInferenceEngine(InferenceEngine):
             meta.version = self.get_version() + 1
         meta.last_version = meta.version
         meta.uploaded = Future()
+        if self.colocated is not None:
+            meta.type, meta.shares = "shared", self.colocated
         loop.run(self.receiver.begin(meta))
         return loop.submit(self.receiver.receive())
 
@@ -265,7 +299,7 @@ class RemoteInferenceEngine(InferenceEngine):
     # Episodes
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        self._rollouts().submit(data, workflow)
+        (self._replay or self._require_executor()).submit(data, workflow)
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         return self._rollouts().wait(count, timeout, should_accept)
@@ -326,6 +360,9 @@ class RemoteInferenceEngine(InferenceEngine):
         self._require_executor().evaluate_each(data, workflow, keep)
 
     def _rollouts(self) -> RolloutExecutor | Replay:
+        """Return what yields trajectories, to a caller that waits for them."""
+        if self.colocated is not None:
+            self.colocated.require_current()
         return self._replay or self._require_executor()
 
     def pause(self) -> None:

@@ -71,17 +71,18 @@ class WeightReceiver:
     # An update: begin, receive, sample_canaries, admit, release
 
     async def begin(self, meta: WeightUpdateMeta) -> None:
-        """Start an update by finding out who takes part; servers that do not stage weights pause for a broadcast."""
+        """Start an update by finding out who takes part; those that stage no weights pause, but for the disk."""
         assert meta.version is not None, "the version must be known before servers are told"
         meta.wants_fingerprints = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
         meta.fingerprints = {}
         self._completions.update_timeout_s = meta.timeout_s
         self._is_unverified = False
         self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s), set(self._servers.healthy))
-        if meta.type == "nccl":
+        if meta.type != "disk":
             async with self._undone_on_failure():
                 await self._gather()
-                await self._agree()
+                if meta.type == "nccl":
+                    await self._agree()
 
     async def receive(self) -> None:
         """Bring the weights in and resume the servers; requests wait for `admit` if the update holds them."""
@@ -91,13 +92,15 @@ class WeightReceiver:
                 await self._wait_for_sender()
                 await self._gather()
                 await self._load_from_disk(update.members)
+            elif meta.type == "shared":
+                await self._wait_for_sender()  # which hands its tensors to the server itself
             else:
                 assert self._plan is not None, "begin has made a plan"
                 await self._unless_sender_fails(self._broadcast(self._plan))
                 if meta.also_disk:
                     await self._wait_for_sender()
                     await self._load_from_disk([one for one in update.members if one not in self._plan.servers])
-            if self._backend.stages:
+            if self._stages:
                 await self._hold()
                 await self._reach(self._backend.pause, update.members)
                 await self._on_all(self._backend.swap, update.members)
@@ -131,6 +134,11 @@ class WeightReceiver:
         await self.admit()
         await self._completions.release()
 
+    @property
+    def _stages(self) -> bool:
+        """Whether servers generate with their old weights until they swap; of shared ones there are no old ones."""
+        return self._backend.stages and self._update.meta.type != "shared"
+
     async def _hold(self) -> None:
         """Let requests wait, unless they go to servers that the update leaves alone."""
         if not self._update.meta.only_joining:
@@ -143,7 +151,7 @@ class WeightReceiver:
         update.asked = self._servers.updatable or reachable or self._servers.servers
         if update.meta.only_joining:
             update.asked = self._servers.joining
-        if self._backend.stages:
+        if self._stages:
             await self._reach(self._backend.resume, update.asked)
         else:
             await self._hold()

@@ -32,6 +32,14 @@ def test_decoupled_strings(text: str, backend: str, gen: tuple[int, ...], train:
     assert mode.train_world_size == train[0] * train[1] * train[2]
 
 
+@pytest.mark.parametrize("text", ["lite.d1|d1", "d1p1t1|lite.d1p1t1"])
+def test_one_device_for_both(text: str) -> None:
+    mode = AllocationMode.from_str(text)
+    assert mode.is_colocated and str(mode) == "lite.d1p1t1|d1p1t1"
+    assert (mode.gen_dp_size, mode.train_world_size, mode.num_devices) == (1, 1, 1)
+    assert AllocationMode.from_str("lite.d1+d1").num_devices == 2
+
+
 @pytest.mark.parametrize(
     ("text", "type_", "gen_world_size", "train_world_size"),
     [
@@ -76,7 +84,16 @@ def test_one_sided_strings(text: str, type_: AllocationType, gen_world_size: int
         ("+", 0, "no sizes"),
         ("eval", 0, "eval without servers"),
         ("sglang.d4+d4+d4", 12, "second '+'"),
-        ("sglang.d4|d4", 9, "does not exist yet"),
+        ("sglang.d1|d1", 9, "sglang on the trainer's devices"),
+        ("d1|vllm.d1", 2, "vllm on the trainer's devices"),
+        ("lite.d2|d2", 7, "more than one device"),
+        ("lite.d1|t2", 7, "more than one device"),
+        ("d1|d1", 2, "'|' without a server and a trainer"),
+        ("lite.d1|eval", 7, "'|' without a server and a trainer"),
+        ("lite.d1|lite.d1", 7, "'|' without a server and a trainer"),
+        ("lite.d1|d1|d1", 10, "'|'"),
+        ("lite.d1|", 8, "no sizes"),
+        ("lite.d1+d1|d1", 7, "'+'"),
         ("sglang.d４+d4", 8, "without a number"),
     ],
 )
@@ -100,6 +117,8 @@ def test_rendered_modes_parse_back(
     has_servers = type_ is not AllocationType.TRAIN_ONLY
     has_trainers = type_ in (AllocationType.TRAIN_ONLY, AllocationType.DECOUPLED_TRAIN)
     absent = ParallelSizes(data=0)
+    if type_ is AllocationType.COLOCATED:
+        backend, gen, train, has_trainers = "lite", ParallelSizes(), ParallelSizes(), True
     mode = AllocationMode(
         type_, backend if has_servers else None, gen if has_servers else absent, train if has_trainers else absent
     )

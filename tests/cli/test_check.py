@@ -322,6 +322,16 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
         f"holds {room:,} of the 16,384 tokens" in plan(80, *lite)[1].text
     )  # all slots and the spare one, from the start
 
+    def shared(*overrides: str) -> float:
+        (one,) = plan(1000, "allocation_mode=lite.d1|d1", "lite.slots=7", "lite.context=2048", *overrides)
+        return float(one.text.split()[5])
+
+    # One device for all: beside the trainer the cache, and the weights only if they have another dtype.
+    kv_token, alone = 2 * 24 * 8 * 128 * 4, float(plan(1000, "allocation_mode=sglang.d1+d1")[0].text.split()[5])
+    assert shared() == pytest.approx(alone + 8 * 2048 * kv_token / 2**30 + 4 + 2, abs=0.02)
+    whole = float(plan(1000, "allocation_mode=sglang.d1+d1", "actor.dtype=float32")[0].text.split()[5])
+    assert shared("actor.dtype=float32") == pytest.approx(whole + 8 * 2048 * kv_token / 2**30, abs=0.02)
+
     rank, _ = plan(needed + 3.5, "actor.fsdp.reduce_once=true")
     assert rank.level == "problem" and "most of it whole gradients (4.00)" in rank.text
     assert rank.fix == "Set actor.fsdp.reduce_once=false."

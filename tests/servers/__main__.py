@@ -43,7 +43,8 @@ def main() -> int:
     elif args.command == "images":
         result = images.run(program(args.server, args.python), folder)
     else:
-        pythons: dict[Name, str] = {"lite": sys.executable, "vllm": args.vllm, "sglang": args.sglang}
+        ours = sys.executable
+        pythons: dict[Name, str] = {"lite": ours, "colocated": ours, "vllm": args.vllm, "sglang": args.sglang}
         result = conformance.run(folder, {name: path for name, path in pythons.items() if path}, only=args.only)
         if args.skipped:
             print(f"SKIPPED {args.skipped}")

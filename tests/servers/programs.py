@@ -1,4 +1,5 @@
-"""The three server programs as our launchers start them, on loopback, each owned by a guard that ends it with us.
+"""The three server programs as our launchers start them, on loopback, each owned by a guard that ends it with us; and
+the embedded one in the process of the trainer, which is this one.
 
 A program has been *installed* into an environment of its own; its interpreter is all that is needed here.
 """
@@ -17,13 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arealite import __version__
+from arealite.api.config.rollout import ColocatedConfig
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import RemoteVLLMEngine
+from arealite.inference.colocated import ColocatedServer
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from servers.wire import ask
 
-Name = Literal["lite", "sglang", "vllm"]
+Name = Literal["lite", "colocated", "sglang", "vllm"]
+COLOCATED: dict[str, ColocatedServer] = {}
+"""Servers in this process, by their addresses."""
 REPOSITORY = Path(__file__).parents[2]
 CONTEXT = 512
 """Longest sequence of every server, in tokens."""
@@ -49,6 +54,11 @@ class Program:
     honours_seeds: bool = True
 
     @property
+    def backend(self) -> str:
+        """Return what the client calls servers of this kind."""
+        return "lite" if self.name == "colocated" else self.name
+
+    @property
     def for_in_place(self) -> Program:
         """Return the same program as it serves clients whose pause mode is in_place."""
         return replace(self, flags=self.flags | self.in_place_flags)
@@ -72,8 +82,8 @@ class Program:
 
     def about(self, model: Path) -> dict[str, Any]:
         """Return what the wrapper says of the installed program: name, version and more."""
-        if self.name == "lite":
-            return {"program": "lite", "version": __version__}
+        if self.backend == "lite":
+            return {"program": self.name, "version": __version__}
         command = self.command(self.model_flag, str(model), "--check")
         checked = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=_CHECK_S, check=False, cwd="/"
@@ -86,7 +96,7 @@ class Program:
 
 def program(name: Name, python: str) -> Program:
     """Describe a server program that is installed for an interpreter."""
-    if name == "lite":
+    if name in ("lite", "colocated"):
         return Program(
             name,
             python,
@@ -97,6 +107,7 @@ def program(name: Name, python: str) -> Program:
             {},
             RemoteSGLangEngine,
             ("abort", "retract", "in_place"),
+            verifies_fingerprints=name == "lite",  # in the trainer's process nothing is sent
         )
     if name == "vllm":
         return Program(
@@ -145,6 +156,15 @@ def program(name: Name, python: str) -> Program:
 def served(program: Program, model: Path, log: Path) -> Iterator[str]:
     """Start a server, wait until it is ready, give its address, and end it with all its processes."""
     with contextlib.ExitStack() as stack:
+        if program.name == "colocated":
+            flags = {"allow_stale_kv": False, **program.flags}
+            allow_stale_kv = flags.pop("allow_stale_kv")
+            colocated = ColocatedConfig(path=str(model), **flags)
+            server = ColocatedServer(colocated, allow_stale_kv=allow_stale_kv, seed=0, secret=None)
+            stack.callback(server.close)
+            COLOCATED[server.address] = server
+            yield server.address
+            return
         holder = stack.enter_context(hold_port())
         address = f"{LOOPBACK}:{port_of(holder)}"
         output = stack.enter_context(log.open("ab"))

@@ -22,7 +22,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.weights.publish import publish_weights
 from servers.models import Reference, Scored, write_model
-from servers.programs import CONTEXT, Program
+from servers.programs import COLOCATED, CONTEXT, Program
 
 _UPDATE_S = 60.0
 _REQUEST_S = 180.0
@@ -73,7 +73,7 @@ class Subject:
     def client(self, **config: Any) -> Iterator[RemoteInferenceEngine]:
         """Connect a client that knows the server's version."""
         defaults: dict[str, Any] = {
-            "backend": self.program.name,
+            "backend": self.program.backend,
             "server_addrs": [self.address],
             "experiment_name": "servers",
             "trial_name": self.program.name,
@@ -85,11 +85,13 @@ class Subject:
             "setup_timeout": 60,
         }
         engine = self.program.client(InferenceEngineConfig(**defaults | config))
+        engine.colocated = COLOCATED.get(self.address)
         engine.set_version(self.version)
         engine.initialize(None, None)
         try:
             yield engine
         finally:
+            engine.colocated = None  # it outlives the client
             engine.destroy()
 
     def publish(self, engine: RemoteInferenceEngine, model: str) -> None:

@@ -126,12 +126,36 @@ def check_allocation(
             "Set rollout.weight_update=disk or p1.",
         )
     servers_are_ours = rollout is None or not rollout.server_addrs
-    needed = mode.train_world_size + (mode.gen_world_size if servers_are_ours else 0)
+    needed = mode.num_devices if servers_are_ours else mode.train_world_size
     require(
         cluster.n_gpus_per_node == 0 or needed <= cluster.n_nodes * cluster.n_gpus_per_node,
         f"allocation_mode must fit the cluster: got {text}, which needs {needed} GPUs, and "
         f"{cluster.n_nodes} x {cluster.n_gpus_per_node} GPUs. Change it, or cluster.n_nodes or "
         "cluster.n_gpus_per_node (0 is a CPU cluster).",
+    )
+
+
+def check_colocated(
+    mode: AllocationMode | None, rollout: InferenceEngineConfig | None, workers: WorkersConfig | None
+) -> None:
+    """A server in the trainer's process is the only one, samples from its parameters, and needs a trainer that is one
+    process."""
+    if mode is None or rollout is None or not mode.is_colocated:
+        return
+    require(
+        not rollout.server_addrs,
+        f"rollout.server_addrs must be empty with allocation_mode={mode}: got {', '.join(rollout.server_addrs)}. "
+        f"Remove it, or write allocation_mode={mode.train}.",
+    )
+    require(
+        rollout.weight_update == "broadcast",
+        f"rollout.weight_update must be left out with allocation_mode={mode}, whose server has the weights already: "
+        f"got {rollout.weight_update}. Remove it.",
+    )
+    require(
+        workers is None,
+        f"workers must be left out with allocation_mode={mode}, whose server is in the process of the only rank: got a "
+        "block. Remove it, or write '+' in allocation_mode.",
     )
 
 

@@ -1,7 +1,7 @@
 """Experiments: the top level of a YAML file, its keys that follow others, and its checks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, cast
 
 from arealite.api.alloc_mode import AllocationMode
@@ -22,6 +22,7 @@ from arealite.api.config.rollout import (
     DEFAULT_KEPT_IDS,
     AgentConfig,
     BackendName,
+    ColocatedConfig,
     GenerationHyperparameters,
     InferenceEngineConfig,
     LiteConfig,
@@ -73,7 +74,8 @@ class BaseExperimentConfig(ConfigBase):
     seed: NonNegativeInt = 1
     """Seed of every random number generator of the run."""
     allocation_mode: str = ""
-    """Servers and trainers, e.g. `sglang.d4p1t1+d4p1t1`; empty if no launcher is used."""
+    """Servers and trainers, e.g. `sglang.d4p1t1+d4p1t1`, or both on one device, `lite.d1|d1`; empty if no launcher is
+    used."""
     mode: Literal["local", "ray", "slurm"] = "local"
     """Launcher that starts a script which is run by hand, and the trainers of `arealite train`."""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
@@ -148,6 +150,7 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_mixture(self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         checks.check_ahead(self.workers, rollout)
+        checks.check_colocated(mode, rollout, self.workers)
         num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
         for key, engine in vars(self).items():
             if isinstance(engine, TrainEngineConfig):
@@ -155,6 +158,8 @@ class BaseExperimentConfig(ConfigBase):
         if rollout is not None and mode is not None and mode.gen_backend is not None:
             rollout.backend = cast(BackendName, mode.gen_backend)
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
+            lite = {one.name: getattr(self.lite, one.name) for one in fields(self.lite)}
+            rollout.colocated = ColocatedConfig(path=self.trained[1].path, **lite) if mode.is_colocated else None
 
 
 @dataclass

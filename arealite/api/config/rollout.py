@@ -78,6 +78,32 @@ class WeightCheckConfig(ConfigBase):
 
 
 @dataclass
+class LiteConfig(ConfigBase):
+    """The embedded inference server."""
+
+    threads: PositiveInt = 1
+    """CPU threads of one server."""
+    slots: PositiveInt = 64
+    """Sequences decoded together."""
+    context: PositiveInt = 2048
+    """Longest sequence, prompt and completion, in tokens."""
+    dtype: Dtype = "float32"
+    """Dtype of weights and cache."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where a server computes; `cuda` is the GPU that the launcher reserves for it, and has not been tried yet."""
+    deterministic: Bool = False
+    """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
+
+
+@dataclass
+class ColocatedConfig(LiteConfig):
+    """The embedded server in the trainer's process, on its device."""
+
+    path: str = ""
+    """Hugging Face folder or hub id of the model that is trained."""
+
+
+@dataclass
 class InferenceEngineConfig(FolderBlock):
     """How episodes are scheduled and how requests are sent to servers."""
 
@@ -87,6 +113,9 @@ class InferenceEngineConfig(FolderBlock):
     """Protocol of the servers; filled in from `allocation_mode`."""
     server_addrs: Addresses = field(default_factory=list)
     """host:port of servers that others start and stop; empty uses the servers that register for this run."""
+    colocated: ColocatedConfig | None = None
+    """Embedded server in the trainer's process, on the actor's parameters; filled in from `allocation_mode`
+    (`lite.d1|d1`), `lite` and the model's path."""
     num_servers: NonNegativeInt = 0
     """Registered servers to wait for before the first episode; filled in from `allocation_mode`. More may join."""
     consumer_batch_size: PositiveInt = 1
@@ -145,24 +174,6 @@ class InferenceEngineConfig(FolderBlock):
     """Run folder whose stored batches replace sampling; set by `arealite replay`."""
     replay_step: NonNegativeInt = 0
     """Last step of a replay."""
-
-
-@dataclass
-class LiteConfig(ConfigBase):
-    """The embedded inference server."""
-
-    threads: PositiveInt = 1
-    """CPU threads of one server."""
-    slots: PositiveInt = 64
-    """Sequences decoded together."""
-    context: PositiveInt = 2048
-    """Longest sequence, prompt and completion, in tokens."""
-    dtype: Dtype = "float32"
-    """Dtype of weights and cache."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where a server computes; `cuda` is the GPU that the launcher reserves for it, and has not been tried yet."""
-    deterministic: Bool = False
-    """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from arealite.cli.check.script import check_graph, check_outputs, check_reward, 
 from arealite.inference.backends import kind_of
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.jobs import environment, visible_gpus
+from arealite.launcher.plan.jobs import environment, samples_in_trainer, visible_gpus
 from arealite.launcher.plan.plan import Plan, checked_plan, entry_script
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.secret import secret_of_environment
@@ -79,6 +79,8 @@ def _check_processes(found: Findings, config: Config) -> Plan:
         where += f" of {plan.num_nodes} nodes, which were not checked"
     servers = f"{counted(len(plan.servers), 'server')} and " if plan.servers else ""
     ranks = counted(len(plan.trainers), "trainer rank")
+    if samples_in_trainer(config):
+        ranks += ", which also samples,"
     if plan.groups:
         sizes = ", ".join(f"{one.name}: {one.num_ranks}" for one in plan.groups)
         ranks = f"a master with {counted(plan.num_workers, 'worker')} ({sizes})"

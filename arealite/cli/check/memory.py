@@ -84,6 +84,9 @@ def plan_memory(
     longest = longest_prompt + (config.sampling.max_new_tokens if config.sampling is not None else 0)
     groups = _groups(config, {key: shape, **(others or {})}, longest, mode.train_world_size)
     server, kv_token = _server_parts(config, shape, longest, mode)
+    if mode.is_colocated:  # on the device of the only rank, in its steps, too
+        (rank,), of_server = groups, {f"servers' {name}": size for name, size in server.items()}
+        groups, server = [replace(rank, step=rank.step | of_server)], {}
     if config.cluster.n_gpus_per_node == 0:
         together: Parts = {}
         for group in groups:
@@ -210,9 +213,22 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
         return {"weights": weights, "cache": sequences * longest * kv_token}, kv_token
     slots = min(sequences, config.lite.slots) + 1  # the spare one
     cache = slots * min(longest, config.lite.context) * kv_token
-    if config.lite.device == "cuda":  # where all of it is there from the start, and new weights wait on the host
-        return {"weights": weights, "cache": (config.lite.slots + 1) * config.lite.context * kv_token}, kv_token
+    if config.cluster.n_gpus_per_node if mode.is_colocated else config.lite.device == "cuda":
+        cache = (config.lite.slots + 1) * config.lite.context * kv_token  # all of it is there from the start
+    if mode.is_colocated:
+        return _colocated_parts(config, weights, shape) | {"cache": cache}, kv_token
+    if config.lite.device == "cuda":  # new weights wait on the host
+        return {"weights": weights, "cache": cache}, kv_token
     return {"weights": weights, "next weights": weights, "cache": cache}, kv_token
+
+
+def _colocated_parts(config: Config, weights: int, shape: ModelShape) -> Parts:
+    """Return what weights take beside the trainer's own, of a server in its process: nothing, or a copy in the server's
+    dtype, and in a publication one more in the dtype that is published."""
+    trained = config.trained[1]
+    if trained.lora is None and trained.dtype == config.lite.dtype == "float32":
+        return {}
+    return {"weights": weights, "next weights": shape.num_parameters * getattr(torch, trained.dtype).itemsize}
 
 
 def _fit(found: Findings, who: str, parts: Parts, device: int, ranks: _Ranks) -> None:

@@ -82,6 +82,8 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
             numbers = [device for one in alike for device in one.devices]
             gpus = f"GPU {_span(numbers):<4}  " if numbers else ""
             yield f"  {name:<14} {gpus}log {name}.log"
+    if samples_in_trainer(config):
+        yield "trainer-0 also samples: its process runs the server lite, on its own parameters"
     yield from _group_lines(run)
     num_gpus = plan.num_nodes * plan.gpus_per_node
     used = [len(one.devices) for one in plan.placements] + [group.num_gpus for group in plan.groups]
@@ -99,6 +101,12 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
             words.append(word if word.startswith("<") else shlex.quote(word))
         yield f"{job.name} runs"
         yield "  " + " ".join(words)
+
+
+def samples_in_trainer(config: BaseExperimentConfig) -> bool:
+    """Tell whether the trainer's process runs the server."""
+    rollout = config.rollout
+    return rollout is not None and rollout.colocated is not None and not rollout.replay_from
 
 
 def _group_lines(run: Run) -> Iterator[str]:
@@ -134,7 +142,10 @@ def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int)
     if plan.num_nodes > 1:
         return config.launcher.trainer_cpus_per_gpu
     foreign = [one for one in foreign_servers(config) if one.startswith((LOOPBACK, "localhost"))]
-    cores = len(os.sched_getaffinity(0)) - (len(plan.servers) + len(foreign)) * config.lite.threads
+    num_servers = len(plan.servers) + len(foreign)
+    if samples_in_trainer(config):  # at the same time as it trains, or in turns
+        num_servers = int(config.rollout is not None and config.rollout.max_head_offpolicyness > 0)
+    cores = len(os.sched_getaffinity(0)) - num_servers * config.lite.threads
     return max(1, cores // num_ranks)
 
 

@@ -25,7 +25,7 @@ def num_own_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
                 f"fine-tuning: got {mode}. Write allocation_mode={mode.train}."
             )
         return 0
-    if foreign_servers(config) or config.rollout.replay_from:
+    if foreign_servers(config) or config.rollout.replay_from or mode.is_colocated:
         return 0
     if mode.gen_dp_size == 0:
         raise ConfigError(

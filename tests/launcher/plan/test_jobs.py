@@ -15,7 +15,7 @@ from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.jobs import server_job, trainer_job, visible_gpus
+from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job, visible_gpus
 from arealite.launcher.plan.plan import Plan, Run, checked_plan, make_plan
 
 COMMON = """
@@ -230,6 +230,29 @@ def test_servers_of_others(load, monkeypatch):
     assert [one.name for one in plan_of(config).placements] == ["trainer-0"]
 
 
+def test_a_server_in_the_trainers_process(load, monkeypatch):
+    """It is no job; with one device it gets that of the trainer, and takes turns with it on the CPU, or a core."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    words = [
+        "allocation_mode=lite.d1|d1",
+        "actor.path=tiny",
+        "lite.threads=3",
+        "lite.slots=9",
+        "cluster.n_gpus_per_node=1",
+    ]
+    config = load(*words)
+    assert config.rollout.colocated.path == "tiny" and config.rollout.colocated.slots == 9
+    plan = checked_plan(config)
+    assert [(one.name, one.devices) for one in plan.placements] == [("trainer-0", (0,))]
+    lines = list(plan_lines(Run(config, plan, Path("x.py"), []), by="local"))
+    assert "trainer-0 also samples: its process runs the server lite, on its own parameters" in lines
+    for bound, threads in ((0, "8"), (1, "5")):
+        config = load(*words, f"rollout.max_head_offpolicyness={bound}")
+        job = trainer_job(Run(config, plan, Path("x.py"), []), plan.trainers[0], [], master=("h", 1), is_restart=False)
+        assert job.env["OMP_NUM_THREADS"] == threads
+    assert load("allocation_mode=lite.d1+d1", "actor.path=tiny").rollout.colocated is None
+
+
 @pytest.mark.parametrize("mode, servers, ranks", [("d3", 0, 3), ("lite.d2", 2, 0), ("lite.d2+eval", 2, 1)])
 def test_one_sided_allocations(load, mode, servers, ranks):
     plan = plan_of(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
@@ -266,6 +289,19 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         ),
         (["model.path=./no", "allocation_mode=d1"], "model.path must be a folder or a hub id: got ./no"),
         (["model.path=tiny", "allocation_mode=lite.d1+d1"], "Write allocation_mode=d1p1t1"),
+        (["model.path=tiny", "allocation_mode=lite.d1|d1"], "Write allocation_mode=d1p1t1"),
+        (
+            ["actor.path=tiny", "allocation_mode=lite.d1|d1", "rollout.server_addrs=[h:1]"],
+            "server_addrs must be empty with allocation_mode=lite.d1p1t1|d1p1t1: got h:1.",
+        ),
+        (
+            ["actor.path=tiny", "allocation_mode=lite.d1|d1", "rollout.weight_update=disk"],
+            "whose server has the weights already: got disk",
+        ),
+        (
+            ["actor.path=tiny", "allocation_mode=lite.d1|d1", "workers.actor.ranks=1"],
+            "workers must be left out with allocation_mode=lite.d1p1t1|d1p1t1",
+        ),
         (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
         (
             ["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"],
