@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -73,5 +74,28 @@ def test_turns_long_prompts_and_updates() -> None:
         new = model(seed=5)
         engine.update_weights({name: p.detach() for name, p in new.named_parameters()}, "1").result(120)
         assert_logprobs(new, turn, run(engine, turn)[0])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_of_a_trainer_are_read_where_they_are(device: str) -> None:
+    """Also by graphs that were recorded when they lay elsewhere, and after they have changed in place."""
+    runner, trained = ModelRunner(build(config(), seed=0).to(device), slots=5, context=256), build(config(), seed=1)
+    if device == "cpu":
+        runner._graphs = FixedShapes(runner.decode_step, slots=5, context=256, device=torch.device(device))
+    engine, requests = GenerationEngine(runner), many_requests(10)
+    weights = {name: parameter.detach() for name, parameter in trained.to(device).named_parameters()}
+    try:
+        run(engine, *requests)
+        for version in ("1", "2"):
+            engine.update_weights(weights, version, shares=True).result(120)
+            reference = copy.deepcopy(trained).cpu()
+            for one, result in zip(requests, run(engine, *requests)):
+                assert result.version == version
+                assert_logprobs(reference, one, result)
+            engine.await_weights().result(120)
+            for weight in weights.values():
+                weight.mul_(1.1)
     finally:
         engine.close()
