@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import yaml
 from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 from testing_rollouts import edit_rows, stored_rows
+from testing_trace import assert_nested, read_spans, waits_of
 from transformers import AutoModelForSequenceClassification
 
+from arealite.trainer.bounds import bounds
 from arealite.weights.log import read_weights
 
 REPOSITORY = Path(__file__).parents[1]
+PROCESSES = ("trainer-0", "trainer-1", "server-0", "server-1")
 CONFIGS = REPOSITORY / "examples" / "arealite" / "configs"
 pytestmark = pytest.mark.xdist_group("end_to_end")
 
@@ -112,7 +116,7 @@ def asynchronous(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(model, tmp_path_factory.mktemp("asynchronous"), 4),
         *("allocation_mode=lite.d2p1t1+d2p1t1", "rollout.max_concurrent_rollouts=12"),
         *("actor.adv_norm=false", "actor.group_reward_norm=false", "actor.reward_bias=-0.5"),
-        *("recover.mode=auto", "recover.freq_steps=2"),
+        *("recover.mode=auto", "recover.freq_steps=2", "perf_trace=true"),
     )
 
 
@@ -120,6 +124,33 @@ def test_asynchronous_two_servers_two_ranks_broadcast(asynchronous: Path) -> Non
     check_run(asynchronous, num_steps=4, bound=2, num_servers=2)
     logs = {log.name for log in (asynchronous / "logs").iterdir()}
     assert logs >= {"server-0.log", "server-1.log", "trainer-0.log", "trainer-1.log"}
+
+
+def test_the_trace_of_all_processes_agrees_with_the_metrics(asynchronous: Path) -> None:
+    spans = read_spans(asynchronous / "trace.json.gz")
+    assert_nested(spans)
+    processes = {name: [one for one in spans if one.process.split()[0] == name] for name in PROCESSES}
+    assert sum(map(len, processes.values())) == len(spans)
+    rank_0 = processes["trainer-0"]
+    for row in rows_of(asynchronous / "metrics.jsonl")[:4]:
+        (step,) = (one for one in rank_0 if one.name == f"step {row['step']}")
+        inside = [one for one in rank_0 if one.thread == step.thread and step.began_s <= one.began_s < step.ended_s]
+        times = {key: sum(one.length_s for one in inside if one.name == key[5:-2]) for key in row if "time/" in key}
+        times["time/step_s"] = step.length_s
+        assert times == pytest.approx({key: row[key] for key in times}, abs=0.03)
+        waits = waits_of(spans, step)
+        told = {kind: row.get(f"wait/{kind}_s", 0.0) for kind in ("servers", "reward", "workflow")}
+        told["servers"] += row.get("wait/servers_full_s", 0.0)
+        assert {kind: waits[kind] for kind in told} == pytest.approx(told, rel=0.05, abs=0.03)
+        found = bounds(times | {f"wait/{kind}_s": waits[kind] for kind in told})
+        assert found == pytest.approx({key: row[key] for key in found}, abs=0.03)
+    names = {name: Counter(one.name for one in processes[name]) for name in PROCESSES}
+    assert names["trainer-0"]["episode"] >= 24 and names["trainer-0"]["reward"] >= 96
+    assert names["trainer-0"]["servers take weights"] == 5, "the first weights and those of each step"
+    for rank in ("trainer-0", "trainer-1"):
+        assert names[rank]["all ranks in an update"] >= 4 <= names[rank]["micro-batch"]
+    for server in ("server-0", "server-1"):
+        assert names[server]["decode"] > 50 and names[server]["load weights"] > 0 < names[server]["paused"]
 
 
 def test_a_step_is_replayed_from_the_initial_model(asynchronous: Path) -> None:

@@ -33,6 +33,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.calls = self.path / "calls.jsonl"  # of a run with a graph: one line per call
         self.graph = self.path / "graph.html"
+        self.trace = self.path / "trace.json.gz"
         self.weights_log = self.path / "weights.jsonl"
         self.ledger = self.path / "ledger.sqlite"
         self.rollouts = self.path / "rollouts"

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from arealite.api.script import users_code
 from arealite.core.batch import Piece, cut, join, pack, unpack
-from arealite.utils import heartbeat
+from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import is_agreed
 from arealite.utils.network import hold_port, host_ip, port_of
 
@@ -90,6 +90,10 @@ class Worker:
 
         def act() -> Outcome:
             call: RankCall = pickle.loads(told)
+            with trace.span(f"{call.role}.{getattr(call.run, '__name__', call.run)}"):
+                return act_on(call)
+
+        def act_on(call: RankCall) -> Outcome:
             engine = self._engines[call.role]
             run = getattr(engine, call.run) if isinstance(call.run, str) else _bound(call.run, engine)
             args = tuple(self._engines[one.role] if isinstance(one, RoleName) else one for one in call.args)

@@ -34,7 +34,7 @@ from arealite.engine.checkpointing import CheckpointedEngine
 from arealite.engine.optimizer import LRSchedule, adamw_8bit, make_adamw, optimizer_state
 from arealite.engine.packed_attention import pick_attention, sequence_bounds
 from arealite.engine.vision import vision_inputs
-from arealite.utils import distributed, heartbeat
+from arealite.utils import distributed, heartbeat, trace
 from arealite.utils.images import sees_images
 from arealite.utils.logging import setup_logging
 from arealite.utils.seeding import seed_everything
@@ -221,9 +221,10 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             is_last = index == len(micro_batches) - 1
             self.model.set_requires_gradient_sync(is_last or not self.config.fsdp.reduce_once)
             self.model.set_requires_all_reduce(is_last)  # copies of the model (HSDP) add up their shards once
-            loss = self._weighted_loss(micro_batch, weight, loss_fn)
-            # FSDP averages gradients over ranks.
-            (loss * (dist.get_world_size() / max(total_weight, 1e-12))).backward()
+            with trace.span("micro-batch", tokens=micro_batch.num_tokens):
+                loss = self._weighted_loss(micro_batch, weight, loss_fn)
+                # FSDP averages gradients over ranks.
+                (loss * (dist.get_world_size() / max(total_weight, 1e-12))).backward()
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -23,7 +23,7 @@ from arealite.generation.request import FinishReason, GenerationError, Generatio
 from arealite.generation.sampler import SamplingRows, kept_ids, sample
 from arealite.generation.scheduler import Prefill, Scheduler, Sequence
 from arealite.generation.slot_table import SlotTable
-from arealite.utils import heartbeat
+from arealite.utils import heartbeat, trace
 from arealite.utils.images import placeholder_mask
 from arealite.utils.stop_strings import StopStrings
 
@@ -89,7 +89,7 @@ class GenerationEngine:
         self._has_cancelled = False  # whether a sequence may have been cancelled that the scheduler still has
         self._rows: SamplingRows | None = None  # parameters of the running sequences; None after those have changed
         self._generated_tokens = self._logged_tokens = self._prompt_tokens = self._prefilled_tokens = 0
-        self._unlogged_s = 0.0
+        self._paused_s = self._unlogged_s = 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
@@ -147,7 +147,8 @@ class GenerationEngine:
         after `await_weights`."""
 
         def update() -> None:
-            self._runner.load_weights(weights, shares=shares)
+            with trace.span("load weights", version=version):
+                self._runner.load_weights(weights, shares=shares)
             self._awaits_weights = False
             if self._allow_stale_kv:
                 for sequence in self._scheduler.running:
@@ -283,7 +284,8 @@ class GenerationEngine:
         """Admit new sequences and prefill what no slot holds of them, then decode one token of every running one."""
         first_new = len(self._scheduler.running)
         if prefills := self._scheduler.admit():
-            logits = self._prefill(prefills)
+            with trace.span("prefill", tokens=sum(len(one.tokens) - one.start for one in prefills)):
+                logits = self._prefill(prefills)
             if first_new < len(self._scheduler.running):
                 self._rows = None
                 self._sample(logits, first_new)
@@ -293,7 +295,8 @@ class GenerationEngine:
             shown = [one.request.images for one in running]
             shifts = np.array([0 if images is None else images.position_shift for images in shown])
             last = [sequence.output_ids[-1] for sequence in running]
-            self._sample(self._runner.decode(last, positions, shifts=shifts), 0)
+            with trace.span("decode", sequences=len(running)):
+                self._sample(self._runner.decode(last, positions, shifts=shifts), 0)
 
     def _prefill(self, prefills: list[Prefill]) -> torch.Tensor:
         """Fill the slots of new sequences; return the logits after each prompt, `[n, V]`."""
@@ -346,7 +349,9 @@ class GenerationEngine:
             self._resolve(sequences[slot - first], outcome)
 
     def _hold(self, mode: str | None) -> None:
-        self._is_paused = mode is not None
+        if self._is_paused:
+            trace.record("paused", self._paused_s, time.monotonic())
+        self._is_paused, self._paused_s = mode is not None, time.monotonic()
         if mode == "abort":
             self._abort(lambda _: True)
         elif mode == "retract":

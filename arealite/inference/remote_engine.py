@@ -38,7 +38,7 @@ from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Dataloader, ShouldAccept
 from arealite.rollout.trajectory import split_batch
-from arealite.utils import activity, heartbeat
+from arealite.utils import activity, heartbeat, trace
 from arealite.utils.distributed import global_rank
 from arealite.utils.environment import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
@@ -281,7 +281,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self.colocated is not None:
             meta.type, meta.shares = "shared", self.colocated
         loop.run(self.receiver.begin(meta))
-        return loop.submit(self.receiver.receive())
+        return loop.submit(trace.awaited("servers take weights", self.receiver.receive(), version=meta.version))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of `receiver` in the event loop (rank 0)."""

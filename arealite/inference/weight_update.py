@@ -23,6 +23,7 @@ from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segme
 from arealite.inference.completions import Completions
 from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server
+from arealite.utils import trace
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 from arealite.utils.threads import in_thread
 
@@ -102,10 +103,10 @@ class WeightReceiver:
                     await self._load_from_disk([one for one in update.members if one not in self._plan.servers])
             if self._stages:
                 await self._hold()
-                await self._reach(self._backend.pause, update.members)
+                await trace.awaited("servers pause", self._reach(self._backend.pause, update.members))
                 await self._on_all(self._backend.swap, update.members)
         self._is_unverified = True
-        failures = await self._resume(update.members)
+        failures = await trace.awaited("servers resume", self._resume(update.members))
         self._drop({server: str(error) for server, error in failures.items()})
         if not meta.holds_requests:
             await self.release()
@@ -155,7 +156,7 @@ class WeightReceiver:
             await self._reach(self._backend.resume, update.asked)
         else:
             await self._hold()
-            await self._reach(self._backend.pause, update.asked)
+            await trace.awaited("servers pause", self._reach(self._backend.pause, update.asked))
 
     async def _reach(self, call: _Call[None], servers: Sequence[Server]) -> None:
         """Call something for servers, and leave those out of the update that can't be reached."""

@@ -237,7 +237,7 @@ async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s:
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             episode.deadline = deadline
-            with running(str(prompt.prompt_id)), activity.episode():
+            with running(str(prompt.prompt_id)), activity.episode(str(prompt.prompt_id)):
                 return await prompt.workflow.arun_episode(engine, prompt.row)
     except TimeoutError as error:
         if not deadline.expired():

@@ -4,6 +4,7 @@ Row N holds the metrics of the update from version N to N + 1, trained on `rollo
 its weights by `eval/version`. A number that is not finite is stored as null.
 """
 
+import atexit
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ from arealite.trainer.records import summarize, undo_from, write_config
 from arealite.trainer.report.report import write_report
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
-from arealite.utils import heartbeat
+from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import global_rank
 from arealite.utils.files import read_jsonl, write_atomically, writing
 from arealite.utils.stats import Reduction, StatsTracker
@@ -76,7 +77,7 @@ class StatsLogger:
 
     def commit(self, step: int) -> dict[str, float]:
         """End step `step`: reduce over ranks, write, and return the row, equal on all ranks (collective)."""
-        metrics = self._tracker.collect()
+        metrics = self._tracker.collect(step)
         self._evaluated_version = None
         if "perf/processed_tokens" in metrics and metrics["time/step_s"] > 0:
             metrics["perf/tokens_per_s"] = metrics["perf/processed_tokens"] / metrics["time/step_s"]
@@ -120,6 +121,12 @@ class _Writer:
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
+        self._traced_until: int | None = None
+        if experiment is not None and experiment.num_traced_steps:
+            self._traced_until = start_step + experiment.num_traced_steps
+            atexit.register(trace.finish, run.trace)  # however the run ends
+            if not trace.resume():
+                logger.warning("perf_trace has no effect: only launchers that start the processes trace them")
         self._line_freq_steps, self._silent_s = config.line_freq_steps, 0.0
         # COLUMNS is set where a launcher stands between us and a terminal; a file or pipe gets whole lines.
         width = shutil.get_terminal_size((_WHOLE_LINE, 0)).columns
@@ -142,6 +149,8 @@ class _Writer:
             print(self._line.render(step, metrics), flush=True)
             self._silent_s = 0.0
         heartbeat.show(step=step + 1)
+        if step == self._traced_until:  # by then every rank has written the step before
+            trace.finish(self._run.trace)
         for sink in self._sinks:
             sink.write(step, finite)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from arealite.utils import trace
+
 _doing: ContextVar[Counter[str] | None] = ContextVar("what the tasks of an episode do", default=None)
 _lock = threading.Lock()
 _episodes: Counter[str] = Counter()  # by what they do
@@ -33,7 +35,8 @@ def waiting() -> Iterator[None]:
     """Divide the time of the block among what episodes do meanwhile."""
     _change(num_waits=1)
     try:
-        yield
+        with trace.span("wait for a batch"):
+            yield
     finally:
         _change(num_waits=-1)
 
@@ -46,13 +49,14 @@ def take_waits() -> dict[str, float]:
 
 
 @contextmanager
-def episode() -> Iterator[None]:
+def episode(prompt: str = "") -> Iterator[None]:
     """Count an episode, whose tasks are started in the block."""
     doing = Counter[str]()
     token = _doing.set(doing)
     _change(after=_state(doing))
     try:
-        yield
+        with trace.span("episode", prompt=prompt):
+            yield
     finally:
         _change(before=_state(doing))
         doing["over"] = 1  # tasks that it leaves behind count no more
@@ -64,7 +68,8 @@ def doing(kind: str) -> Iterator[None]:
     """Note that a task of an episode is in `servers` or `reward`."""
     _do(kind, 1)
     try:
-        yield
+        with trace.span(kind):
+            yield
     finally:
         _do(kind, -1)
 

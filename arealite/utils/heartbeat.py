@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from arealite.utils import trace
 from arealite.utils.processes import identity, machine
 
 FOLDER_VARIABLE = "AREALITE_PROGRESS_DIR"
@@ -62,7 +63,8 @@ def waiting(what: str, on: On | None = None, *, pid: int | None = None) -> Itera
     wait = {"what": what, "on": on, "pid": pid, "since": time.monotonic()}
     waits.append(wait)
     try:
-        yield
+        with trace.span(what):
+            yield
     finally:
         waits.remove(wait)
 
@@ -88,11 +90,12 @@ def start(name: str | None = None) -> None:
         if _is_started:
             return
         _is_started = True
+    rank = os.environ.get("RANK")
+    name = name or (os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}")
+    trace.start(name)
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         return
-    rank = os.environ.get("RANK")
-    name = name or (os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}")
     path = Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json"
     try:
         answer_stack_requests(name)

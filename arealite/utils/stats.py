@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch.distributed as dist
 
-from arealite.utils import heartbeat
+from arealite.utils import heartbeat, trace
 
 Reduction = Literal["mean", "sum", "min", "max"]
 
@@ -60,17 +60,20 @@ class StatsTracker:
         began = time.perf_counter()
         self._step_began = self._step_began or began
         try:
-            yield
+            with trace.span(name):
+                yield
         finally:
             key = f"time/{name}_s"
             self._times_s[key] = self._times_s.get(key, 0.0) + time.perf_counter() - began
 
-    def collect(self) -> dict[str, float]:
-        """Return this step's metrics reduced over ranks, and its times; start the next step (collective).
+    def collect(self, step: int = 0) -> dict[str, float]:
+        """Return the metrics of step `step` reduced over ranks, and its times; start the next one (collective).
 
         `time/step_s` reaches from the end of the step before, or from the first use, to now.
         """
         now = time.perf_counter()
+        # Both clocks are one on Linux.
+        trace.record(f"step {step}", self._step_began or now, now)
         times_s = {**self._times_s, "time/step_s": now - (self._step_began or now)}
         ranks = [(self._metrics, times_s)]
         if dist.is_initialized():

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
 from arealite.core.world import Call, GroupSpec, Redo
 from arealite.launcher.place.ray import connect
+from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
 
 pytestmark = pytest.mark.slow
@@ -88,7 +91,7 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
 
 def spec_of(name: str, logs: Path, **given: Any) -> GroupSpec:
     options = {"num_ranks": 1, "cpus": 0, "gpus": 0, "call_timeout_s": 60.0, "max_restarts": 3} | given
-    env = {"PYTHONPATH": PATHS}
+    env = {"PYTHONPATH": PATHS, trace.FOLDER_VARIABLE: str(logs.with_name("trace"))}
     return GroupSpec(name, strategy="STRICT_PACK", memory=0, num_threads=1, env=env, log_folder=str(logs), **options)
 
 
@@ -123,6 +126,10 @@ def test_what_is_done_again_gives_the_same_bits(
     for number, (text, why) in enumerate(zip(incidents, whys, strict=True), 1):
         assert text.startswith(f"group actor is started again ({number} of 3 restarts) and ")
         assert told.format(number, why) in text
+    parts = [path.read_text().splitlines() for path in (tmp_path / "trace").glob("*.jsonl")]
+    assert len(parts) == 2 + 2 * 4, "also of those that were killed"
+    traced = Counter(json.loads(line)["name"] for part in parts for line in part)
+    assert traced["calm.add"] == 2 * 6 and traced["actor.add"] >= 2 * 6
 
 
 def test_the_same_error_twice_ends_the_run(start: Start, tmp_path: Path) -> None:

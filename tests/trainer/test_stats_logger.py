@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 import logging
@@ -9,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from testing_trace import read_spans
 
 from arealite.api.cli_args import ClusterSpecConfig, GRPOConfig, SFTConfig, StatsLoggerConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
 from arealite.trainer.stats_logger import StatsLogger
+from arealite.utils import trace
 
 FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
 
@@ -200,3 +203,28 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert stats.commit(0)["reward/mean"] == 1.0
     stats.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_is_joined_after_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SFTConfig(experiment_name="exp", trial_name="t0", cluster=ClusterSpecConfig(fileroot=str(tmp_path)))
+    assert (config.num_traced_steps, dataclasses.replace(config, perf_trace=True).num_traced_steps) == (0, 20)
+    config.perf_trace = 2
+    StatsLogger(stats_config(tmp_path), FT_SPEC, experiment=config).close()
+    assert "perf_trace has no effect" in caplog.text, "no launcher has named a folder"
+    monkeypatch.setenv(trace.FOLDER_VARIABLE, str(tmp_path / "parts"))
+    monkeypatch.setattr(trace, "_writer", None)
+    trace.start("trainer-0")
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC, experiment=config, start_step=3)
+    path = tmp_path / "exp/t0/trace.json.gz"
+    for step in range(3, 8):
+        with stats.timer("update"):
+            assert path.exists() == (step > 5)
+        row = stats.commit(step)
+        if step == 3:
+            first = row
+    stats.close()
+    spans = {one.name: one for one in read_spans(path)}
+    assert [name for name in spans if "step" in name] == ["step 3", "step 4", "step 5"]
+    assert spans["step 3"].length_s == pytest.approx(first["time/step_s"], abs=1e-5)

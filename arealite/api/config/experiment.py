@@ -104,6 +104,9 @@ class BaseExperimentConfig(ConfigBase):
     """Groups of workers for a script of Core; None is a script of ranks."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """Recovery."""
+    perf_trace: Bool | PositiveInt = False
+    """Write `trace.json.gz` for ui.perfetto.dev: what all processes did in so many steps after each start; true is 20.
+    It takes a launcher that starts the processes."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Processes."""
     lite: LiteConfig = field(default_factory=LiteConfig)
@@ -121,6 +124,11 @@ class BaseExperimentConfig(ConfigBase):
     def allocation(self) -> AllocationMode | None:
         """The parsed `allocation_mode`; None if it is empty."""
         return AllocationMode.from_str(self.allocation_mode) if self.allocation_mode else None
+
+    @property
+    def num_traced_steps(self) -> int:
+        """How many steps `perf_trace` asks for."""
+        return 20 if self.perf_trace is True else int(self.perf_trace)
 
     @property
     def trained(self) -> tuple[str, TrainEngineConfig]:

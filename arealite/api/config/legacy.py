@@ -71,7 +71,7 @@ DEPRECATED = {
     "total_train_n_seqs": DeprecatedKey("total_train_steps bounds training", (None,)),
     "scheduler": DeprecatedKey("the launcher that you start places processes"),
     "*.scheduling_*": DeprecatedKey("allocation_mode and the launcher block place processes"),
-    "perf_tracer": DeprecatedKey("metrics.jsonl has the time of every phase"),
+    "perf_tracer": DeprecatedKey("perf_trace=true traces all processes of a run"),
     "enable_offload": DeprecatedKey("fsdp.offload_params offloads parameters and optimizer", (False,)),
     "cluster.cluster_name": DeprecatedKey("no cluster has settings of its own"),
     "cluster.name_resolve": _NAME_RESOLVE,

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,8 @@ def _prepare_folder(run: Run, *, is_restart: bool) -> str:
             empty_folder(folder.path, keep=OF_TRIAL)
     with writing(folder.logs):
         folder.logs.mkdir(parents=True, exist_ok=True)
+    if not is_restart:
+        shutil.rmtree(folder.logs / "trace", ignore_errors=True)
     argv = [re.sub(r"(_env_vars=).*", r"\1***", word, flags=re.DOTALL) for word in run.argv]
     record = {"entry": str(run.entry), "argv": argv}
     write_atomically(folder.command, json.dumps(record) + "\n", mode=0o600)  # `arealite replay` reads it

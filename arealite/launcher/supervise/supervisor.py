@@ -22,6 +22,7 @@ from arealite.launcher.plan.jobs import server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.supervise.console import Console, Output
+from arealite.utils import trace
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import read_jsonl
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
@@ -332,6 +333,8 @@ class Supervisor:
         """Run a job on a slot to its end; a cancelled one is ended by `_stop`."""
         ours = {SECRET_VARIABLE: self._secret, REGISTRY_VARIABLE: self._registry.address}
         progress = {FOLDER_VARIABLE: str(self._logs.absolute() / "progress"), NAME_VARIABLE: job.name}
+        if self._config.perf_trace:
+            progress[trace.FOLDER_VARIABLE] = str(self._logs.absolute() / "trace")
         output = self._output(job.name)
 
         def take(data: bytes) -> None:
