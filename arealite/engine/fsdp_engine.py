@@ -31,6 +31,7 @@ from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, Weight
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora, output_layer, sharding
 from arealite.engine.checkpointing import CheckpointedEngine
+from arealite.engine.costs import UpdateCosts
 from arealite.engine.optimizer import LRSchedule, adamw_8bit, make_adamw, optimizer_state
 from arealite.engine.packed_attention import pick_attention, sequence_bounds
 from arealite.engine.vision import vision_inputs
@@ -135,6 +136,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             self.optimizer = make_adamw(self.model.parameters(), self.config.optimizer)
             total_steps = None if ft_spec is None else ft_spec.total_train_steps
             self.lr_schedule = LRSchedule(self.optimizer, self.config.optimizer, total_steps)
+            self.costs = UpdateCosts(self.model, self.device, self.dtype)
             self._join_state_group()
 
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
@@ -301,12 +303,14 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         packed = on_device(micro_batch.packed, self.device)
         num_tokens = micro_batch.num_tokens
         inputs: dict[str, Any] = {key: packed[key] for key in ("input_ids", "position_ids")}
-        lengths = [length for length in micro_batch.packed["cu_seqlens"].diff().tolist() if length]
+        lengths = real = [length for length in micro_batch.packed["cu_seqlens"].diff().tolist() if length]
         if sees_images(self.model.config):
             inputs, lengths = vision_inputs(packed, lengths, self.model.config)
         elif num_tokens == 0:
             inputs = dict.fromkeys(inputs, torch.zeros(1, dtype=torch.long, device=self.device))
             lengths = [1]
+        if torch.is_grad_enabled():
+            self.costs.add(real, inputs["input_ids"].numel())
         inputs |= {"input_ids": inputs["input_ids"][None], "position_ids": inputs["position_ids"].unsqueeze(-2)}
         bounds = sequence_bounds(self._attention, lengths, self.device)
         with self._running():

@@ -30,6 +30,7 @@ def train_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn, *,
     (num_tokens,) = all_reduce_numbers([columns["attention_mask"].sum().item()], group=engine.parallelism_group)
     return {
         f"{group}/loss": result["loss"],
+        **engine.costs.take(engine.parallelism_group),
         **{f"{group}/{name}": value for name, value in statistics.items()},
         "optim/grad_norm": result["grad_norm"],
         "optim/lr": result["lr"],

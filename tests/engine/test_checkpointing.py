@@ -13,7 +13,7 @@ import pytest
 import testing_forks
 import torch
 import torch.distributed as dist
-from training_cases import OPTIMIZER, token_batch, train_config, write_model
+from training_cases import OPTIMIZER, of_update, token_batch, train_config, write_model
 
 from arealite.api.cli_args import LoRAConfig, OptimizerConfig
 from arealite.api.errors import CheckpointError
@@ -47,7 +47,7 @@ def resume(engine: FSDPLMEngine, first: int, snapshots: list[bytes] | None = Non
         moments = [
             one.to_local().clone() for state in engine.optimizer.state.values() for one in list(state.values())[1:]
         ]
-        numbers = [engine.num_changes, engine.get_version(), engine.lr_schedule.num_steps, *metrics.values()]
+        numbers = [engine.num_changes, engine.get_version(), engine.lr_schedule.num_steps, *of_update(metrics).values()]
         draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]
         found.append({"shards": shards + moments, "numbers": numbers + draws})
     return found

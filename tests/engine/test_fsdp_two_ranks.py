@@ -6,7 +6,7 @@ import pytest
 import testing_forks
 import torch
 import two_rank_program
-from training_cases import actor_config, train_config, write_model
+from training_cases import actor_config, of_update, train_config, write_model
 from two_rank_program import (
     BATCHES,
     ENGINES,
@@ -132,7 +132,7 @@ def test_an_adapter_that_two_ranks_saved_resumes_on_one(one: dict[str, Any], two
 def test_pairs_on_two_ranks_are_learned_as_on_one(one: dict[str, Any], two: dict[str, Any], name: str) -> None:
     for rank in two["ranks"]:
         for found, expected in zip(rank[name]["metrics"], one["pairs"]["metrics"], strict=True):
-            assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            assert of_update(found) == pytest.approx(of_update(expected), rel=1e-4, abs=1e-5)
         assert_params_equal(rank[name]["params"], one["pairs"]["params"])
 
 
@@ -160,7 +160,9 @@ def test_ppo_on_two_ranks_equals_one_also_for_torn_groups(one: dict[str, Any], t
     for rank, rows in zip(two["ranks"], TRAJECTORY_SHARES):
         torch.testing.assert_close(rank[run]["advantages"], one[run]["advantages"][rows], atol=1e-4, rtol=1e-4)
         for metrics, expected in zip(rank[run]["metrics"], one[run]["metrics"]):
-            assert metrics == pytest.approx(expected, abs=1e-4, rel=1e-4)
+            assert of_update(metrics) == pytest.approx(of_update(expected), abs=1e-4, rel=1e-4)
+            flops = metrics.get("perf/model_tflops"), expected.get("perf/model_tflops")
+            assert flops[0] == pytest.approx(flops[1], rel=1e-6, abs=0)
             skipped = sum(LENGTHS) - sum(LENGTHS[2:4]) if run == "one live group" else 0
             assert metrics.get("perf/skipped_tokens", 0) == skipped
         assert_params_equal(rank[run]["params"], one[run]["params"])
@@ -171,6 +173,12 @@ def test_a_rank_without_trajectories_reports_what_the_others_do(two: dict[str, A
         assert idle == pytest.approx(busy)
         assert idle.get("optim/skipped_steps", idle.get("value/skipped_steps")) == 0
         assert "policy/entropy" in idle or "value/clip_ratio" in idle
+    for metrics in two["ranks"][0]["idle"]["metrics"]:
+        assert (metrics["perf/idle_share"], metrics["perf/idle_share_max"]) == (0.5, 1.0)
+        assert metrics["perf/padding_share"] == 3 / 65, "a token that is dropped in each of three minibatches"
+    for metrics in two["ranks"][1]["ppo"]["metrics"]:
+        assert 0 < metrics["perf/idle_share"] < metrics["perf/idle_share_max"] < 1
+        assert metrics["perf/padding_share"] == 1 / 63, "rank 0 has nothing in one minibatch"
 
 
 def test_log_lines_of_a_rank_have_time_and_level(two: dict[str, Any]) -> None:

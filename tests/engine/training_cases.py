@@ -93,3 +93,9 @@ def pair_batch(num_pairs: int, seed: int = 0) -> TensorDict:
     """Random pairs of answers of 1 to 9 tokens, row 2i the chosen one."""
     generator = torch.Generator().manual_seed(seed)
     return token_batch((torch.randint(3, 12, (2 * num_pairs,), generator=generator)).tolist(), seed)
+
+
+def of_update(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of an update but its costs, which depend on ranks and micro-batches."""
+    costs = ("perf/idle_share", "perf/idle_share_max", "perf/padding_share", "perf/memory_gib_max")
+    return {key: value for key, value in metrics.items() if key not in costs}

@@ -156,8 +156,7 @@ class PPOActor:
         equal on all ranks.
         """
         groups_B, num_groups = self._groups(batch)
-        columns = self._columns(batch)
-        metrics = MaskedMetrics()
+        columns, metrics = self._columns(batch), MaskedMetrics()
         self.engine.train()
         num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
         minibatch_B = groups_B % num_minibatches
@@ -166,6 +165,7 @@ class PPOActor:
         self.engine.step_lr_scheduler()
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
+            **self.engine.costs.take(self.engine.parallelism_group),
             **metrics.reduce(self.engine.parallelism_group),
             "optim/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
             "optim/lr": steps[0]["lr"],

@@ -34,6 +34,7 @@ class LMEngine:
         num_tokens, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
         return {
             "sft/loss": result["loss"],
+            **self.engine.costs.take(self.engine.parallelism_group),
             "sft/ppl": math.exp(min(result["loss"], 100.0)),
             "optim/grad_norm": result["grad_norm"],
             "optim/lr": result["lr"],
