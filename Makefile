@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-weights lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-step benchmark-packing benchmark-weights lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -159,6 +159,12 @@ benchmark-async: $(VENV)/.installed            ## compare asynchronous with sync
 
 benchmark-weights: $(VENV)/.installed            ## measure weight updates, and for how long they stop generation (2 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/weight_sync.py $(ARGS)
+
+benchmark-step: $(VENV)/.installed            ## compare a step of GRPO with TRL's, which the first run installs (10 minutes; ARGS=--curve: what is learned)
+	$(VENV)/bin/python benchmarks/grpo_step.py $(ARGS)
+
+benchmark-packing: $(VENV)/.installed            ## measure what packing and dealing out rows leaves unused (half a minute)
+	$(VENV)/bin/python benchmarks/packing.py $(ARGS)
 
 benchmark-algorithms: $(VENV)/.installed            ## train with every algorithm, 3 seeds and 3 staleness bounds; goes on where it stopped (2 hours)
 	$(VENV)/bin/python benchmarks/algorithms.py $(ARGS)

@@ -10,8 +10,8 @@ tokens, between which a tool takes 200 ms. Ratios say what overlapping wins for 
 processes share less than two of them, there is less to overlap.
 
 Where the time goes, as shares of the measured time: `rollout`, the trainer waits for a batch; `train` (logprobs,
-advantages and update); `weights`; `server`, its CPU. `starved`: of the time in which a tool runs, the share in which no
-request is with the server. `requests`: how many are on average in that time.
+advantages and update); `weights`; `server`, `trainer`, their CPU. `starved`: of the time in which a tool runs,
+the share in which no request is with the server. `requests`: how many are on average in that time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,6 @@ from arealite.workflow.tools import FunctionTools
 from arealite.workflow.trajectory import sample_group
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
-PROMPTS, GROUP = 8, 4
 BATCHES = 64
 TOOL_S = 0.2
 WARM_UP = 3
@@ -67,12 +66,15 @@ class Case:
     name: str
     mean_tokens: int = 64
     sigma: float = 0.0  # of the logarithm of lengths
+    max_tokens: int = 512
     turns: int = 1
+    prompts: int = 8
+    group: int = 4
 
     def length(self, draw: random.Random) -> int:
         """Draw the tokens of each turn of a run."""
         tokens = draw.lognormvariate(math.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma)
-        return max(1, min(512, round(tokens)))
+        return max(1, min(self.max_tokens, round(tokens)))
 
 
 CASES = (Case("uniform"), Case("long-tail", sigma=1.0), Case("tools", mean_tokens=16, turns=4))
@@ -126,10 +128,10 @@ class GivenLengths(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Sample the group of one prompt."""
-        return await sample_group(lambda sample: self.run(engine, data, sample), GROUP)
+        return await sample_group(lambda sample: self.run(engine, data, sample), self.case.group)
 
     async def run(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> TensorDict:
-        """Sample one run; its reward is arbitrary, and differs within the group."""
+        """Sample one run; its reward differs within the group."""
         length = data["lengths"][sample]
         gconfig = self.gconfig.new(min_new_tokens=length, max_new_tokens=length)
         talk = Conversation(engine, self.model, gconfig, sample=sample)
@@ -141,7 +143,12 @@ class GivenLengths(RolloutWorkflow):
                 messages = [{"role": "user", "content": content}]
             with self.clock.of("requests"):
                 await talk.ask(messages)
-        return talk.builder.finish(float(sample % 2), sample_index=sample)
+        return talk.builder.finish(even_share(talk.response.output_tokens), sample_index=sample)
+
+
+def even_share(ids: list[int]) -> float:
+    """Return the share of even token ids: a reward that any model can learn, and that no two completions need share."""
+    return sum(one % 2 == 0 for one in ids) / len(ids)
 
 
 def main() -> None:
@@ -181,18 +188,18 @@ def served(model: str) -> Iterator[tuple[str, psutil.Process]]:
         process.wait(60)
 
 
-def configured(model: str, *overrides: str) -> GRPOConfig:
+def configured(model: str, *overrides: str, case: Case = CASES[0]) -> GRPOConfig:
     """Return the CPU config of the GRPO example."""
     arguments = ["--config", str(CONFIG), f"actor.path={model}", *overrides]
     return load_expr_config(
-        [*arguments, f"gconfig.n_samples={GROUP}", f"train_dataset.batch_size={PROMPTS}"], GRPOConfig
+        [*arguments, f"gconfig.n_samples={case.group}", f"train_dataset.batch_size={case.prompts}"], GRPOConfig
     )[0]
 
 
-def make_actor(model: str) -> FSDPPPOActor:
+def make_actor(model: str, *overrides: str) -> FSDPPPOActor:
     """Return the policy that all rounds train on."""
-    actor = FSDPPPOActor(configured(model).actor)
-    actor.initialize(None, FinetuneSpec(1, 10**6, PROMPTS))
+    actor = FSDPPPOActor(configured(model, *overrides).actor)
+    actor.initialize(None, FinetuneSpec(1, 10**6, CASES[0].prompts))
     return actor
 
 
@@ -209,6 +216,7 @@ def measure(
                 f"rollout.server_addrs=[{address}]",
                 f"cluster.fileroot={folder}",
                 f"trial_name={case.name}-{mode}-{number}",
+                case=case,
             )
             found[mode].append(train(case, config, actor, server, steps=steps))
     each = [fast["steps_per_s"] / slow["steps_per_s"] for slow, fast in zip(*found.values(), strict=True)]
@@ -227,9 +235,16 @@ def measure(
 
 
 def train(
-    case: Case, config: GRPOConfig, actor: FSDPPPOActor, server: psutil.Process, *, steps: int
+    case: Case,
+    config: GRPOConfig,
+    actor: FSDPPPOActor,
+    server: psutil.Process,
+    *,
+    steps: int,
+    warm_up: int = WARM_UP,
+    on_batch: Callable[[TensorDict], object] = lambda batch: None,
 ) -> dict[str, float]:
-    """Train some steps with a rollout engine of their own, and return the rate and shares of the last ones."""
+    """Train some steps with a rollout engine of their own, and return rate and shares of those after the warm-up."""
     rollout = RemoteInferenceEngine(config.rollout)
     rollout.initialize(None, None)
     workflow = GivenLengths(case, config.gconfig, load_hf_tokenizer(config.tokenizer_path))
@@ -237,26 +252,30 @@ def train(
     try:
         version = actor.get_version()
         publish_weights(actor, rollout, version=version)
-        for step in range(WARM_UP + steps):
-            if step == WARM_UP:
+        for step in range(warm_up + steps):
+            if step == warm_up:
                 spent.clear()
                 began, began_cpu, began_clock = time.perf_counter(), cpu_s(server), clock.seconds.copy()
+                began_trainer = time.process_time()
             with timed(spent, "rollout"):
                 batch = rollout.prepare_batch(loader, workflow)
             with timed(spent, "train"):
-                batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+                if config.actor.proximal == "recompute":
+                    batch["proximal_logprobs"] = actor.compute_logprobs(batch)
                 actor.compute_advantages(batch)
                 actor.ppo_update(batch)
             with timed(spent, "weights"):
                 publish_weights(actor, rollout, version=version + step + 1)
+            on_batch(batch)
         wall_s, server_s = time.perf_counter() - began, cpu_s(server) - began_cpu
+        trainer_s = time.process_time() - began_trainer
     finally:
         rollout.destroy()
     shares = {name: seconds / wall_s for name, seconds in spent.items()}
     clocked = {name: seconds - began_clock[name] for name, seconds in clock.seconds.items()}
     if tools_s := clocked.get("tools"):
         shares |= {name: clocked[name] / tools_s for name in ("starved", "requests")}
-    return {"steps_per_s": steps / wall_s, "server": server_s / wall_s, **shares}
+    return {"steps_per_s": steps / wall_s, "server": server_s / wall_s, "trainer": trainer_s / wall_s, **shares}
 
 
 @contextmanager
@@ -272,7 +291,7 @@ def batches(case: Case) -> list[list[dict[str, Any]]]:
     draw = random.Random(1)
     messages = [{"role": "user", "content": "What is x?"}]
     return [
-        [{"messages": messages, "lengths": [case.length(draw) for _ in range(GROUP)]} for _ in range(PROMPTS)]
+        [{"messages": messages, "lengths": [case.length(draw) for _ in range(case.group)]} for _ in range(case.prompts)]
         for _ in range(BATCHES)
     ]
 

@@ -85,6 +85,28 @@ def test_weight_updates_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_is_compared_with_that_of_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    sizes = ["--case", "early", "--rounds", "1", "--steps", "2", "--peer", sys.executable, "--peer-threads", "1"]
+    (found,) = measured(tmp_path / "found.jsonl", "grpo_step.py", *sizes)
+    assert found["synchronous_tokens"] == found["trl_tokens"] == pytest.approx(found["asynchronous_tokens"], rel=0.3)
+    per_token = found["trl_s"] / found["trl_tokens"]
+    for mode in ("asynchronous", "synchronous"):
+        ratio = per_token / (found[f"{mode}_s"] / found[f"{mode}_tokens"])
+        assert found[f"{mode}_wall_s_ratio"] == pytest.approx(ratio, rel=0.01)
+        assert found[f"{mode}_cpu_s_spread"] == [found[f"{mode}_cpu_s_ratio"]] * 2
+
+
+@pytest.mark.slow
+def test_packing_is_measured(tmp_path: Path) -> None:
+    found = measured(tmp_path / "found.jsonl", "packing.py", "--rows", "256", "--rounds", "2")
+    lognormal, half, *deals = found
+    assert lognormal["padded_fill"] < 0.5 < 0.95 < lognormal["fill"] <= 1
+    assert half["fill"] == pytest.approx(5300 / 10_240, abs=1e-3) and half["micro_batches"] == 256
+    assert min(one["useful_least"] for one in deals) > 0.9
+
+
+@pytest.mark.slow
 def test_core_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     found = {}
