@@ -15,6 +15,7 @@ from training_cases import actor_config, pair_batch, token_batch, trajectory_bat
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import CorrectionConfig, DPOEngineConfig, MicroBatchSpec
 from arealite.api.config.algorithm import PRESETS
+from arealite.engine.costs import UpdateCosts
 from arealite.engine.dpo.dpo_engine import DPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import build_meta_model
@@ -45,6 +46,7 @@ class MetaEngine(FSDPEngine):
         self.model.set_requires_gradient_sync = self.model.set_requires_all_reduce = lambda _: None
         self.model.register_forward_hook(self._count)
         self.optimizer = make_adamw(self.model.parameters(), self.config.optimizer)
+        self.costs = UpdateCosts(self.model, self.device, self.dtype)
 
     def _count(self, *_: object) -> None:
         self.num_forwards += 1
