@@ -186,7 +186,7 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
     folder = run_rl(
         *(model, tmp_path, 3),
         *("async_training=false", "rollout.weight_update=disk", "ref.path=${actor.path}", "actor.kl_ctl=0.01"),
-        *("actor.ppo_n_minibatches=2", "tokenizer_path=${actor.path}"),
+        *("actor.ppo_n_minibatches=2", "actor.proximal=recompute", "tokenizer_path=${actor.path}"),
     )
     check_run(folder, num_steps=3, bound=0, num_servers=1)
 

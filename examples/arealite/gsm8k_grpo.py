@@ -5,8 +5,8 @@
 
 How it differs from textbook GRPO: generation never stops for training, so a completion may be up to
 `rollout.max_head_offpolicyness` weight versions old and may even span several; the decoupled objective
-(https://arxiv.org/abs/2505.24298) clips around the policy recomputed before the update and weighs by the policy that
-sampled. With `async_training=false` the same loop is synchronous.
+(https://arxiv.org/abs/2505.24298) clips around the policy before the update and weighs by the policy that sampled.
+With `async_training=false` the same loop is synchronous.
 """
 
 import sys

@@ -93,6 +93,7 @@ def test_servers_that_are_waited_for_and_ranks_that_help_nothing_are_named(
 
 def test_grpo_has_a_graph_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--config", str(CONFIGS / "gsm8k_grpo_cpu.yaml"), "actor.path=/model", "workers={}"]
+    argv += ["actor.proximal=recompute"]
     config, _ = load_expr_config(argv, GRPOConfig)
     names = ("actor_inf", "advantages", "actor_train")
     run = write_run(tmp_path / "run", config, grpo(config), {name: PRICE[name] for name in names})

@@ -485,7 +485,7 @@ def test_every_preset_goes_on_top_of_the_shipped_configs(file: str, name: str) -
     actor = load_expr_config(["--config", str(path), *overrides], GRPOConfig)[0].actor
     expected = {key: value for key, value in PRESETS[name].items() if "." not in key}
     assert {key: getattr(actor, key) for key in expected} == expected
-    assert actor.proximal == "recompute"
+    assert actor.proximal == "current"
     level = None if name == "dppo" else "geometric" if name in ("gspo", "gmpo") else "token"
     assert actor.correction.level == level
 
