@@ -157,10 +157,11 @@ def main() -> None:
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
     parser.add_argument("--rounds", type=int, default=5, help="of every case; each trains in both modes")
     parser.add_argument("--steps", type=int, default=6, help="measured in a mode of a round")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the server")
     parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, served(f"{folder}/model") as (address, server):
+    with tempfile.TemporaryDirectory() as folder, served(f"{folder}/model", args.device) as (address, server):
         actor = make_actor(f"{folder}/model")
         for case in CASES:
             if args.case in (None, case.name):
@@ -173,13 +174,14 @@ def main() -> None:
 
 
 @contextmanager
-def served(model: str) -> Iterator[tuple[str, psutil.Process]]:
+def served(model: str, device: str = "cpu") -> Iterator[tuple[str, psutil.Process]]:
     """Serve a model in another process; the tiny one is made if there is none."""
     if not Path(model).exists():
         arealite(["tiny-model", "--out", model])
     with hold_port() as held:
         port = str(port_of(held))
     command = [sys.executable, "-m", "arealite.server", "--model-path", model, "--port", port, "--slots", "128"]
+    command += ["--device", device]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         yield f"127.0.0.1:{port}", psutil.Process(process.pid)
@@ -191,6 +193,8 @@ def served(model: str) -> Iterator[tuple[str, psutil.Process]]:
 def configured(model: str, *overrides: str, case: Case = CASES[0]) -> GRPOConfig:
     """Return the CPU config of the GRPO example."""
     arguments = ["--config", str(CONFIG), f"actor.path={model}", *overrides]
+    if torch.cuda.is_available():  # NCCL has no group of two processes on one GPU
+        arguments.append("rollout.weight_update=disk")
     return load_expr_config(
         [*arguments, f"gconfig.n_samples={case.group}", f"train_dataset.batch_size={case.prompts}"], GRPOConfig
     )[0]

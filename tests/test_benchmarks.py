@@ -117,3 +117,13 @@ def test_core_is_measured(tmp_path: Path) -> None:
     scale = found["scale"]
     assert scale["wall_s"] >= scale["told_s"] == 3.0 and scale["ranks"] == 2
     assert 0 < scale["scatter_cpu_s"] < scale["master_cpu_s"]
+
+
+@pytest.mark.slow
+def test_memory_is_measured_against_the_plan(tmp_path: Path) -> None:
+    (found,) = measured(tmp_path / "found.jsonl", "memory.py", "--size", "small", "--case", "plain")
+    terms = found["terms"]
+    assert {terms[name]["ratio"] for name in ("parameters", "gradients", "AdamW moments")} == {1.0}
+    for name in ("layers and the rest", "step", "all"):
+        assert 0.9 < terms[name]["planned"] / terms[name]["measured"] < 1.1, name
+    assert 0.9 < terms["forward and output layer"]["ratio"] < 1.25, "with room for the gradient of an entropy bonus"

@@ -90,14 +90,17 @@ def phases(
     recomputes: bool,
     outer_bytes: int | None = None,
     offloads: bool = False,
+    is_gloo: bool = False,
 ) -> dict[str, dict[str, int]]:
     """Return what a micro-batch of `tokens` needs in the output layer, in the backward pass of a layer, and at the end,
     when the gradient of what is in no layer is summed over ranks.
 
     Gathered is all that is in no layer, in `outer_bytes` (by default those of the compute dtype), and in a backward
     pass two layers: one runs, the next arrives. A gradient that is summed over `ranks` is there as it was computed, and
-    in float32 as what is sent and its shard received. The output layer holds a block of logits and the gradients of its
-    weight, unless frozen, and of the hidden states. A rank that `offloads` keeps the inputs of its layers on the host.
+    in float32 as what is sent and its shard received. At the end nothing is gathered any more, and of gradients that
+    were copied to what is sent only that of the output layer is left; gloo sends a copy. The output layer holds a block
+    of logits and the gradients of its weight, unless frozen, and of the hidden states. A rank that `offloads` keeps the
+    inputs of its layers on the host.
     """
     outer_bytes = outer_bytes or compute_bytes
     layer = layer_activations(shape, compute_bytes=compute_bytes)
@@ -109,6 +112,8 @@ def phases(
     trained = 0 if shape.num_frozen else 1
     sent = trained * (FLOAT32 + FLOAT32 / ranks)
     outer = shape.outer_parameters * outer_bytes
+    copied = FLOAT32 if is_gloo and ranks > 1 else 0
+    summed = head + round(trained * shape.outer_parameters * (FLOAT32 / ranks + copied))
     return {
         "output layer": {
             "gathered weights": outer,
@@ -121,10 +126,7 @@ def phases(
             "output layer": head,
             "gradients to send": round(shape.layer_parameters * (sent + trained * compute_bytes)),
         },
-        "end": {
-            "gathered weights": outer,
-            "gradients to send": round(shape.outer_parameters * (sent + trained * outer_bytes)),
-        },
+        "end": {"gradients to send": trained * shape.outer_parameters * FLOAT32 + max(trained * outer, summed)},
     }
 
 

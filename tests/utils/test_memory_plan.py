@@ -158,7 +158,9 @@ def test_a_step_worked_by_hand() -> None:
     }
     large = dataclasses.replace(shape, outer_parameters=10**7)
     step = training_step(large, tokens=1, accumulates=False, recomputes=True, **settings)
-    assert step == {"gathered weights": 2 * 10**7, "gradients to send": 7 * 10**7, "whole gradients": 0}
+    assert step == {"gradients to send": (4 + 2) * 10**7, "whole gradients": 0}
+    step = training_step(large, tokens=1, accumulates=False, recomputes=True, is_gloo=True, **settings)
+    assert step["gradients to send"] == (4 + 1 + 4) * 10**7 + 300 * 64 * 2
 
 
 def test_options_of_memory_worked_by_hand() -> None:
@@ -172,7 +174,9 @@ def test_options_of_memory_worked_by_hand() -> None:
     assert exact["output layer"]["output layer"] == block + hidden
     layer = exact["layer"]["gathered weights"]
     assert layer == shape.outer_parameters * 4 + 2 * shape.layer_parameters * 2, "layers stay in the compute dtype"
-    assert exact["end"]["gradients to send"] == shape.outer_parameters * (4 + 4 + 1)
+    assert exact["end"]["gradients to send"] == shape.outer_parameters * 4 + max(
+        shape.outer_parameters * 4, 30_000 * 64 * 4 + shape.outer_parameters
+    )
     state = training_state(shape, ranks=1, has_optimizer=True, moment_bytes=2)
     assert state["AdamW moments"] == state["gradients"] == 4 * shape.num_parameters
 

@@ -195,6 +195,7 @@ def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int
         accumulates=micro < tokens and block.fsdp.reduce_once,
         recomputes=block.gradient_checkpointing or not is_trained,
         offloads=block.activation_offloading,
+        is_gloo=config.cluster.n_gpus_per_node == 0,
     )
 
 
