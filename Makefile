@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-step benchmark-packing benchmark-weights benchmark-memory lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-step benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -177,6 +177,9 @@ benchmark-logprobs: $(VENV)/.installed            ## measure memory and time of 
 
 benchmark-memory: $(VENV)/.installed-dev            ## measure the memory of a training step, term by term, against the plan (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/memory.py $(ARGS)
+
+benchmark-gpu: $(VENV)/.installed            ## measure trainer, decoding, asynchronous training and memory on one GPU (10 minutes; set CONSTRAINTS= for CUDA's torch)
+	PYTHON=$(VENV)/bin/python sh benchmarks/gpu.sh $(ARGS)
 
 lint: $(VENV)/.installed-dev            ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -127,3 +127,17 @@ def test_memory_is_measured_against_the_plan(tmp_path: Path) -> None:
     for name in ("layers and the rest", "step", "all"):
         assert 0.9 < terms[name]["planned"] / terms[name]["measured"] < 1.1, name
     assert 0.9 < terms["forward and output layer"]["ratio"] < 1.25, "with room for the gradient of an entropy bonus"
+
+
+@pytest.mark.slow
+def test_what_a_gpu_is_wanted_for_runs_on_a_cpu(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = ["sh", BENCHMARKS / "gpu.sh", "--tiny", tmp_path / "found.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    train, decode = (next(one for one in found if one.get("part") == part) for part in ("train", "decode"))
+    assert train["tok_per_s"] > 0 and train["tflop_per_s"] > 0 and train["device"] == decode["device"] == "cpu"
+    assert decode["of_bound"] == pytest.approx(decode["tok_per_s"] / decode["bound_tok_per_s"], abs=1e-3)
+    assert [one["case"] for one in found if "terms" in one] == ["plain", "bf16 moments", "float32 output layer"]
+    assert found[-1]["case"] == "uniform" and found[-1]["asynchronous"]["steps_per_s"] > 0
