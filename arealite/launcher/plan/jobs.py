@@ -142,9 +142,7 @@ def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int)
     if plan.num_nodes > 1:
         return config.launcher.trainer_cpus_per_gpu
     foreign = [one for one in foreign_servers(config) if one.startswith((LOOPBACK, "localhost"))]
-    num_servers = len(plan.servers) + len(foreign)
-    if samples_in_trainer(config):  # at the same time as it trains, or in turns
-        num_servers = int(config.rollout is not None and config.rollout.max_head_offpolicyness > 0)
+    num_servers = len(plan.servers) + len(foreign) + samples_in_trainer(config)
     cores = len(os.sched_getaffinity(0)) - num_servers * config.lite.threads
     return max(1, cores // num_ranks)
 
