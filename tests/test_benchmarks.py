@@ -133,7 +133,7 @@ def test_memory_is_measured_against_the_plan(tmp_path: Path) -> None:
 def test_what_a_gpu_is_wanted_for_runs_on_a_cpu(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable}
     command = ["sh", BENCHMARKS / "gpu.sh", "--tiny", tmp_path / "found.jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     train, decode = (next(one for one in found if one.get("part") == part) for part in ("train", "decode"))
