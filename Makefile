@@ -51,7 +51,7 @@ test-explore: $(VENV)/.installed-dev            ## run the property-based tests 
 test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
-test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk or memory, bit-identical; name stalls (8 minutes)
+test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk or memory, bit-identical; name stalls (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py $(ARGS)
 
 test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (6 minutes)

@@ -196,7 +196,7 @@ def test_one_process_samples_and_trains(model: Path, tmp_path: Path) -> None:
     folder = run_rl(
         *(model, tmp_path, 4, "allocation_mode=lite.d1|d1", "rollout.max_concurrent_rollouts=12"),
         *("actor.adv_norm=false", "actor.group_reward_norm=false", "actor.reward_bias=-0.5"),
-        *("actor.ppo_n_minibatches=3", "recover.mode=auto", "recover.freq_steps=2"),
+        *("actor.ppo_n_minibatches=3", "actor.proximal=recompute", "recover.mode=auto", "recover.freq_steps=2"),
     )
     check_run(folder, num_steps=4, bound=2, num_servers=1)
     assert not list((folder / "logs").glob("server-*"))
