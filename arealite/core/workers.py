@@ -44,7 +44,7 @@ from arealite.utils.distributed import join_default_group, leave_default_group
 from arealite.utils.files import file_lock
 from arealite.utils.secret import ensure_secret
 from arealite.utils.sentences import listed
-from arealite.utils.tensors import split_rows
+from arealite.utils.tensors import split_rows, unit_lengths
 
 E = TypeVar("E")
 
@@ -202,7 +202,7 @@ class Workers:
             num_minibatches = 1 if rollout is None else rollout.num_minibatches
             order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts, num_minibatches)]
         else:
-            order = split_rows(batch["attention_mask"], self.num_parts)
+            order = split_rows(unit_lengths(batch["attention_mask"]), self.num_parts)
         parts = [batch[rows] for rows in order] if len(order) > 1 else [batch]
         remote = RemoteBatch(order)
         tokens = [key for key in TOKENS if key in batch]
