@@ -94,9 +94,12 @@ def install_peer() -> str:
     if not installed.exists():
         print(f"installing TRL into {folder}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet"]
         versions = [f"{name}=={importlib.metadata.version(name).split('+')[0]}" for name in ("torch", "transformers")]
-        index = [] if torch.cuda.is_available() else ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *index, "trl", *versions], check=True)
+        if not torch.cuda.is_available():  # the small build, if it can be reached
+            once = ["--retries", "0", "--timeout", "10", "--index-url", "https://download.pytorch.org/whl/cpu"]
+            subprocess.run([*pip, *once, versions[0]], check=False)
+        subprocess.run([*pip, "trl", *versions], check=True)
         installed.touch()
     return str(python)
 
@@ -104,8 +107,8 @@ def install_peer() -> str:
 class Ours:
     """Our trainer in this process, with a server in another."""
 
-    def __init__(self, actor: FSDPPPOActor, address: str, server: psutil.Process, folder: str) -> None:
-        self._actor, self._address, self._server, self._folder = actor, address, server, folder
+    def __init__(self, actor: FSDPPPOActor, address: str, server: psutil.Process, folder: str, seed: int = 1) -> None:
+        self._actor, self._address, self._server, self._folder, self._seed = actor, address, server, folder, seed
         self._trials = itertools.count()
 
     def step(self, case: Case, mode: str, *, steps: int, threads: int, warm_up: int = WARM_UP) -> dict[str, Any]:
@@ -114,10 +117,10 @@ class Ours:
         torch.set_num_threads(1 if is_async else threads)
         config = configured(
             f"{self._folder}/model",
-            *("actor.proximal=current", f"async_training={str(is_async).lower()}"),
+            *("actor.proximal=current", f"seed={self._seed}", f"async_training={str(is_async).lower()}"),
             f"rollout.server_addrs=[{self._address}]",
             f"cluster.fileroot={self._folder}",
-            f"trial_name={case.name}-{mode}-{next(self._trials)}",
+            f"trial_name={case.name}-{mode}-{self._seed}-{next(self._trials)}",
             case=case,
         )
         tokens: list[int] = []
@@ -170,8 +173,8 @@ def curve(server: tuple[str, psutil.Process], folder: str, python: str, threads:
         with peer(python, model, CURVE, threads=threads, lr=CURVE_LR, seed=seed) as trl:
             ends["trl"].append(end_of(trl.step(CURVE_STEPS)["rewards"]))
         for mode in MODES:
-            actor = make_actor(model, f"actor.optimizer.lr={CURVE_LR}", f"seed={seed}", "actor.proximal=current")
-            ours = Ours(actor, *server, folder)
+            actor = make_actor(model, f"actor.optimizer.lr={CURVE_LR}", "actor.proximal=current")
+            ours = Ours(actor, *server, folder, seed=seed)
             found = ours.step(CURVE, mode, steps=CURVE_STEPS - 1, threads=threads, warm_up=1)
             ends[mode].append(end_of(found["rewards"]))
             actor.destroy()
