@@ -31,6 +31,7 @@ def full_disk(config):
     engine = FSDPEngine(TrainEngineConfig(path=config.actor.path, optimizer=OptimizerConfig()))
     engine.initialize(None, FinetuneSpec(1, 8, 8))
     fill(config.cluster.fileroot)
+    print("." * 8192, flush=True)  # more than the page of the log that is there already
     Saver(config.saver, FinetuneSpec(1, 8, 8)).save(engine, 0)
 
 
