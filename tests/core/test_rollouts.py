@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDict
+from testing_client import in_loop
 from testing_rollouts import stored_rows
 from testing_server import ScriptedServer, serve
 from testing_workflows import SamplingWorkflow
@@ -232,7 +233,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
     engine, clients = connect(server, SAMPLING)
     assert clients is not None
     engine.set_version(1)
-    engine.servers.advance(engine.servers.servers, 1)
+    in_loop(engine, lambda: engine.servers.advance(engine.servers.servers, 1))
     engine.resume()  # every worker has seen it then
     seen, data = [], loader()
 
@@ -241,7 +242,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
         wait_until(lambda: all(one.num_waiting_for_servers for one in list(executor._running)))
         seen.append([one.address for one in engine.servers.joining])
         server.version = 1
-        engine.servers.advance(engine.servers.joining, 1)
+        in_loop(engine, lambda: engine.servers.advance(engine.servers.joining, 1))
 
     engine.catch_up = catch_up
     server.version = 0

@@ -1,6 +1,7 @@
 """The verdict on a step, by hand."""
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from testing_client import in_loop
 from testing_lite import LiteServer
 from testing_metrics import undocumented
 from testing_server import serve
@@ -105,7 +107,7 @@ def test_a_run_that_is_made_so_is_told_so(
                 time.sleep(update_s)
             rollout.set_version(step + 1)
             server.engine.set_version(str(step + 1)).result()
-            rollout.servers.advance(rollout.servers.servers, step + 1)
+            in_loop(rollout, functools.partial(rollout.servers.advance, rollout.servers.servers, step + 1))
             stats.add(rollout.metrics())
             row = stats.commit(step)
         stats.close()
