@@ -119,7 +119,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             return
         self._attention, why = pick_attention(self.config.attn_impl, self.device, self.dtype)
         if dist.get_rank() == 0:
-            logger.info("attention of %s: %s, %s", self.config.path, self._attention, why)
+            level = logging.INFO if has_gpu else logging.DEBUG  # a CPU leaves no choice
+            logger.log(level, "attention of %s: %s, %s", self.config.path, self._attention, why)
         has_value_head = self.has_value_head
         self.model = hf_model.build_meta_model(self.config.path, self._attention, has_value_head=has_value_head)
         if self.config.lora is not None:

@@ -297,7 +297,8 @@ def test_pieces_on_a_node_that_dies_are_made_again(
     assert totals == [1.0 * WIDE, 2.0 * WIDE]
     assert wide[0].pieces.result()[0].hex() != first
     assert len(list((tmp_path / "strikes-1").iterdir())) == 4
-    assert (maker.num_respawns, user.num_respawns) == (1, 1)
+    assert maker.num_respawns == 1
+    assert user.num_respawns in (1, 2), "the second call may be sent before its pieces are there again"
 
 
 def widening(group: WorkerGroup, batch: RemoteBatch, factor: float, step: int | None) -> Call:
