@@ -43,7 +43,7 @@ from arealite.weights.publish import publish_weights
 from trained_agents import agents_on_packages
 from trained_agents.painter import write_painter
 
-STEPS, PROMPTS, SAMPLES = 14, 8, 4
+STEPS, PROMPTS, SAMPLES = 20, 8, 4
 MIN_RISE = 0.15
 AT_THE_ENDS = 2
 """Steps that the reward before and after is the mean of."""
@@ -127,7 +127,7 @@ def train(name: str, model: str, folder: Path) -> dict[str, Any]:
                 baseline="none",  # what succeeded is reinforced, and a model that small is pushed away from nothing
                 adv_norm=False,
                 ppo_n_minibatches=1,
-                optimizer=OptimizerConfig(lr=1e-2, eps=1e-2, weight_decay=0.0, warmup_steps_proportion=0.0),
+                optimizer=OptimizerConfig(lr=5e-3, eps=1e-2, weight_decay=0.0, warmup_steps_proportion=0.0),
             )
         )
         actor.initialize(None, FinetuneSpec(1, STEPS * PROMPTS, PROMPTS))
