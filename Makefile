@@ -54,7 +54,7 @@ test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on thre
 test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk or memory, bit-identical; name stalls (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py $(ARGS)
 
-test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (6 minutes)
+test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script and benchmark, on tiny models (15 minutes)
 	sh tests/reward/install_bubblewrap.sh
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/test_benchmarks.py tests/trainer/test_bounds.py tests/launcher/supervise/test_preflight.py tests/examples $(ARGS)
 
