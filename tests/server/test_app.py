@@ -384,6 +384,21 @@ async def test_update_from_disk(client: Client, tmp_path: Path) -> None:
     assert server_logprobs(reply)[new_span["start"] :] == pytest.approx(expected, abs=1e-4)
 
 
+async def test_what_is_only_staged_is_served_from_the_next_end_on(client: Client, tmp_path: Path) -> None:
+    body = {"model_path": save_qwen3(tmp_path / "new", seed=5), "weight_version": "1", "only_stage": True}
+    before = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    assert (await client.post("/update_weights_from_disk", body))[0] == 200
+    assert (await client.post("/end_weight_update", {"only_stage": True}))[0] == 200  # as after a broadcast
+    meanwhile = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    assert meanwhile["output_ids"] == before["output_ids"] and meanwhile["meta_info"]["weight_version"] == "0"
+    assert (await client.post("/end_weight_update"))[0] == 200
+    reply = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
+    assert reply["meta_info"]["weight_version"] == "1"
+    expected = logprobs_by(build(config(), seed=5), [5, 6], reply["output_ids"])
+    assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
+    assert (await client.post("/end_weight_update"))[0] == 400, "it is used once"
+
+
 async def test_a_checkpoint_that_does_not_fit_keeps_the_old_weights(client: Client, tmp_path: Path) -> None:
     build(config(intermediate_size=65), seed=5).save_pretrained(tmp_path / "wider")
     build(config(num_hidden_layers=1), seed=5).save_pretrained(tmp_path / "shallower")
