@@ -112,7 +112,7 @@ class TrainEngineConfig(RunBlock):
     """Start from random weights (only the architecture is read from `path`)."""
     attn_impl: str | None = None
     """Attention implementation of transformers, `packed_sdpa` or `packed_varlen` (torch's FlashAttention); None picks
-    the fastest for the device, and the log says which."""
+    the fastest for the device; on GPUs the log says which."""
     dtype: Dtype = "bfloat16"
     """Compute dtype."""
     grad_reduce_dtype: Dtype = "float32"
