@@ -57,7 +57,7 @@ class ModelResponse:
     server: str
     """host:port of the server that sampled the last segment."""
     output_kept: list[list[int]] | None = None
-    """The ids that each token was sampled from under top_p and top_k, over which its logprob is; None if the server did
+    """The ids that each token was sampled from (top_p, top_k, min_p), over which its logprob is; None if the server did
     not return them, or sampled from all."""
     matched_stop: str | None = None
     """The stop string that ended it; its tokens are among the output's."""

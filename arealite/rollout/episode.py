@@ -56,7 +56,7 @@ class Episode:
     num_asked: Counter[str] = field(default_factory=Counter)  # by seed_key and digest of the prompt
     servers: set[str] = field(default_factory=set)  # addresses that sampled a token of it
     newest_version: int = -1  # of the tokens that they sampled
-    is_narrowed: bool = False  # whether top_p or top_k have narrowed a completion
+    is_narrowed: bool = False  # whether top_p, top_k or min_p have narrowed a completion
     samples: list[SampleRecord] = field(default_factory=list)  # completions that ended, in that order
     rewards: list[float] = field(default_factory=list)  # of what the workflow returned, whatever became of it
     table: pa.Table | None = None  # its rows of the rollout file, if another process has made them

@@ -68,7 +68,7 @@ def check_trajectory(
 ) -> TensorDict:
     """Return the trajectory, or raise TrajectoryError with the key that breaks the contract.
 
-    `needs_kept`: it must have the ids that each token was sampled from, as top_p or top_k has narrowed a completion.
+    `needs_kept`: it must have the ids that each token was sampled from, as a completion was narrowed.
     """
     if not isinstance(trajectory, TensorDict):
         raise TrajectoryError(
@@ -83,9 +83,9 @@ def check_trajectory(
         )
     if (needs_kept or present & _KEPT) and not present >= _KEPT:
         raise TrajectoryError(
-            "a trajectory sampled with top_p or top_k must have the keys kept_ids and kept_counts, as ratios would be "
-            f"wrong without them: got no {', '.join(sorted(_KEPT - present))}. Use trajectory_from_response, a top_k, "
-            "and servers that return what they sample from (lite, SGLang from 0.5.23 on)."
+            "a trajectory sampled with top_p, top_k or min_p must have the keys kept_ids and kept_counts, else ratios "
+            f"would be wrong: got no {', '.join(sorted(_KEPT - present))}. Use trajectory_from_response, a top_k, and "
+            "servers that return what they sample from (lite, SGLang from 0.5.23 on)."
         )
     _check_shapes(trajectory)
     _check_numbers(trajectory)

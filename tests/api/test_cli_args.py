@@ -427,6 +427,7 @@ def test_truncation_has_a_finite_top_k_and_servers_that_return_what_they_kept(tm
         chosen = (f"rollout.backend={backend}", "gconfig.max_new_tokens=64")
         assert sampling(*chosen) == (everything, everything)
         assert sampling(*chosen, "gconfig.top_p=0.9") == (512, everything), "an evaluation needs no kept sets"
+        assert sampling(*chosen, "gconfig.min_p=0.05") == (512, everything)
         assert sampling(*chosen, "gconfig.top_p=0.9", "gconfig.top_k=20") == (20, 20)
         assert sampling(*chosen, "eval_gconfig.top_k=5", "eval_gconfig.min_new_tokens=2") == (everything, 5)
         for override, rule in (
@@ -437,7 +438,7 @@ def test_truncation_has_a_finite_top_k_and_servers_that_return_what_they_kept(tm
     sglang = refusal(tmp_path, MINIMAL, "rollout.backend=sglang", "gconfig.top_k=5000")
     assert "gconfig.top_k must be at most 4096 for sglang in training: got 5000" in sglang
     cpu = ("cluster.n_gpus_per_node=0", "rollout.backend=vllm", "gconfig.top_k=20")
-    assert "for vllm on CPUs: got 1 and 20" in refusal(tmp_path, MINIMAL, *cpu)
+    assert "for vllm on CPUs: got 1, 20 and 0" in refusal(tmp_path, MINIMAL, *cpu)
     assert sampling(*cpu, "rollout.server_addrs=[a:1]")[0] == 20, "others' servers may have GPUs"
 
 
@@ -586,6 +587,7 @@ def test_keys_that_must_be_given(tmp_path: Path, key: str) -> None:
         ("- a", "at the top level"),
         ("5", "must"),
     ],
+    ids=["cut", "twice", "number", "depth", "list", "scalar"],
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, told: str) -> None:
     assert told in refusal(tmp_path, text)

@@ -35,12 +35,14 @@ def model(path: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def sampled(path: str) -> TensorDict:
+@pytest.fixture(
+    scope="module", params=[{"top_p": 0.9, "top_k": 12}, {"min_p": 0.1, "top_k": 512}], ids=["top_p", "min_p"]
+)
+def sampled(path: str, request: pytest.FixtureRequest) -> TensorDict:
     """Return four groups of two, of different lengths."""
     server = LiteServer(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), eos_ids=frozenset({1}))
     with connected(server, backend="lite", consumer_batch_size=4) as rollout:  # type: ignore[arg-type]
-        sampling = {"n_samples": 2, "max_new_tokens": 24, "temperature": TEMPERATURE, "top_p": 0.9, "top_k": 12}
+        sampling = {"n_samples": 2, "max_new_tokens": 24, "temperature": TEMPERATURE} | request.param
         return rollout.rollout_batch(ROWS, SamplingWorkflow(**sampling))
 
 

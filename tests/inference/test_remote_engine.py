@@ -71,7 +71,9 @@ def test_parameters_as_the_server_spells_them(tmp_path: Path) -> None:
     tiny_models.tokenizer().save_pretrained(tmp_path)
     server = ScriptedServer()
     with connected(server, tokenizer_path=str(tmp_path)) as engine:
-        generate(engine, max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=50, stop=["\n"], stop_token_ids=[9])
+        generate(
+            engine, max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, stop=["\n"], stop_token_ids=[9]
+        )
         generate(engine, max_new_tokens=4, greedy=True, min_new_tokens=2)
     first, second = (request["sampling_params"] for request in server.requests)
     assert first.pop("sampling_seed") != second.pop("sampling_seed")
@@ -81,6 +83,7 @@ def test_parameters_as_the_server_spells_them(tmp_path: Path) -> None:
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 50,
+        "min_p": 0.1,
         "min_new_tokens": 0,
         "stop": ["\n"],
         "stop_token_ids": [9],

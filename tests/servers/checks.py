@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -101,6 +102,17 @@ def top_p(subject: Subject) -> str:
         return one.logits_TV.masked_fill(mask_TV, -torch.inf).log_softmax(-1)
 
     return _follows(subject, expected, top_p=0.7, top_k=512)
+
+
+def min_p(subject: Subject) -> str:
+    """Logprobs are those of the distribution that min_p leaves."""
+
+    def expected(one: Scored) -> torch.Tensor:
+        logprobs_TV = one.logprobs_TV()
+        is_cut_TV = logprobs_TV < logprobs_TV.max(-1, keepdim=True).values + math.log(0.3)
+        return one.logits_TV.masked_fill(is_cut_TV, -torch.inf).log_softmax(-1)
+
+    return _follows(subject, expected, min_p=0.3, top_k=512)
 
 
 def kept_sets(subject: Subject) -> str:
@@ -497,6 +509,7 @@ CHECKS = (
     Check("temperature", temperature, may_refuse=True),
     Check("top_k", top_k, may_refuse=True),
     Check("top_p", top_p, may_refuse=True),
+    Check("min_p", min_p, may_refuse=True),
     Check("kept sets", kept_sets),
     Check("seeds", seeds, may_refuse=True),
     Check("samples of a group differ", group),

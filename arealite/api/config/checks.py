@@ -305,7 +305,7 @@ def check_evaluation(
 def check_sampling(
     gconfig: GenerationHyperparameters, rollout: InferenceEngineConfig, cluster: ClusterSpecConfig
 ) -> None:
-    """Samples must be ones that can be trained on, so servers must say what top_p and top_k have kept."""
+    """Samples must be ones that can be trained on, so servers must say what top_p, top_k and min_p have kept."""
     require(
         not gconfig.greedy or gconfig.n_samples == 1,
         f"gconfig.greedy must be false if gconfig.n_samples > 1: got true and {gconfig.n_samples}, so "
@@ -328,9 +328,9 @@ def check_sampling(
     )
     require(
         not gconfig.narrows or limits.returns_kept_on_cpu or cluster.n_gpus_per_node > 0 or bool(rollout.server_addrs),
-        f"gconfig.top_p must be 1 and gconfig.top_k left out for {backend} on CPUs: got {gconfig.top_p:g} and "
-        f"{gconfig.top_k}. It returns what it sampled from only on GPUs (its Model Runner V2), and without that ratios "
-        f"are wrong. Remove both, or use {backends_where(lambda one: one.returns_kept_on_cpu)}.",
+        f"gconfig.top_p must be 1 and gconfig.top_k and min_p left out for {backend} on CPUs: got {gconfig.top_p:g}, "
+        f"{gconfig.top_k} and {gconfig.min_p:g}. It returns what it sampled from only on GPUs (its Model Runner V2); "
+        f"else ratios are wrong. Remove them, or use {backends_where(lambda one: one.returns_kept_on_cpu)}.",
     )
 
 

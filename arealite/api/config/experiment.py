@@ -254,7 +254,9 @@ class GRPOConfig(BaseExperimentConfig):
         **_same("ref", "actor", "cast_lm_head_to_fp32"),
         **_named("teacher", seed="seed", **_SAMPLING),
         **_same("teacher", "actor", "dtype", "mb_spec", "fsdp", "torch_compile", "cast_lm_head_to_fp32"),
-        **_same("eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "temperature"),
+        **_same(
+            "eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "min_p", "temperature"
+        ),
         **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),
         "tokenizer_path": "actor.path",
         "actor.path": "tokenizer_path",
@@ -377,7 +379,7 @@ class EvalConfig(BaseExperimentConfig):
 
     @property
     def sampling(self) -> GenerationHyperparameters:
-        return self.gconfig.new(top_p=1.0, top_k=ALL_TOKENS)  # servers need not return what these kept
+        return self.gconfig.new(top_p=1.0, top_k=ALL_TOKENS, min_p=0.0)  # servers need not return what these kept
 
     def validate(self) -> None:
         """Fill in the numbers k, and refuse contradictions."""

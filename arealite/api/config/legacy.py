@@ -45,7 +45,7 @@ _PPO = (
     *("ppo_n_minibatches", "eps_clip", "c_clip", "discount", "gae_lambda", "adv_norm", "kl_ctl"),
     *("recompute_logprob", "use_decoupled_loss", "behav_imp_weight_cap"),
 )
-_GENERATION = ("max_new_tokens", "min_new_tokens", "greedy", "top_p", "top_k", "temperature")
+_GENERATION = ("max_new_tokens", "min_new_tokens", "greedy", "top_p", "top_k", "min_p", "temperature")
 RENAMED |= {f"ppo.{name}": f"actor.{name}" for name in _PPO}
 RENAMED |= {f"ppo.gen.{name}": f"gconfig.{name}" for name in _GENERATION}
 RENAMED |= {

@@ -26,7 +26,7 @@ BACKENDS: tuple[str, ...] = get_args(BackendName)
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
 DEFAULT_KEPT_IDS = 512
-"""The `top_k` of training with `top_p` alone: servers return the kept ids of every token, which must be bounded."""
+"""The `top_k` of training with `top_p` or `min_p` alone: servers return no unbounded sets of kept ids."""
 
 
 @dataclass
@@ -45,7 +45,9 @@ class GenerationHyperparameters(ConfigBase):
     """Sample from the likeliest tokens that hold this much probability; 1 is all. Training computes logprobs over what
     the server kept."""
     top_k: PositiveInt = ALL_TOKENS
-    """Sample from this many likeliest tokens; the default is all, with `top_p` below 1 in training 512."""
+    """Sample from this many likeliest tokens; the default is all, with `top_p` or `min_p` in training 512."""
+    min_p: Fraction = 0.0
+    """Sample from the tokens that are at least this many times as likely as the likeliest one; 0 is all."""
     temperature: Positive = 1.0
     """Divides the logits. For temperature 0 set `greedy: true`."""
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
@@ -56,7 +58,7 @@ class GenerationHyperparameters(ConfigBase):
     @property
     def narrows(self) -> bool:
         """Whether each token is sampled from the likeliest ones only, so that logprobs are those over a kept set."""
-        return not self.greedy and (self.top_p < 1 or self.top_k < ALL_TOKENS)
+        return not self.greedy and (self.top_p < 1 or self.top_k < ALL_TOKENS or self.min_p > 0)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with some fields changed."""

@@ -75,6 +75,8 @@ class SGLangBackend(Backend):
             sampling["sampling_seed"] = seed
         if gconfig.stop:
             sampling["stop"] = gconfig.stop
+        if gconfig.min_p:
+            sampling["min_p"] = gconfig.min_p
         if ignore_eos:
             sampling["ignore_eos"] = True
         payload: Json = {"input_ids": [*prompt_ids(req), *tokens], "sampling_params": sampling}

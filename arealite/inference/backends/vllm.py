@@ -95,7 +95,7 @@ class VLLMBackend(Backend):
             "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
             "top_p": gconfig.top_p,
             "top_k": -1 if gconfig.top_k >= ALL_TOKENS else gconfig.top_k,
-            "min_p": 0.0,
+            "min_p": 0.0 if gconfig.greedy else gconfig.min_p,
             "repetition_penalty": 1.0,
             "stop": gconfig.stop,
             "skip_special_tokens": False,  # a stop string may be the text of one
