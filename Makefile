@@ -95,24 +95,19 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 	fi
 
 test-core: $(VENV)/.installed-dev            ## hold Core to the numbers of scripts of ranks, on a real Ray; ends with RESULT {json} (5 minutes)
-	$(PIP) --quiet -e '.[ray]'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/core --ignore-glob='*/test_faults.py' --ignore-glob='*/test_group.py' $(ARGS)
 
 test-core-faults: $(VENV)/.installed-dev            ## lose workers, a node and a master of Core: numbers stay, nothing is left (6 minutes)
-	$(PIP) --quiet -e '.[ray]'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/core/test_faults.py tests/core/test_group.py $(ARGS)
 
 test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four nodes and lose two of them (3 minutes)
-	$(PIP) --quiet -e '.[ray]'
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_ray
 
 test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job on Ray: nothing may be left (3 minutes)
-	$(PIP) --quiet -e '.[ray]'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/place/test_ray.py $(ARGS)
 
-install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, Ray, iptables (Debian, root)
+install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, iptables (Debian, root)
 	sh tests/cluster/install.sh
-	$(PIP) --quiet -e '.[ray]'
 
 test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four nodes and lose one (3 minutes; root and Slurm, or it is skipped)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_slurm
@@ -150,8 +145,7 @@ benchmark: $(VENV)/.installed            ## measure the embedded server against 
 benchmark-runtime: $(VENV)/.installed            ## measure what the rollout runtime itself costs (a minute)
 	$(VENV)/bin/python benchmarks/runtime_overhead.py $(ARGS)
 
-benchmark-core: $(VENV)/.installed            ## measure what a master and its workers cost, on 64 processes that wait (10 minutes)
-	$(PIP) --quiet -e '.[ray]'
+benchmark-core: $(VENV)/.installed-dev            ## measure what a master and its workers cost, on 64 processes that wait (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/core.py $(ARGS)
 
 benchmark-agents: $(VENV)/.installed-dev            ## measure what a turn of an agent costs, with a thousand runs at once (3 minutes)

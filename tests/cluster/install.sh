@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs what the suites on clusters need and this machine lacks: Slurm and network namespaces' tools.
-# Debian and Ubuntu, as root; no service is started. The Python package is the extra `ray`.
+# Debian and Ubuntu, as root; no service is started.
 set -eu
 
 missing=
