@@ -20,6 +20,7 @@ def quickstart(fileroot: Path, *overrides: str) -> dict[str, Any]:
     finished = arealite("quickstart", f"fileroot={fileroot}", "trial_name=t", *overrides)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     folder = fileroot / "quickstart" / "t"
+    assert {path.name for path in folder.parent.iterdir()} == {"t-model", "t-sft", "t"}
     assert finished.stdout.rstrip().endswith(str(folder / "report.html"))
     return json.loads((folder / "summary.json").read_text())
 

@@ -42,7 +42,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     from tiny_model import write_tiny_model  # takes seconds to import, and a typo is answered before
 
     console.rule("[bold]1/3[/bold] a tiny model with random weights")
-    model = write_tiny_model(out=run.path / "tiny_model", corpus=None, seed=config.seed)
+    model = write_tiny_model(out=run.path.with_name(f"{config.trial_name}-model"), corpus=None, seed=config.seed)
     console.print(f"a quarter million parameters in {model}")
 
     console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns the steps, and mostly to skip them")
