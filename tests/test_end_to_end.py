@@ -153,6 +153,7 @@ def test_the_trace_of_all_processes_agrees_with_the_metrics(asynchronous: Path) 
         assert names[server]["decode"] > 50 and names[server]["load weights"] > 0 < names[server]["paused"]
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed_from_the_initial_model(asynchronous: Path) -> None:
     weights = read_weights(asynchronous)
     assert sorted(weights) == [0, 1, 2, 3, 4] and len(set(weights.values())) == 5

@@ -384,7 +384,7 @@ def sample(actor: FSDPPPOActor, generator: torch.Generator) -> TensorDict:
     logprobs = torch.zeros(32, 1)
     with torch.no_grad():
         for _ in range(4):
-            all_logprobs = torch.stack([next_logprobs(actor, row) for row in input_ids])
+            all_logprobs = next_logprobs(actor, input_ids)
             token = torch.multinomial(all_logprobs.exp(), 1, generator=generator)
             input_ids, logprobs = (
                 torch.cat([input_ids, token], 1),
@@ -406,12 +406,16 @@ def sample(actor: FSDPPPOActor, generator: torch.Generator) -> TensorDict:
     )
 
 
-def next_logprobs(actor: FSDPPPOActor, row: torch.Tensor) -> torch.Tensor:
+def next_logprobs(actor: FSDPPPOActor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return what may follow each row, `[B, V]`; rows have one length, so they keep their order in the packed batch."""
+    num_rows, length = input_ids.shape
     found = []
 
     def keep_last(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
-        found.append(logits.dense()[-1].log_softmax(-1))
+        torch.testing.assert_close(micro_batch["input_ids"], input_ids.flatten())
+        found.append(logits.dense()[length - 1 :: length].log_softmax(-1))
         return micro_batch["input_ids"]
 
-    actor.forward(TensorDict({"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]}, [1]), keep_last)
+    batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    actor.forward(TensorDict(batch, [num_rows]), keep_last)
     return found[0]

@@ -52,6 +52,7 @@ def test_an_error_of_this_rank_is_raised_as_it_is(group: None) -> None:
         distributed.raise_on_every_rank(KeyError("missing"))
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_meet_at_once(tmp_path: Path) -> None:
     """Also though torchrun's store still has the addresses of the first attempt."""
     torchrun = ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.2"]
