@@ -22,7 +22,7 @@ EVEN = """
 def even(prompt, completions, prompt_ids, completion_ids, **row):
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
 """
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_async")]
 
 
 @pytest.fixture(scope="module")

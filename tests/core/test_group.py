@@ -34,7 +34,7 @@ from arealite.launcher.place.ray import connect
 from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_group")]
 
 PATHS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"
 Start = Callable[..., WorkerGroup]

@@ -22,7 +22,7 @@ from arealite.core.workers import Workers
 
 ray = pytest.importorskip("ray")
 internal_api = pytest.importorskip("ray._private.internal_api")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_overlap")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arealite" / "configs" / "gsm8k_ppo_cpu.yaml"
 TOKENS = ("input_ids", "attention_mask")

@@ -31,7 +31,7 @@ from arealite.dataset.loader import PromptLoader
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.account.audit import audit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_rollouts")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arealite" / "configs" / "gsm8k_ppo_cpu.yaml"
 Connect = Callable[..., tuple[RemoteInferenceEngine, RolloutWorkers | None]]
