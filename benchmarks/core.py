@@ -101,7 +101,8 @@ def measure_step(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return seconds of a step of each kind, medians of alternating rounds."""
     arealite(["tiny-model", "--out", f"{folder}/model"])
     given = [f"actor.path={folder}/model", f"cluster.fileroot={folder}", "workers={}", "ref={}"]
-    given += ["actor.kl_ctl=0.01", f"gconfig.n_samples={GROUP}", "launcher.trainer_threads=1"]
+    given += ["actor.kl_ctl=0.01", "actor.proximal=recompute"]
+    given += [f"gconfig.n_samples={GROUP}", "launcher.trainer_threads=1"]
     config = load_expr_config(["--config", str(CONFIG), *given], GRPOConfig)[0]
     ft_spec = FinetuneSpec(1, 1000, 10)
     batch = samples(SAMPLES, prompt=16, completion=16)
