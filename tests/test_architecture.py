@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "workflow": {"api", "utils", "reward"},
     "agent": {"api", "utils", "workflow", "reward", "rollout.event_loop"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
+    "migrate": {"api"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
         *("trainer", "launcher.place", "launcher.plan"),
@@ -146,7 +147,8 @@ def test_importing_the_package_loads_nothing_else(tmp_path: Path) -> None:
 def test_the_front_door_imports_no_torch(tmp_path: Path) -> None:
     """Nor do the commands that only read a run, or start processes."""
     commands = ("main", "train", "own_trainer", "ledger", "replay", "serve")
-    loaded, threads = probe(tmp_path, ", ".join(f"arealite.cli.{name}" for name in commands))
+    modules = ["arealite.migrate.migrate", *(f"arealite.cli.{name}" for name in commands)]
+    loaded, threads = probe(tmp_path, ", ".join(modules))
     assert (loaded & HEAVY, threads) == (set(), 1)
 
 

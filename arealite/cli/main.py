@@ -70,6 +70,10 @@ def main(argv: list[str] | None = None) -> int:
                 from arealite.cli.plan_core.plan_core import plan_core
 
                 return plan_core(args.config, args.overrides, args.costs, args.devices)
+            case "migrate":
+                from arealite.migrate.migrate import migrate
+
+                return migrate(args.config, framework=args.framework, out=args.out, devices=args.devices)
             case "report":
                 from arealite.trainer.report.report import write_report
 
@@ -203,6 +207,30 @@ def _parser() -> argparse.ArgumentParser:
     plan_core.add_argument("--costs", metavar="RUN_FOLDER", action="append", required=True, help="a run to learn from")
     plan_core.add_argument("--devices", metavar="N", type=_positive, help="of all groups (default: the config's)")
     plan_core.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
+
+    migrate = commands.add_parser(
+        "migrate",
+        help="rewrite a config of AReaL, TRL, verl or prime-rl as one of ours",
+        usage="arealite migrate OLD.yaml [--from areal|trl|verl|prime-rl] [--out NEW.yaml]",
+        description="Write the config of another framework as one of ours: values and order stay, a comment names the "
+        "key that each changed key had, and defaults that differ are written out. Our loader has read what is written.",
+        epilog="exit status: 0 it loads as it is, 1 something is left to fill in or to decide, 2 it can't be read",
+    )
+    migrate.add_argument("config", metavar="OLD.yaml", help="YAML, JSON or TOML")
+    migrate.add_argument(
+        "--from",
+        dest="framework",
+        choices=("areal", "trl", "verl", "prime-rl"),
+        help="guessed from its keys unless given",
+    )
+    migrate.add_argument("--out", metavar="NEW.yaml", help="a new file; printed unless given")
+    migrate.add_argument(
+        "--devices",
+        metavar="N",
+        type=_positive,
+        default=1,
+        help="GPUs of a run of TRL, whose files don't say (default 1)",
+    )
 
     ledger = commands.add_parser(
         "ledger",

@@ -1,8 +1,10 @@
 """Keys that other versions of AReaLite read and this one does not. Each loads with one warning.
 
 Renamed keys move to their new place. Deprecated keys are dropped; one that would change results is accepted only with
-the value that we implement.
+the value that we implement. `arealite migrate` writes a file anew by the same tables.
 """
+
+from __future__ import annotations
 
 import copy
 import logging
@@ -10,7 +12,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,6 +30,21 @@ class DeprecatedKey:
 
     reason: str
     accepts: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of an old key of a file: our keys and their values; none, and why, if it has no effect."""
+
+    old: str
+    new: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+    def tell(self, changes: list[Change], *, as_words: str = "") -> None:
+        """Warn once, in words of its own if given, and note the change."""
+        effect = f"is now {as_words or ' '.join(self.new)}. Rename it." if self.new else f"has no effect: {self.why}."
+        logger.warning("%s %s%s", self.old, effect, "" if self.new else " Remove it.")
+        changes.append(self)
 
 
 RENAMED = {
@@ -114,14 +131,19 @@ ONCE_NULL = ("*gconfig.stop", "*_dataset.type")
 
 
 def migrate(
-    given: dict[str, Any], keys: Mapping[str, ConfigKey], problems: list[str], *, has_others: bool = False
+    given: dict[str, Any],
+    keys: Mapping[str, ConfigKey],
+    problems: list[str],
+    changes: list[Change],
+    *,
+    has_others: bool = False,
 ) -> dict[str, Any]:
-    """Return what was given with old keys moved or dropped; today's `keys` stay as they are.
+    """Return what was given with old keys moved or dropped, noted in `changes`; today's `keys` stay as they are.
 
     Values that we do not implement are added to `problems`. `has_others`: blocks that are not in `keys` are someone's.
     """
     moved: dict[str, Any] = {}
-    given = _translated(given)
+    given = _translated(given, changes)
     others = {name: given.pop(name) for name in ("defaults", *_CORES_BLOCKS) if has_others and name in given}
     if isinstance(groups := given.get("defaults"), list) and "defaults" not in keys:
         del given["defaults"]
@@ -129,14 +151,14 @@ def migrate(
             f"defaults must not be given: got {groups}. Hydra's config groups are not read: write the keys of those "
             "files into this one, each under its block, e.g. `cluster: {n_gpus_per_node: 8}`."
         )
-    kept = _sort(given, "", keys, moved, problems)
+    kept = _sort(given, "", keys, moved, problems, changes)
     kept |= others
     for old, value in moved.items():
-        _put(kept, RENAMED[old], "broadcast" if value == "xccl" else value, old)
+        _put(kept, RENAMED[old], value, old)
     return kept
 
 
-def _translated(given: dict[str, Any]) -> dict[str, Any]:
+def _translated(given: dict[str, Any], changes: list[Change]) -> dict[str, Any]:
     """Spell as we do what AReaL writes: normalisations are blocks, backends have sizes in place of an allocation."""
     given = copy.deepcopy(given)
     names = ("rollout", "actor", "critic", "model", "ref")
@@ -146,7 +168,8 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
             choices = _norm_choices(norm, block)
             if choices:
                 words = ", ".join(f"{key}: {str(value).lower()}" for key, value in choices.items())
-                logger.warning("%s.%s is now %s. Rename it.", name, norm, words)
+                new = {f"{name}.{key}": value for key, value in choices.items()}
+                Change(f"{name}.{norm}", new).tell(changes, as_words=words)
                 del block[norm]
                 block |= {key: value for key, value in choices.items() if key not in block}
     sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name not in ("ref", "critic")}
@@ -158,7 +181,8 @@ def _translated(given: dict[str, Any]) -> dict[str, Any]:
     mode = given.get("allocation_mode")
     if isinstance(mode, str) and re.search(r"\w:\w", mode):
         given["allocation_mode"] = mode.replace("fsdp:", "").replace(":", ".")
-        logger.warning("allocation_mode is now %s. Rename it.", given["allocation_mode"])
+        new = {"allocation_mode": given["allocation_mode"]}
+        Change("allocation_mode", new).tell(changes, as_words=given["allocation_mode"])
     return given
 
 
@@ -182,7 +206,12 @@ def _norm_choices(norm: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sort(
-    block: dict[str, Any], prefix: str, keys: Mapping[str, ConfigKey], moved: dict[str, Any], problems: list[str]
+    block: dict[str, Any],
+    prefix: str,
+    keys: Mapping[str, ConfigKey],
+    moved: dict[str, Any],
+    problems: list[str],
+    changes: list[Change],
 ) -> dict[str, Any]:
     """Return what stays in a block, and put what moves into `moved`, by dotted name."""
     kept: dict[str, Any] = {}
@@ -191,30 +220,31 @@ def _sort(
     for name, value in block.items():
         key = f"{prefix}{name}"
         if key in keys and isinstance(value, dict):
-            kept[name] = _sort(value, f"{key}.", keys, moved, problems)
+            kept[name] = _sort(value, f"{key}.", keys, moved, problems, changes)
         elif key in keys:
             if value is not None or not any(fnmatchcase(key, pattern) for pattern in ONCE_NULL):
                 kept[name] = value
         elif isinstance(value, dict) and key in _CORES_BLOCKS:
-            kept |= {name: left} if (left := _sort(value, f"{key}.", keys, moved, problems)) else {}
+            left = _sort(value, f"{key}.", keys, moved, problems, changes)
+            kept |= {name: left} if left else {}
         elif key in RENAMED:
-            logger.warning("%s is now %s. Rename it.", key, RENAMED[key])
-            moved[key] = value
+            moved[key] = "broadcast" if value == "xccl" else value
+            Change(key, {RENAMED[key]: moved[key]}).tell(changes)
         elif deprecated := next((entry for pattern, entry in DEPRECATED.items() if matches(key, pattern)), None):
-            problems += _drop(key, value, deprecated)
+            problems += _drop(key, value, deprecated, changes)
         else:
             kept[name] = value
     return kept
 
 
-def _drop(key: str, value: Any, deprecated: DeprecatedKey) -> list[str]:
+def _drop(key: str, value: Any, deprecated: DeprecatedKey, changes: list[Change]) -> list[str]:
     """Warn about a deprecated key, or return what is wrong with its value."""
     is_reference = isinstance(value, str) and value.startswith("${")
     said = value.partition(":")[0] if isinstance(value, str) else value  # AReaL's `fsdp:d4`
     if deprecated.accepts is not None and said not in deprecated.accepts and not is_reference:
         got = "another value" if key.endswith("api_key") else repr(value)  # a secret must not reach the logs
         return [f"{key} must be {deprecated.accepts[0]!r}: got {got}. Remove it: {deprecated.reason}."]
-    logger.warning("%s has no effect: %s. Remove it.", key, deprecated.reason)
+    Change(key, why=deprecated.reason).tell(changes)
     return []
 
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
-from arealite.api.config.legacy import migrate
+from arealite.api.config.legacy import Change, migrate
 from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.config.words import guess, hint
@@ -57,10 +57,13 @@ def load_expr_config(
     refuse_import()
     config_file, overrides = _split_arguments(argv, config_cls)
     keys = {key.name: key for key in config_keys(config_cls)}
-    given = {f"in {config_file}": _read_yaml(config_file), "on the command line": _read_overrides(overrides)}
+    given = {f"in {config_file}": read_yaml(config_file), "on the command line": _read_overrides(overrides)}
     problems: list[str] = []
-    migrated = {place: migrate(values, keys, problems, has_others=ignore_unknown) for place, values in given.items()}
-    sources = spelled_out(migrated)
+    changes: list[Change] = []
+    migrated = {
+        place: migrate(values, keys, problems, changes, has_others=ignore_unknown) for place, values in given.items()
+    }
+    sources = spelled_out(migrated, changes)
     for place, values in sources.items():
         problems += _key_problems(values, "", place, keys, ignore_unknown=ignore_unknown)
     if problems:
@@ -79,7 +82,7 @@ def load_expr_config(
 
 def given_value(key: str, config_file: str, overrides: Sequence[str]) -> Any:
     """Return what a key of the top level is given as, None if it is not; nothing else is looked at."""
-    return (_read_yaml(config_file) | _read_overrides([*overrides])).get(key)
+    return (read_yaml(config_file) | _read_overrides([*overrides])).get(key)
 
 
 def to_yaml(config: Any) -> str:
@@ -148,8 +151,8 @@ def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[s
     return config_file, overrides
 
 
-def _read_yaml(path: str) -> Tree:
-    """Read the file, references unresolved."""
+def read_yaml(path: str) -> Tree:
+    """Read a YAML file of keys, references unresolved. Raises ConfigError."""
     if not os.path.isfile(path):
         raise ConfigError(f"--config must name a YAML file: got {path!r}, which does not exist. Correct the path.")
     try:

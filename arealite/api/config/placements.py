@@ -11,6 +11,7 @@ from typing import Any, NoReturn, get_args
 
 from omegaconf import OmegaConf
 
+from arealite.api.config.legacy import Change
 from arealite.api.config.rollout import BACKENDS
 from arealite.api.config.workers import Strategy
 from arealite.api.errors import ConfigError
@@ -24,8 +25,9 @@ _WHY_NOT = {"CPU": "launcher.trainer_cpus_per_gpu and inference_server_cpus_per_
 """Resources that a bundle may not name, and why."""
 
 
-def spelled_out(sources: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Return what was given, by place, with a mapping of `allocation_mode` spelled as we do. Raises ConfigError."""
+def spelled_out(sources: Mapping[str, Tree], changes: list[Change]) -> dict[str, Tree]:
+    """Return what was given, by place, with a mapping of `allocation_mode` spelled as we do, noted in `changes`.
+    Raises ConfigError."""
     given = {place: tree[_KEY] for place, tree in sources.items() if _KEY in tree}
     if not any(isinstance(value, dict) for value in given.values()):
         return dict(sources)
@@ -38,8 +40,9 @@ def spelled_out(sources: Mapping[str, Tree]) -> dict[str, Tree]:
         backend = [tree["rollout"].get("backend") for tree in sources.values() if isinstance(tree.get("rollout"), dict)]
         mode, workers = _translated(merged[_KEY], next(filter(None, reversed(backend)), None))
         _check_given_once(sources, workers)
-        said = [f"workers.{role}.{key}={value}" for role, wish in workers.items() for key, value in wish.items()]
-        logger.warning("allocation_mode is now %s with %s. Rename it.", mode, " ".join(said))
+        new = {f"workers.{role}.{key}": value for role, wish in workers.items() for key, value in wish.items()}
+        said = " ".join(f"{key}={value}" for key, value in new.items())
+        Change(_KEY, {_KEY: mode, **new}).tell(changes, as_words=f"{mode} with {said}")
         plain[last] = OmegaConf.to_container(OmegaConf.merge(plain[last], {"workers": workers}))
         plain[last][_KEY] = mode
     else:
