@@ -359,15 +359,6 @@ def _rewards(value: Any, old: Old) -> Any:
     return {"reward": Because(MISSING, f"FILE.py:FUNCTION; {told}")}
 
 
-def _no_filter(off: tuple[Any, ...]) -> Any:
-    def make(value: Any, _old: Old) -> Any:
-        if value not in off:
-            raise WithoutCounterpart("the trainer could not reproduce the logprobs of such sampling")
-        return NOTHING
-
-    return make
-
-
 GRPO: dict[str, Rule] = {
     **_common("actor", 1e-6, _batch),
     "generation_batch_size": Rule("train_dataset.batch_size, actor.ppo_n_minibatches", default=None, make=part),
@@ -384,8 +375,8 @@ GRPO: dict[str, Rule] = {
     "temperature": Rule("gconfig.temperature", default=1.0),
     "top_p": Rule("gconfig.top_p", default=1.0),
     "top_k": Rule("gconfig.top_k", default=0, make=lambda value, _: value if value and value > 0 else NOTHING),
-    "min_p": Rule("gconfig", default=None, make=_no_filter((None, 0, 0.0))),
-    "repetition_penalty": Rule("gconfig", default=1.0, make=_no_filter((None, 1, 1.0))),
+    "min_p": Rule("gconfig.min_p", default=None, make=lambda value, _: value or NOTHING),
+    "repetition_penalty": Rule("", "the trainer could not reproduce the logprobs of such sampling", default=1.0),
     "beta": Rule("actor.kl_ctl, actor.kl_in, actor.kl_estimator, ref", default=0.0, make=_kl),
     "use_bias_correction_kl": Rule("", "the KL term is not weighed by the ratio", default=True),
     "epsilon": Rule("actor.eps_clip", default=0.2, make=lambda value, old: value if _clips(old) else NOTHING),

@@ -1,0 +1,68 @@
+"""The script, the config and the workflow of v0.3 that docs/migration-script.md rewrites train here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from testing_quickstart import write_tiny_model
+
+from arealite.cli.main import main
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs" / "migration-script.md").read_text()
+DIFFS = dict(re.findall(r"```diff\n # (\S+)\n(.*?)```", PAGE, re.DOTALL))
+
+
+def side(name: str, mark: str) -> str:
+    """Return a file as it was (`-`) or is (`+`)."""
+    lines = DIFFS[name].splitlines()
+    return "\n".join(line[1:] for line in lines if line[:1] in (mark, " ", "")) + "\n"
+
+
+def test_what_is_written_for_v03_is_whole() -> None:
+    assert DIFFS.keys() == {"gsm8k_grpo.py", "gsm8k_grpo.yaml", "try_again.py"}
+    for name in ("gsm8k_grpo.py", "try_again.py"):
+        for mark in "-+":
+            compile(side(name, mark), name, "exec")
+
+
+def test_the_old_config_becomes_the_new_one(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(side("gsm8k_grpo.yaml", "-"))
+    assert main(["migrate", str(old), "--out", str(new)]) == 0
+    written, shown = yaml.safe_load(new.read_text()), yaml.safe_load(side("gsm8k_grpo.yaml", "+"))
+    assert written.keys() == shown.keys() - {"total_train_steps"}
+    for key in ("rollout", "gconfig", "train_dataset", "valid_dataset", "saver"):
+        assert written[key] == shown[key], key
+    assert shown["actor"].keys() - written["actor"].keys() == set()
+
+
+@pytest.mark.slow
+def test_they_train(tmp_path: Path) -> None:
+    model = write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    data = f"{REPOSITORY}/examples/quickstart/word_problems.py:rows?train=16&test=4"
+    config = side("gsm8k_grpo.yaml", "+").replace("MODEL", str(model)).replace("DATA", f'"{data}"')
+    script = side("gsm8k_grpo.py", "+")
+    (tmp_path / "gsm8k_grpo.yaml").write_text(config)
+    (tmp_path / "gsm8k_grpo.py").write_text(script)
+    (tmp_path / "try_again.py").write_text(side("try_again.py", "+"))
+    own = script.replace(
+        "arealite.workflow.rlvr import RLVRWorkflow", "try_again import TryAgainWorkflow as RLVRWorkflow"
+    )
+    for line in ("        enable_thinking=False,\n", "    workflow.close()\n"):
+        own = own.replace(line, "")
+    (tmp_path / "own.py").write_text(own)
+    for entry, trial in (("gsm8k_grpo.py", "script"), ("own.py", "workflow")):
+        command = [sys.executable, "-m", "arealite.launcher.local", entry, "--config", "gsm8k_grpo.yaml"]
+        env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [*command, f"trial_name={trial}"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        lines = (tmp_path / "runs/gsm8k" / trial / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [0, 1]
