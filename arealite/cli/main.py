@@ -74,6 +74,14 @@ def main(argv: list[str] | None = None) -> int:
                 from arealite.migrate.migrate import migrate
 
                 return migrate(args.config, framework=args.framework, out=args.out, devices=args.devices)
+            case "schema":
+                from arealite.cli.schema import write_schema
+
+                return write_schema(args.kind, args.out)
+            case "devices":
+                from arealite.cli.devices import devices
+
+                return devices(args.config, args.overrides, of_ray=args.ray)
             case "report":
                 from arealite.trainer.report.report import write_report
 
@@ -231,6 +239,28 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="GPUs of a run of TRL, whose files don't say (default 1)",
     )
+
+    devices = commands.add_parser(
+        "devices",
+        help="show what nodes have, and what a config would put where",
+        usage="arealite devices [--ray] [--config FILE.yaml] [key=value ...]",
+        description="List GPUs, CPU cores and memory of this node, or of the nodes of a Ray cluster, and what is free. "
+        "With a config: which process gets which device, and whether the memory it needs is free, before any model is "
+        "loaded. `arealite check` looks at everything else, too.",
+        epilog="exit status: 0 it fits (warnings don't count), 1 it does not, 2 the config can't be read",
+    )
+    devices.add_argument("--ray", action="store_true", help="the nodes of RAY_ADDRESS, or of this node's cluster")
+    devices.add_argument("--config", metavar="FILE.yaml", help="the run to place")
+    devices.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
+
+    schema = commands.add_parser(
+        "schema",
+        help="write the JSON schema of a config, by which editors complete and check YAML files",
+        description="Write types, ranges, defaults and descriptions of every key. An editor with a YAML language "
+        "server finds it by the first line of a config: # yaml-language-server: $schema=schema.json",
+    )
+    schema.add_argument("kind", nargs="?", default="grpo", choices=("grpo", "ppo", "sft", "dpo", "rw", "eval"))
+    schema.add_argument("--out", metavar="FILE.json", help="printed unless given")
 
     ledger = commands.add_parser(
         "ledger",

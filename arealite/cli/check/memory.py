@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 from rich.table import Column, Table
 from transformers import PreTrainedModel
@@ -16,7 +15,9 @@ from arealite.cli.check.findings import Findings, Level
 from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.layout import make_layout
+from arealite.launcher.plan.plan import make_plan
 from arealite.launcher.plan.servers import foreign_servers
+from arealite.utils.devices import this_node
 from arealite.utils.memory_plan import (
     FLOAT32,
     ModelShape,
@@ -58,13 +59,21 @@ class _Ranks:
 def check_memory(found: Findings, config: Config, model: PreTrainedModel, longest_prompt: int) -> None:
     """Plan a run that trains for the devices of this node, and print the plan."""
     if config.allocation_mode and AllocationMode.from_str(config.allocation_mode).train_world_size > 0:
-        gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-        memory = psutil.virtual_memory().total
+        node = this_node()
+        used = {device for one in make_plan(config).placements for device in one.devices}
+        gpus = [gpu for number, gpu in enumerate(node.gpus) if number in used or not used]
+        for gpu in gpus:
+            if gpu.free < _TIGHT * gpu.memory:
+                told = f"GPU {gpu.index} has {gpu.free / GIB:.1f} of {gpu.memory / GIB:.1f} GiB free"
+                found.add("warning", told, "End what uses it (nvidia-smi), or choose others by CUDA_VISIBLE_DEVICES.")
         shape, (_, block) = model_shape(model), config.trained
         paths = {role: path for role in _beside(config) if (path := _path(config, role)) not in (None, block.path)}
         attention = model.config._attn_implementation
         others = {role: model_shape(build_meta_model(path, attention)) for role, path in paths.items()}
-        plan = plan_memory(found, config, shape, longest_prompt, gpus=gpus, host=memory, others=others)
+        free = [gpu.free for gpu in gpus]
+        plan = plan_memory(
+            found, config, shape, longest_prompt, gpus=free, host=node.memory, free=node.free, others=others
+        )
         found.console.print("", plan)
 
 
@@ -76,10 +85,11 @@ def plan_memory(
     *,
     gpus: Sequence[int],
     host: int,
+    free: int | None = None,
     others: Mapping[str, ModelShape] | None = None,
 ) -> Table:
     """Add up what trainer ranks or workers and servers need, hold it against the bytes of the devices, and return the
-    plan; `others` are the shapes of roles whose model is another one than the trained."""
+    plan; `free` is what others leave of the host now, `others` the shapes of roles whose model is not the trained."""
     mode, key = AllocationMode.from_str(config.allocation_mode), config.trained[0]
     longest = longest_prompt + (config.sampling.max_new_tokens if config.sampling is not None else 0)
     groups = _groups(config, {key: shape, **(others or {})}, longest, mode.train_world_size)
@@ -94,6 +104,7 @@ def plan_memory(
                 together[name] = together.get(name, 0) + size * group.count
         together |= {f"servers' {name}": size * mode.gen_dp_size for name, size in server.items()}
         _fit(found, "the run", together, host, groups[0])
+        _leave_room(found, sum(together.values()), host, free)
     elif not gpus:
         found.add("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
     else:
@@ -102,6 +113,7 @@ def plan_memory(
             if group.offloads:
                 whole = {name: size * group.count for name, size in group.state.items()}
                 _fit(found, "the host", whole, host, group)
+                _leave_room(found, sum(whole.values()), host, free)
         if server:
             _fit_completions(found, config, server, kv_token, longest, min(gpus))
     return _plan(groups, server, mode.gen_world_size)
@@ -245,6 +257,13 @@ def _fit(found: Findings, who: str, parts: Parts, device: int, ranks: _Ranks) ->
         told,
         _KNOBS.get(largest, _MORE_RANKS).format(key=ranks.key, more=ranks.more),
     )
+
+
+def _leave_room(found: Findings, needed: int, host: int, free: int | None) -> None:
+    """Warn where the host has the memory, and others use it."""
+    if free is not None and free < needed <= host:
+        told = f"{free / GIB:.1f} of {host / GIB:.1f} GiB of the host are free now, and {needed / GIB:.2f} are needed"
+        found.add("warning", told, "End what uses them before the run starts.")
 
 
 def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:

@@ -1,0 +1,74 @@
+"""What this node has: GPUs as nvidia-smi tells them, cores, and memory within the limit of its container."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_QUERY = ("index", "uuid", "name", "memory.total", "memory.free")
+_TIMEOUT_S = 60.0  # the driver of a node that has just started takes its time
+_MEBIBYTE = 2**20
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU; memory in bytes."""
+
+    index: str
+    name: str
+    memory: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """What processes of this node may use; memory in bytes."""
+
+    gpus: tuple[Gpu, ...]
+    cores: int
+    memory: int
+    free: int
+
+
+def this_node() -> Node:
+    """Look at this node; only GPUs that CUDA_VISIBLE_DEVICES names count, if it is set."""
+    memory = psutil.virtual_memory()
+    limit, used = (_bytes_of(name) for name in ("memory.max", "memory.current"))
+    total, free = memory.total, memory.available
+    if limit is not None and limit < total:
+        total, free = limit, min(free, limit - (used or 0))
+    return Node(visible_gpus(), len(os.sched_getaffinity(0)), total, max(0, free))
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Ask nvidia-smi; without it, or where it fails, there are none."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return ()
+    command = [nvidia_smi, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    gpus: dict[str, Gpu] = {}
+    for line in done.stdout.splitlines() if done.returncode == 0 else ():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == len(_QUERY) and fields[3].isdecimal() and fields[4].isdecimal():
+            gpu = Gpu(fields[0], fields[2], int(fields[3]) * _MEBIBYTE, int(fields[4]) * _MEBIBYTE)
+            gpus |= {fields[0]: gpu, fields[1]: gpu}
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name for name in gpus if name.isdecimal()] if chosen is None else chosen.split(",")
+    return tuple(gpus[name.strip()] for name in names if name.strip() in gpus)
+
+
+def _bytes_of(name: str) -> int | None:
+    """Read a number of this container's control group; None if there is none."""
+    try:
+        text = (_CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,67 @@
+"""The JSON schema of configs: whatever the loader takes is valid, and mistakes are marked where they are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+
+from arealite.api.config.schema import config_keys
+from arealite.cli.main import main
+from arealite.cli.schema import CLASSES, schema
+
+CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"
+KINDS = {"gsm8k_grpo": "grpo", "gsm8k_ppo": "ppo", "gsm8k_sft": "sft", "dpo": "dpo", "reward_model": "rw"}
+VALIDATORS: dict[str, Draft7Validator] = {}
+
+
+def mistakes(tree: Any, kind: str = "grpo") -> list[str]:
+    """Return the keys that a validator marks."""
+    if kind not in VALIDATORS:
+        VALIDATORS[kind] = Draft7Validator(schema(CLASSES[kind]))
+    found = []
+    for error in VALIDATORS[kind].iter_errors(tree):
+        while error.context:  # of the alternatives of a value, the one that came furthest
+            error = max(error.context, key=lambda one: len(one.absolute_path))
+        found.append(".".join(map(str, error.absolute_path)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "evaluate"])
+def test_the_configs_of_examples_are_valid(name: str) -> None:
+    for suffix in ("", "_cpu"):
+        tree = yaml.safe_load((CONFIGS / f"{name}{suffix}.yaml").read_text())
+        assert mistakes(tree, KINDS.get(name, "eval")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ("actor: {optimizer: {lr: -1}}", ["actor.optimizer.lr"]),
+        ("actor: {optimizer: {lr: '${x}'}, path: '???', eps_clip: null, mb_spec: null}", []),
+        ("actor: {eps_klip: 1}\ngconfig: {temperature: 0, top_p: 2}", ["actor", "gconfig.top_p"]),
+        ("actor: {kl_in: both}", ["actor.kl_in"]),
+        ("rollout: 5\ntrial_name: 0\nseed: 1.5", ["rollout", "seed"]),
+        ("train_dataset: {mixed_with: [{path: a, weight: 2}, {wait: 1}]}", ["train_dataset.mixed_with.1"]),
+        ("vllm: {anything: [1]}\nref: null\nreward: {'a.py:b': 0.5}", []),
+        ("actor: {gradient_checkpointing: 'yes'}", ["actor.gradient_checkpointing"]),
+    ],
+)
+def test_mistakes_are_marked(text: str, marked: list[str]) -> None:
+    found = mistakes(yaml.safe_load(text))
+    assert [key.removesuffix(".path") for key in dict.fromkeys(found)] == marked
+
+
+def test_every_key_has_its_description_and_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "schema.json"
+    assert main(["schema", "ppo", "--out", str(out)]) == 0
+    assert f"# yaml-language-server: $schema={out}" in capsys.readouterr().out
+    root = json.loads(out.read_text())
+    for key in config_keys(CLASSES["ppo"]):
+        node = root
+        for part in key.name.split("."):
+            node = (node if "properties" in node else node["anyOf"][0])["properties"][part]
+        assert node["description"] == key.doc != ""
+        assert key.block is not None or key.default == "???" or node["default"] == key.default

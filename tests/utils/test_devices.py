@@ -1,0 +1,57 @@
+"""What a node has, as nvidia-smi and the control group tell it."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arealite.utils import devices
+from arealite.utils.devices import Gpu, this_node, visible_gpus
+
+TWO = "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 81000\n1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 1024\n"
+FIRST, SECOND = (
+    Gpu(index, "NVIDIA H100 80GB HBM3", 81559 * 2**20, free * 2**20) for index, free in (("0", 81000), ("1", 1024))
+)
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that puts an nvidia-smi on the path that prints something and exits with a status."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def say(text: str, status: int = 0) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '%s' '{text}'\nexit {status}\n")
+        program.chmod(0o755)
+
+    return say
+
+
+def test_gpus_are_those_that_cuda_shows(says, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(TWO)
+    assert visible_gpus() == (FIRST, SECOND)
+    for chosen, gpus in (("1,0", (SECOND, FIRST)), ("GPU-bb", (SECOND,)), ("", ()), ("7", ())):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert visible_gpus() == gpus, chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("NVIDIA-SMI has failed", 9), ("No devices were found\n", 0), ("0, GPU-aa, A, [N/A], [N/A]\n", 0), (TWO, 1)],
+)
+def test_no_gpu_is_made_up(says, text: str, status: int) -> None:
+    says(text, status)
+    assert visible_gpus() == ()
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_CGROUP", tmp_path)
+    assert this_node().memory == psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("max\n")
+    assert this_node().memory == psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text(f"{2**28}\n")
+    (tmp_path / "memory.current").write_text(f"{2**27}\n")
+    node = this_node()
+    assert (node.memory, node.free) == (2**28, 2**27) and node.cores == len(os.sched_getaffinity(0))
