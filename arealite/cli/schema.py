@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from arealite.api.cli_args import DPOConfig, EvalConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from arealite.api.config.schema import MISSING, ConfigKey, config_keys
+from arealite.api.errors import ConfigError
 
 Schema = dict[str, Any]
 CLASSES = {
@@ -34,7 +35,10 @@ def write_schema(kind: str, out: str | None) -> int:
     if out is None:
         print(text)
     else:
-        Path(out).write_text(f"{text}\n")
+        try:
+            Path(out).write_text(f"{text}\n")
+        except OSError as error:
+            raise ConfigError(f"--out must be a file that can be written: got {error}. Choose another.") from error
         print(f"{out}: begin a config with\n# yaml-language-server: $schema={out}")
     return 0
 

@@ -88,7 +88,10 @@ def migrate(path: str, *, framework: str | None, out: str | None, devices: int) 
     if out is None:
         print(text, end="")
     else:
-        Path(out).write_text(text)
+        try:
+            Path(out).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--out must be a file that can be written: got {error}. Choose another.") from error
     _tell(source, new, missing, out, is_refused=bool(refused))
     return 1 if missing or new.problems else 0
 

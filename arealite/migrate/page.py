@@ -36,7 +36,7 @@ def page(new: New, head: list[str], notes: Mapping[str, list[str]]) -> str:
 
 def notes_of(text: str) -> dict[str, list[str]]:
     """Return the comments of a YAML file by the dotted key that they stand above or behind; those at its top by ''."""
-    node = yaml.compose(text, Loader=yaml.CSafeLoader)
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
     lines, notes = text.splitlines(), dict[str, list[str]]()
     last = 0  # line after the previous key; an alias stands where its anchor does, before it
     for path, key, value in _keys(node, ""):

@@ -94,10 +94,16 @@ def _project(value: Any, old: Old) -> Tree:
     return {"experiment_name": name_of_run(value, old)} | ({"stats_logger.wandb.mode": "online"} if value else {})
 
 
+def _steps(value: Any, _old: Old) -> Tree:
+    if value is None:
+        return {"total_train_epochs": Because(1000, "without max_steps prime-rl trains until it is stopped")}
+    return {"total_train_steps": value}
+
+
 _ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 _SHARED = {
-    "max_steps": Rule("total_train_steps", default=None),
+    "max_steps": Rule("total_train_steps, total_train_epochs", default=None, make=_steps),
     "output_dir": Rule("cluster.fileroot", "a folder of all runs"),
     "wandb.project": Rule("experiment_name, stats_logger.wandb.mode", default=None, make=_project),
     "wandb.name": Rule("trial_name", default=None, make=name_of_trial),

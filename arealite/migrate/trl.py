@@ -416,7 +416,7 @@ GRPO: dict[str, Rule] = {
         "", "servers have their GPUs to themselves; vllm.gpu_memory_utilization", default=0.3
     ),
     "vllm_max_model_length": Rule("vllm.max_model_len", default=None, make=lambda value, _: value or NOTHING),
-    "vllm_server_base_url": Rule("rollout.server_addrs", make=lambda value, _: [value] if value else NOTHING),
+    "vllm_server_base_url": Rule("", "the launcher starts servers; `trl vllm-serve` speaks another protocol"),
     "vllm_importance_sampling_correction": Rule("actor.proximal, actor.correction", default=True, make=_correction),
     "vllm_importance_sampling_mode": Rule("actor.correction", default="sequence_mask", make=part),
     "vllm_importance_sampling_clip_max": Rule("actor.correction.upper", default=3.0, make=part),

@@ -220,7 +220,9 @@ def _allocation(value: Any, old: Old) -> Tree:
     nodes, gpus = old["trainer.nnodes"], old["trainer.n_gpus_per_node"]
     servers = value if value in ("sglang", "vllm") else "sglang"
     mode = beside(servers, nodes * gpus, tensor=old[f"{_R}.tensor_model_parallel_size"])
-    return {"allocation_mode": mode}
+    longest = old["data.max_prompt_length"] + old["data.max_response_length"]
+    alone = {"lite.context": Because(longest, "the longest prompt and completion")} if nodes * gpus == 1 else {}
+    return {"allocation_mode": mode, **alone}
 
 
 def _greater(ours: str) -> Any:

@@ -376,6 +376,13 @@ def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog
     assert config.actor.optimizer.eps == 1e-8 and config.ref.mb_spec.max_tokens_per_mb == 1060
 
 
+def test_a_key_with_dots_is_not_lost(tmp_path: Path) -> None:
+    told = refusal(tmp_path, MINIMAL + "actor.eps_clip: 0.3\n")
+    assert (
+        "actor.eps_clip must stand in its block: got it with dots in" in told and "Write eps_clip under actor." in told
+    )
+
+
 def test_name_resolve_is_no_longer_configured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, MINIMAL, "cluster.name_resolve.type=redis", "cluster.name_resolve.redis_addr=h:1")
     load(tmp_path, MINIMAL, "rollout.name_resolve.etcd3_addr=h:2")

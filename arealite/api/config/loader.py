@@ -193,7 +193,10 @@ def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_u
     is_open = ignore_unknown and (not prefix or getattr(keys[prefix[:-1]].block, "IS_EXTENDED", False))
     for name, value in list(values.items()):
         key = keys.get(f"{prefix}{name}")
-        if key is None and is_open:
+        if key is not None and "." in str(name):  # OmegaConf would keep it beside the block, and nothing would read it
+            block, _, leaf = str(name).rpartition(".")
+            yield f"{key.name} must stand in its block: got it with dots {place}. Write {leaf} under {block}."
+        elif key is None and is_open:
             if guessed := guess(f"{prefix}{name}", keys, cutoff=0.8, has_namesakes=False):
                 logger.warning("%s%s is left to the script. %s", prefix, name, guessed)
         elif key is None:
