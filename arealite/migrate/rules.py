@@ -17,6 +17,8 @@ Tree = dict[str, Any]
 
 ABSENT = object()
 """No default: nothing is written where the file is silent."""
+_UNUSABLE = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+"""What conversions raise for values of other types."""
 NOTHING = object()
 """What a rule makes of a value that needs no key here."""
 
@@ -121,10 +123,21 @@ def translate(old: Old, ignored: Mapping[str, str], defaults: Mapping[str, Any])
             new.problems.append(told)
     for key, rule in old.rules.items():
         if key not in old and rule.default is not ABSENT:
-            for ours, value, why in _made(old, rule.default, rule, is_silent=True):
-                if defaults.get(ours, ABSENT) != value and not _has(new.tree, ours):
-                    new.put(ours, value, why or f"{old.framework}'s default of {key}")
+            _add_default(new, old, key, rule, defaults)
     return new
+
+
+def _add_default(new: New, old: Old, key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
+    """Put what a key becomes that is not given, where that is not our default."""
+    try:
+        for ours, value, why in _made(old, rule.default, rule, is_silent=True):
+            if defaults.get(ours, ABSENT) != value and not _has(new.tree, ours):
+                new.put(ours, value, why or f"{old.framework}'s default of {key}")
+    except _UNUSABLE as error:
+        told = (
+            f"{rule.ours.partition(',')[0]} must follow from values that {old.framework} takes: got others ({error})."
+        )
+        new.problems.append(f"{told} Correct what belongs to {key}.")
 
 
 def _apply(new: New, old: Old, key: str, value: Any, rule: Rule) -> None:
@@ -138,7 +151,7 @@ def _apply(new: New, old: Old, key: str, value: Any, rule: Rule) -> None:
             new.put(ours, made, f"{was}; {why}" if why else was, key)
     except WithoutCounterpart as reason:
         new.gone[f"{key}: {shown(key, value)}"] = str(reason)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+    except _UNUSABLE as error:
         told = f"{key} must be a value that {old.framework} takes: got {shown(key, value)} ({error}). Correct it."
         new.problems.append(told)
 

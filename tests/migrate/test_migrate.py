@@ -19,7 +19,7 @@ from arealite.api.config.schema import config_keys
 from arealite.cli.main import main
 from arealite.migrate import areal, prime_rl, trl, verl
 from arealite.migrate.page import notes_of, page
-from arealite.migrate.rules import ABSENT, New, Rule
+from arealite.migrate.rules import ABSENT, New, Old, Rule, translate
 
 PAGE = (Path(__file__).parents[2] / "docs/migration-keys.md").read_text()
 TABLES: dict[str, dict[str, Rule]] = {
@@ -302,6 +302,18 @@ def test_comments_never_change_what_is_read(tree: dict[str, Any], comment: str) 
 
     text = page(New(tree, dict.fromkeys(tree, comment), gone={"x": comment}, problems=[comment]), [comment], {})
     assert OmegaConf.to_container(OmegaConf.create(text)) == tree
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_values_of_other_types_are_told_and_never_raise(table: str) -> None:
+    rules = TABLES[table]
+    for key in (key for key in rules if not key.endswith(")")):
+        for value in (None, 0, "x", {"a": 1}):
+            tree: Any = value
+            for part in reversed([key] if "TRL" in table else key.split(".")):
+                tree = {part: tree}
+            new = translate(Old(tree, rules, framework="X", devices=2, stem="x"), {}, {})
+            assert new.tree or new.problems
 
 
 def test_comments_of_a_file() -> None:
