@@ -6,7 +6,7 @@ from arealite.api.config.legacy import Change, migrate
 from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import ConfigKey
 from arealite.api.config.words import hint
-from arealite.migrate.rules import New, Tree, shown
+from arealite.migrate.rules import New, Tree, has, shown
 
 V03: Tree = {
     "actor.reward_clip": 20.0,
@@ -30,7 +30,7 @@ TODAY: Tree = {
 }
 """Defaults of AReaL in 2026 that are not ours."""
 _OF_TODAY = {"scheduler", "perf_tracer", "enable_offload"}
-_OURS = ("lite", "recover", "reward", "perf_trace", "agent", "workers", "mode", "teacher")
+_OURS = ("lite", "reward", "perf_trace", "agent", "workers", "mode", "teacher")
 _CHOICES = ("algorithm", "baseline", "reward_scale", "proximal", "correction", "aggregation", "objective", "lora")
 
 
@@ -81,9 +81,7 @@ def _add_defaults(new: New, given: Tree) -> None:
     framework = "AReaL" if is_todays else "AReaLite v0.3"
     for key, value in (TODAY if is_todays else V03).items():
         leaf = key.rpartition(".")[2]
-        is_known = _at(new.tree, key) is not None or (
-            leaf in ("baseline", "reward_scale") and "group_reward_norm" in was
-        )
+        is_known = has(new.tree, key) or (leaf in ("baseline", "reward_scale") and "group_reward_norm" in was)
         is_moot = (leaf == "kl_ctl" and not given.get("ref")) or (leaf == "group_reward_norm" and "reward_norm" in was)
         if not is_known and not is_moot and leaf not in was:
             new.put(key, value, f"{framework}'s default")

@@ -98,19 +98,13 @@ def migrate(path: str, *, framework: str | None, out: str | None, devices: int) 
 
 def _read(path: Path) -> Tree:
     """Read YAML, JSON or TOML. Raises ConfigError."""
+    if path.suffix not in (".toml", ".json"):
+        return read_yaml(str(path))
     try:
-        if path.suffix == ".toml":
-            return tomllib.loads(path.read_text())
-        if path.suffix == ".json":
-            return _keys_of(json.loads(path.read_text()), path)
-    except ConfigError:
-        raise
+        text = path.read_text()
+        given = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be a file of {path.suffix[1:].upper()}: got {error}. Correct it.") from error
-    return read_yaml(str(path))
-
-
-def _keys_of(given: object, path: Path) -> Tree:
     if not isinstance(given, dict):
         raise ConfigError(f"{path} must hold an object of keys: got {type(given).__name__}. Correct it there.")
     return given
@@ -145,9 +139,9 @@ def _source(given: Tree, path: str, framework: str | None) -> _Source:
 
 def _of(framework: str, given: Tree, names: set[str]) -> _Source:
     if framework == "verl":
-        estimator = (given.get("algorithm") or {}).get("adv_estimator", "gae")
-        has_critic = estimator == "gae"
-        cls, trainer = (PPOConfig, "ppo") if has_critic else (GRPOConfig, "grpo")
+        algorithm = given.get("algorithm")
+        estimator = algorithm.get("adv_estimator", "gae") if isinstance(algorithm, dict) else "gae"
+        cls, trainer = (PPOConfig, "ppo") if estimator == "gae" else (GRPOConfig, "grpo")
         return _Source("verl", "verl", cls, trainer, verl.RULES, verl.IGNORED)
     if framework == "prime-rl":
         if names & {"orchestrator", "trainer"}:
@@ -181,8 +175,7 @@ def _translate(given: Tree, source: _Source, path: Path, devices: int) -> New:
     choices = DEFAULTS | GRPO_DEFAULTS | (PRESETS["ppo"] if source.config_cls is PPOConfig else {})
     defaults = {key.name: key.default for key in keys.values()}
     defaults |= {f"actor.{key}": value for key, value in choices.items()}
-    stem = path.stem
-    old = Old(given, source.rules, framework=source.name, devices=devices, stem=stem, aliases=source.aliases)
+    old = Old(given, source.rules, framework=source.name, devices=devices, stem=path.stem, aliases=source.aliases)
     return translate(old, source.ignored, defaults)
 
 

@@ -95,8 +95,11 @@ class New:
         *parents, leaf = key.split(".")
         block = self.tree
         for parent in parents:
-            block = block.setdefault(parent, {})
-        if leaf not in block or block[leaf] == {}:
+            block = block.setdefault(parent, {}) if isinstance(block, dict) else block
+        if not isinstance(block, dict):
+            if old:
+                self.problems.append(f"{key} must stand in a block: got {shown(key, block)}. Correct what {old} says.")
+        elif leaf not in block or block[leaf] == {}:
             block[leaf] = value
             self.comments[key] = comment
             self.origins[key] = old
@@ -131,7 +134,7 @@ def _add_default(new: New, old: Old, key: str, rule: Rule, defaults: Mapping[str
     """Put what a key becomes that is not given, where that is not our default."""
     try:
         for ours, value, why in _made(old, rule.default, rule, is_silent=True):
-            if defaults.get(ours, ABSENT) != value and not _has(new.tree, ours):
+            if defaults.get(ours, ABSENT) != value and not has(new.tree, ours):
                 new.put(ours, value, why or f"{old.framework}'s default of {key}")
     except _UNUSABLE as error:
         told = (
@@ -195,7 +198,8 @@ def to_fill_in(tree: Tree, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _has(tree: Tree, key: str) -> bool:
+def has(tree: Tree, key: str) -> bool:
+    """Tell whether a dotted key is given."""
     node: Any = tree
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:

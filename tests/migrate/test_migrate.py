@@ -226,11 +226,18 @@ mine: {a: 1}
 
 def test_one_of_ours_stays_as_it_is(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "examples/arealite/configs"
-    for name in ("gsm8k_grpo.yaml", "gsm8k_sft.yaml"):
+    for name in ("gsm8k_grpo.yaml", "gsm8k_sft.yaml", "gsm8k_ppo_cpu.yaml", "geometry3k_grpo.yaml"):
         text = (folder / name).read_text()
-        keys, new = migrated(tmp_path, text)
-        assert keys == yaml.safe_load(text)
+        keys, new = migrated(tmp_path, text, status="???" in text)
+        assert keys == yaml.safe_load(text), name
         assert "recover:\n" in new and (name != "gsm8k_grpo.yaml" or "# Not of the paper:" in new)
+
+
+def test_blocks_that_are_none(tmp_path: Path) -> None:
+    text = "experiment_name: e\nactor: {path: m, optimizer: null}\nrollout: 5\ngconfig: {n_samples: null}\n"
+    keys, _ = migrated(tmp_path, text, status=1)
+    assert keys["actor"]["optimizer"] is None and keys["rollout"] == 5
+    migrated(tmp_path, "algorithm: grpo\nactor_rollout_ref: 5\ndata: [1]\n", status=1)
 
 
 @pytest.mark.parametrize(
