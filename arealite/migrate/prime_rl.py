@@ -19,8 +19,9 @@ from arealite.migrate.rules import (
     name_of_trial,
     only,
     or_missing,
-    part,
+    part_of,
     split,
+    unless,
 )
 
 _WHERE_ENVIRONMENTS_GO = "environments of verifiers are a workflow here, or a data set and a reward: docs/workflows.md"
@@ -58,35 +59,33 @@ def _model(block: str, optimizer: str) -> dict[str, Rule]:
     return {
         "model.attn": Rule(f"{block}.attn_impl", make=lambda value, _: value if value in _ATTENTIONS else NOTHING),
         "model.compile": Rule(f"{block}.torch_compile", make=lambda value, _: value is not None),
-        "model.ac": Rule(
-            f"{block}.gradient_checkpointing", default=None, make=lambda value, _: value not in (None, False)
-        ),
+        "model.ac": Rule(f"{block}.gradient_checkpointing", None, lambda value, _: value not in (None, False)),
         "model.ac_offloading": Rule(
             f"{block}.activation_offloading",
             make=lambda _, __: {f"{block}.activation_offloading": True, f"{block}.gradient_checkpointing": True},
         ),
-        "model.fsdp_cpu_offload": Rule(f"{block}.fsdp.offload_params", default=False),
-        "model.optim_cpu_offload": Rule("", "fsdp.offload_params offloads parameters and optimizer together", False),
-        "model.dp_replicate": Rule(f"{block}.fsdp.dp_replicate", default=1),
-        "model.reduce_dtype": Rule(f"{block}.grad_reduce_dtype", default="float32"),
-        "model.optimization_dtype": Rule("", "parameters are float32", "float32"),
-        "model.cp": Rule("", "sequences are not split over devices", 1),
-        "model.ep": Rule("", "mixtures of experts are not trained", 1),
-        "model.fp8": Rule("", "training is in bfloat16 or float32", False),
-        "model.trust_remote_code": Rule("", "code of models is not run", False),
+        "model.fsdp_cpu_offload": Rule(f"{block}.fsdp.offload_params", False),
+        "model.optim_cpu_offload": unless(False, "fsdp.offload_params offloads parameters and optimizer together"),
+        "model.dp_replicate": Rule(f"{block}.fsdp.dp_replicate", 1),
+        "model.reduce_dtype": Rule(f"{block}.grad_reduce_dtype", "float32"),
+        "model.optimization_dtype": unless("float32", "parameters are float32"),
+        "model.cp": unless(1, "sequences are not split over devices"),
+        "model.ep": unless(1, "mixtures of experts are not trained"),
+        "model.fp8": unless(False, "training is in bfloat16 or float32"),
+        "model.trust_remote_code": unless(False, "code of models is not run"),
         **_lora(block),
         "optim.type": Rule(f"{block}.optimizer.type", make=only({"adamw": "adam"}, "the optimizer is AdamW")),
-        "optim.lr": Rule(f"{optimizer}.lr", default=1e-6),
-        "optim.weight_decay": Rule(f"{optimizer}.weight_decay", default=0.01),
-        "optim.betas1": Rule(f"{optimizer}.beta1", default=0.9),
-        "optim.betas2": Rule(f"{optimizer}.beta2", default=0.999),
-        "optim.max_norm": Rule(f"{optimizer}.gradient_clipping", default=1.0),
+        "optim.lr": Rule(f"{optimizer}.lr", 1e-06),
+        "optim.weight_decay": Rule(f"{optimizer}.weight_decay", 0.01),
+        "optim.betas1": Rule(f"{optimizer}.beta1", 0.9),
+        "optim.betas2": Rule(f"{optimizer}.beta2", 0.999),
+        "optim.max_norm": Rule(f"{optimizer}.gradient_clipping", 1.0),
         "scheduler.type": Rule(
             f"{optimizer}.lr_scheduler_type",
-            default="constant",
-            make=only({one: one for one in ("constant", "linear", "cosine")}, "schedules are these three"),
+            "constant",
+            only({one: one for one in ("constant", "linear", "cosine")}, "schedules are these three"),
         ),
-        "scheduler.decay_steps": Rule("", "a linear schedule decays over all steps after the warmup"),
+        "scheduler.decay_steps": unless(None, "a linear schedule decays over all steps after the warmup"),
     }
 
 
@@ -103,12 +102,12 @@ def _steps(value: Any, _old: Old) -> Tree:
 _ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 _SHARED = {
-    "max_steps": Rule("total_train_steps, total_train_epochs", default=None, make=_steps),
-    "output_dir": Rule("cluster.fileroot", "a folder of all runs"),
-    "wandb.project": Rule("experiment_name, stats_logger.wandb.mode", default=None, make=_project),
-    "wandb.name": Rule("trial_name", default=None, make=name_of_trial),
-    "deployment.gpus_per_node": Rule("cluster.n_gpus_per_node", default=8, make=part),
-    "deployment.type": Rule("", default="single_node", make=part),
+    "max_steps": Rule("total_train_steps, total_train_epochs", None, _steps),
+    "output_dir": Rule("cluster.fileroot", why="a folder of all runs"),
+    "wandb.project": Rule("experiment_name, stats_logger.wandb.mode", None, _project),
+    "wandb.name": Rule("trial_name", None, name_of_trial),
+    "deployment.gpus_per_node": part_of("cluster.n_gpus_per_node", 8),
+    "deployment.type": part_of("", "single_node"),
     "ckpt.interval": Rule(
         "saver.freq_steps, recover.freq_steps, recover.mode",
         make=lambda value, old: {
@@ -117,11 +116,9 @@ _SHARED = {
             "recover.mode": Because("auto", "checkpoints to resume from"),
         },
     ),
-    "ckpt.resume_step": Rule("", "recover.mode=auto resumes from the last checkpoint", None),
-    "ckpt.keep_last": Rule(
-        "recover.keep_last", default=None, make=lambda value, _: NOTHING if value is None else value
-    ),
-    "slurm": Rule("", "the launcher is chosen by the command: arealite train mode=slurm"),
+    "ckpt.resume_step": unless(None, "recover.mode=auto resumes from the last checkpoint"),
+    "ckpt.keep_last": Rule("recover.keep_last", None, lambda value, _: NOTHING if value is None else value),
+    "slurm": unless(None, "the launcher is chosen by the command: arealite train mode=slurm"),
 }
 
 
@@ -220,68 +217,64 @@ ALIASES = {
 RL: dict[str, Rule] = {
     **_SHARED,
     **_TRAINER,
-    "model.name": Rule("actor.path", default="Qwen/Qwen3-0.6B", make=or_missing),
+    "model.name": Rule("actor.path", "Qwen/Qwen3-0.6B", or_missing),
     "trainer.model.name": Rule("actor.path"),
     "orchestrator.model.name": Rule("actor.path"),
     "tokenizer.name": Rule("tokenizer_path"),
-    "seq_len": Rule("vllm.max_model_len", default=None, make=_lengths),
-    "orchestrator.seq_len": Rule("vllm.max_model_len", default=None, make=_lengths),
-    "trainer.model.seq_len": Rule("actor.mb_spec.max_tokens_per_mb", "tokens that are packed into a micro-batch"),
+    "seq_len": Rule("vllm.max_model_len", None, _lengths),
+    "orchestrator.seq_len": Rule("vllm.max_model_len", None, _lengths),
+    "trainer.model.seq_len": Rule("actor.mb_spec.max_tokens_per_mb", why="tokens that are packed into a micro-batch"),
     "inference.model.max_model_len": Rule("vllm.max_model_len"),
-    "deployment.num_train_gpus": Rule("allocation_mode", default=1, make=part),
-    "deployment.num_infer_gpus": Rule("allocation_mode, cluster", default=1, make=_allocation),
-    "deployment.num_train_nodes": Rule("allocation_mode", default=1, make=part),
-    "deployment.num_infer_nodes": Rule("allocation_mode", default=1, make=part),
-    "deployment.num_infer_replicas": Rule("allocation_mode", default=1, make=part),
-    "inference.parallel.tp": Rule("allocation_mode", default=1, make=part),
-    "orchestrator.batch_size": Rule("train_dataset.batch_size", default=None, make=_batch),
-    "orchestrator.token_batch_size": Rule("", "batches are of prompts: train_dataset.batch_size", None),
-    "orchestrator.group_size": Rule("gconfig.n_samples", default=1),
+    "deployment.num_train_gpus": part_of("allocation_mode", 1),
+    "deployment.num_infer_gpus": Rule("allocation_mode, cluster", 1, _allocation),
+    "deployment.num_train_nodes": part_of("allocation_mode", 1),
+    "deployment.num_infer_nodes": part_of("allocation_mode", 1),
+    "deployment.num_infer_replicas": part_of("allocation_mode", 1),
+    "inference.parallel.tp": part_of("allocation_mode", 1),
+    "orchestrator.batch_size": Rule("train_dataset.batch_size", None, _batch),
+    "orchestrator.token_batch_size": unless(None, "batches are of prompts: train_dataset.batch_size"),
+    "orchestrator.group_size": Rule("gconfig.n_samples", 1),
     "orchestrator.max_off_policy_steps": Rule(
         "rollout.max_head_offpolicyness, rollout.overdue",
-        default=8,
-        make=lambda value, _: {
+        8,
+        lambda value, _: {
             "rollout.max_head_offpolicyness": value,
             "rollout.overdue": Because("drop", "rollouts that are older are dropped, as in prime-rl"),
         },
     ),
-    "orchestrator.max_inflight_rollouts": Rule("rollout.max_concurrent_rollouts", default=None, make=_concurrency),
+    "orchestrator.max_inflight_rollouts": Rule("rollout.max_concurrent_rollouts", None, _concurrency),
     "orchestrator.algorithms": Rule("actor.algorithm, actor.reward_scale", make=_algorithms),
-    "orchestrator.train.sampling.temperature": Rule("gconfig.temperature", default=1.0),
-    "orchestrator.train.sampling.max_completion_tokens": Rule("gconfig.max_new_tokens", default=None, make=_longest),
-    "orchestrator.train.env": Rule("train_dataset.path, reward", default=None, make=_environments),
+    "orchestrator.train.sampling.temperature": Rule("gconfig.temperature", 1.0),
+    "orchestrator.train.sampling.max_completion_tokens": Rule("gconfig.max_new_tokens", None, _longest),
+    "orchestrator.train.env": Rule("train_dataset.path, reward", None, _environments),
     "orchestrator.eval.interval": Rule(
         "evaluator.freq_steps, valid_dataset",
         make=lambda value, _: {"evaluator.freq_steps": value, "valid_dataset": {}},
     ),
-    "orchestrator.eval.env": Rule("", "valid_dataset is what is evaluated"),
-    "trainer.loss.type": Rule("actor.algorithm", default="default", make=_loss),
-    "trainer.loss.dppo_mask_high": Rule("actor.dppo_delta", default=0.2, make=_delta),
-    "trainer.loss.dppo_mask_low": Rule("actor.dppo_delta", default=0.2, make=part),
-    "trainer.loss.kl_tau": Rule(
-        "", "no penalty on the divergence from the rollout policy; actor.kl_ctl is to a reference"
+    "orchestrator.eval.env": unless(None, "valid_dataset is what is evaluated"),
+    "trainer.loss.type": Rule("actor.algorithm", "default", _loss),
+    "trainer.loss.dppo_mask_high": Rule("actor.dppo_delta", 0.2, _delta),
+    "trainer.loss.dppo_mask_low": part_of("actor.dppo_delta", 0.2),
+    "trainer.loss.kl_tau": unless(
+        None, "no penalty on the divergence from the rollout policy; actor.kl_ctl is to a reference"
     ),
-    "trainer.loss.adv_tau": Rule("", "advantages have a weight of 1", 1.0),
-    "trainer.scheduler.warmup_steps": Rule(
-        "actor.optimizer.warmup_steps_proportion", default=0, make=_warmup("actor", _LOSS_STEPS)
-    ),
+    "trainer.loss.adv_tau": unless(1.0, "advantages have a weight of 1"),
+    "trainer.scheduler.warmup_steps": Rule("actor.optimizer.warmup_steps_proportion", 0, _warmup("actor", _LOSS_STEPS)),
     "trainer.scheduler.min_lr": Rule("actor.optimizer.min_lr_ratio", make=_min_lr("actor", "trainer.optim.lr")),
     "weight_broadcast.type": Rule(
         "rollout.weight_update", make=only({"nccl": "broadcast", "filesystem": "disk"}, "weights go by these two ways")
     ),
-    "(one step per batch)": Rule("actor.ppo_n_minibatches", default=1),
+    "(one step per batch)": Rule("actor.ppo_n_minibatches", 1),
 }
 """Keys of rl.toml. That its trainer takes one optimizer step per batch is no key."""
 
 SFT: dict[str, Rule] = {
     **_SHARED,
     **_model("model", "model.optimizer"),
-    "model.name": Rule("model.path", default="Qwen/Qwen3-0.6B", make=or_missing),
+    "model.name": Rule("model.path", "Qwen/Qwen3-0.6B", or_missing),
     "tokenizer.name": Rule("tokenizer_path"),
     "data.name": Rule(
-        "train_dataset.path",
-        default=None,
-        make=lambda value, old: NOTHING if "data.source" in old else or_missing(value, old),
+        "train_dataset.path", None, lambda value, old: NOTHING if "data.source" in old else or_missing(value, old)
     ),
     "data.source": Rule(
         "train_dataset.path, train_dataset.mixed_with",
@@ -290,15 +283,13 @@ SFT: dict[str, Rule] = {
             **({"train_dataset.mixed_with": [{"path": one["dataset"]} for one in value[1:]]} if value[1:] else {}),
         },
     ),
-    "data.batch_size": Rule("train_dataset.batch_size", default=128),
-    "data.seq_len": Rule("train_dataset.max_length", "longer rows are left out", default=128),
-    "data.shuffle": Rule("train_dataset.shuffle", default=True),
-    "data.micro_batch_size": Rule("", "model.mb_spec.max_tokens_per_mb bounds a micro-batch", 1),
-    "data.pack_function": Rule("", "micro-batches are always packed", "cat"),
+    "data.batch_size": Rule("train_dataset.batch_size", 128),
+    "data.seq_len": Rule("train_dataset.max_length", 128, why="longer rows are left out"),
+    "data.shuffle": Rule("train_dataset.shuffle", True),
+    "data.micro_batch_size": unless(1, "model.mb_spec.max_tokens_per_mb bounds a micro-batch"),
+    "data.pack_function": unless("cat", "micro-batches are always packed"),
     "deployment.num_gpus": Rule(
-        "allocation_mode, cluster",
-        default=1,
-        make=lambda value, _: {"allocation_mode": f"d{value}", **split(value)},
+        "allocation_mode, cluster", 1, lambda value, _: {"allocation_mode": f"d{value}", **split(value)}
     ),
     "deployment.num_train_gpus": Rule(
         "allocation_mode, cluster", make=lambda value, _: {"allocation_mode": f"d{value}", **split(value)}
@@ -307,9 +298,7 @@ SFT: dict[str, Rule] = {
         "evaluator.freq_steps, valid_dataset",
         make=lambda value, _: {"evaluator.freq_steps": value, "valid_dataset": {}},
     ),
-    "scheduler.warmup_steps": Rule(
-        "model.optimizer.warmup_steps_proportion", default=0, make=_warmup("model", _LOSS_STEPS)
-    ),
+    "scheduler.warmup_steps": Rule("model.optimizer.warmup_steps_proportion", 0, _warmup("model", _LOSS_STEPS)),
     "scheduler.min_lr": Rule("model.optimizer.min_lr_ratio", make=_min_lr("model", "optim.lr")),
 }
 """Keys of sft.toml."""

@@ -41,10 +41,10 @@ class Rule:
     Without `ours` it has no counterpart, for the reason `why`; its `default` needs none.
     """
 
-    ours: str = ""
-    why: str = ""
+    ours: str
     default: Any = ABSENT
     make: Callable[[Any, "Old"], Any] | None = None
+    why: str = ""
 
 
 class Old:
@@ -221,9 +221,14 @@ def _flat(block: Tree, prefix: str, rules: Mapping[str, Rule]) -> Iterator[tuple
 # What tables share.
 
 
-def part(_value: Any, _old: Old) -> Any:
-    """Make nothing: another key's rule reads this one."""
-    return NOTHING
+def part_of(ours: str, default: Any) -> Rule:
+    """Return the rule of a key that another key's rule reads."""
+    return Rule(ours, default, lambda *_: NOTHING)
+
+
+def unless(off: Any, why: str) -> Rule:
+    """Return the rule of a key that has no counterpart unless its value switches it off."""
+    return Rule("", off, why=why)
 
 
 def or_missing(value: Any, _old: Old) -> Any:
