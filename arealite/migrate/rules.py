@@ -93,7 +93,7 @@ class New:
     def put(self, key: str, value: Any, comment: str, old: str = "") -> None:
         """Set a key that is not there yet; a second, different value is a problem."""
         *parents, leaf = key.split(".")
-        block = self.tree
+        block: Any = self.tree
         for parent in parents:
             block = block.setdefault(parent, {}) if isinstance(block, dict) else block
         if not isinstance(block, dict):
