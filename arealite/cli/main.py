@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "key that each changed key had, and defaults that differ are written out. Our loader has read what is written.",
         epilog="exit status: 0 it loads as it is, 1 something is left to fill in or to decide, 2 it can't be read",
     )
-    migrate.add_argument("config", metavar="OLD.yaml", help="YAML, JSON or TOML")
+    migrate.add_argument("config", metavar="OLD.yaml", help="YAML, JSON, TOML, or a shell script (.sh) with overrides")
     migrate.add_argument(
         "--from",
         dest="framework",
@@ -236,8 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         "--devices",
         metavar="N",
         type=_positive,
-        default=1,
-        help="GPUs of a run of TRL, whose files don't say (default 1)",
+        help="GPUs of a run of TRL, whose files don't say (default: num_processes, or 1)",
     )
 
     devices = commands.add_parser(

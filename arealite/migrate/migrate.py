@@ -25,6 +25,7 @@ from arealite.api.errors import ConfigError
 from arealite.migrate import areal, prime_rl, trl, verl
 from arealite.migrate.page import notes_of, page
 from arealite.migrate.rules import New, Old, Rule, Tree, to_fill_in, translate
+from arealite.migrate.shell import keys_of_script
 
 FRAMEWORKS = ("areal", "trl", "verl", "prime-rl")
 _OF_AREAL = (
@@ -69,7 +70,7 @@ class _Source:
     aliases: Mapping[str, str] | None = None
 
 
-def migrate(path: str, *, framework: str | None, out: str | None, devices: int) -> int:
+def migrate(path: str, *, framework: str | None, out: str | None, devices: int | None) -> int:
     """Write the config to `out`, or print it; return 0, or 1 if something is left to decide. Raises ConfigError."""
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out must be a new file: got {out}, which exists. Remove it, or name another.")
@@ -80,6 +81,7 @@ def migrate(path: str, *, framework: str | None, out: str | None, devices: int) 
     new = _translate(given, source, Path(path), devices)
     missing = list(to_fill_in(new.tree))
     head = [f"From {Path(path).name} of {source.label}, by arealite migrate: comments name the old keys."]
+    head += ["Of a shell script: variables have the first values that it gives them."] if path.endswith(".sh") else []
     notes = notes_of(Path(path).read_text()) if Path(path).suffix in (".yaml", ".yml") else {}
     refused = _refusal(page(new, head, {}), source.config_cls, missing)
     new.problems += refused
@@ -97,12 +99,16 @@ def migrate(path: str, *, framework: str | None, out: str | None, devices: int) 
 
 
 def _read(path: Path) -> Tree:
-    """Read YAML, JSON or TOML. Raises ConfigError."""
-    if path.suffix not in (".toml", ".json"):
+    """Read YAML, JSON, TOML or the overrides of a shell script. Raises ConfigError."""
+    if path.suffix not in (".toml", ".json", ".sh"):
         return read_yaml(str(path))
     try:
         text = path.read_text()
+        if path.suffix == ".sh":
+            return keys_of_script(text, str(path))
         given = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be a file of {path.suffix[1:].upper()}: got {error}. Correct it.") from error
     if not isinstance(given, dict):
@@ -163,7 +169,7 @@ def _of(framework: str, given: Tree, names: set[str]) -> _Source:
     return _Source("AReaL", "AReaL (sft)", SFTConfig, "sft")
 
 
-def _translate(given: Tree, source: _Source, path: Path, devices: int) -> New:
+def _translate(given: Tree, source: _Source, path: Path, devices: int | None) -> New:
     keys = {key.name: key for key in config_keys(source.config_cls)}
     if source.rules is None or source.ignored is None:
         level = logging.getLogger("arealite.config").level
@@ -175,6 +181,8 @@ def _translate(given: Tree, source: _Source, path: Path, devices: int) -> New:
     choices = DEFAULTS | GRPO_DEFAULTS | (PRESETS["ppo"] if source.config_cls is PPOConfig else {})
     defaults = {key.name: key.default for key in keys.values()}
     defaults |= {f"actor.{key}": value for key, value in choices.items()}
+    processes = given.get("num_processes")  # accelerate's, which recipes keep beside TRL's keys
+    devices = devices or (processes if isinstance(processes, int) and processes > 0 else 1)
     old = Old(given, source.rules, framework=source.name, devices=devices, stem=path.stem, aliases=source.aliases)
     return translate(old, source.ignored, defaults)
 

@@ -134,7 +134,8 @@ def _add_default(new: New, old: Old, key: str, rule: Rule, defaults: Mapping[str
     """Put what a key becomes that is not given, where that is not our default."""
     try:
         for ours, value, why in _made(old, rule.default, rule, is_silent=True):
-            if defaults.get(ours, ABSENT) != value and not has(new.tree, ours):
+            is_ours = value != MISSING and defaults.get(ours, ABSENT) == value
+            if not is_ours and not has(new.tree, ours):
                 new.put(ours, value, why or f"{old.framework}'s default of {key}")
     except _UNUSABLE as error:
         told = (

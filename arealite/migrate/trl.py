@@ -8,6 +8,7 @@ from typing import Any
 
 from arealite.migrate import trl_values as values
 from arealite.migrate.rules import (
+    ABSENT,
     NOTHING,
     Rule,
     at_least_one,
@@ -37,6 +38,9 @@ def _common(block: str, learning_rate: float, batch: Any) -> dict[str, Rule]:
         "project": Rule("experiment_name", None, name_of_run),
         "run_name": Rule("trial_name", None, name_of_trial),
         "model_name_or_path": Rule(f"{block}.path", None, or_missing),
+        "model_revision": unless("main", "the newest revision of the hub is loaded; name a folder for another one"),
+        "num_processes": part_of("allocation_mode", ABSENT),
+        "overwrite_output_dir": unless(False, "a run never overwrites another one unasked"),
         "dataset_name": Rule("train_dataset.path", None, or_missing),
         "dataset_config": Rule("train_dataset.config_name", None),
         "dataset_train_split": Rule("train_dataset.split"),

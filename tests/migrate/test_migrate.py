@@ -224,6 +224,34 @@ mine: {a: 1}
     assert loaded(tmp_path).actor.baseline == "none"
 
 
+def test_overrides_of_a_shell_script(tmp_path: Path) -> None:
+    text = """#!/bin/bash
+# it's GRPO
+set -x
+n=${SAMPLES:-4}
+batch=64
+lr=${LR:-}
+lr=2e-6
+files="['$HOME/a.parquet']"
+EXTRA=()
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files="$files" \\
+    data.train_batch_size=${batch} +actor_rollout_ref.rollout.n=$n actor_rollout_ref.actor.optim.lr=${lr} \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=$((batch / 2)) actor_rollout_ref.model.path="$MODEL" \\
+    trainer.logger=['console','wandb'] trainer.project_name='sums' \\
+    trainer.experiment_name=${NAME:-x_${N}_$(date +%Y)} $@
+"""
+    keys, new = migrated(tmp_path, text, suffix=".sh", status=1)
+    assert (keys["train_dataset"]["batch_size"], keys["gconfig"]["n_samples"]) == (64, 4)
+    assert (keys["train_dataset"]["path"], keys["experiment_name"]) == (f"{Path.home()}/a.parquet", "sums")
+    assert (keys["actor"]["optimizer"]["lr"], keys["actor"]["path"]) == (2e-6, "$MODEL")
+    assert keys["stats_logger"]["wandb"]["mode"] == "online"
+    assert "# Of a shell script: variables have the first values" in new
+    assert "ppo_mini_batch_size must be a value that verl takes" in new, "nothing is computed"
+    text = "accelerate launch --num_processes 4 grpo.py --model_name_or_path m --num_generations=8 --bf16 --beta 0.1\n"
+    keys, _ = migrated(tmp_path, text, suffix=".sh", status=1)
+    assert (keys["actor"]["kl_ctl"], keys["gconfig"]["n_samples"], keys["train_dataset"]["batch_size"]) == (0.1, 8, 4)
+
+
 def test_one_of_ours_stays_as_it_is(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "examples/arealite/configs"
     for name in ("gsm8k_grpo.yaml", "gsm8k_sft.yaml", "gsm8k_ppo_cpu.yaml", "geometry3k_grpo.yaml"):
@@ -255,8 +283,9 @@ def test_blocks_that_are_none(tmp_path: Path) -> None:
             ("--from", "trl"),
             "a config of TRL must be GRPO's or SFT's",
         ),
+        ("echo 'a", ".sh", (), "F must be a shell script: got No closing quotation."),
     ],
-    ids=["whose", "brackets", "list", "json", "toml", "depth", "dpo"],
+    ids=["whose", "brackets", "list", "json", "toml", "depth", "dpo", "sh"],
 )
 def test_files_that_are_refused(
     tmp_path: Path, text: str, suffix: str, options: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
@@ -335,7 +364,17 @@ def test_comments_of_a_file() -> None:
     }
 
 
-DEFAULTS = {"output_dir", "run_name", "project", "torch_dtype", "prompt (column)", "warmup_ratio", "reward_funcs"}
+DEFAULTS = {
+    "output_dir",
+    "run_name",
+    "project",
+    "torch_dtype",
+    "prompt (column)",
+    "warmup_ratio",
+    "reward_funcs",
+    "num_processes",
+    "overwrite_output_dir",
+}
 """Keys of the tables whose defaults are none of TRL's."""
 
 

@@ -57,7 +57,7 @@ def load_expr_config(
     refuse_import()
     config_file, overrides = _split_arguments(argv, config_cls)
     keys = {key.name: key for key in config_keys(config_cls)}
-    given = {f"in {config_file}": read_yaml(config_file), "on the command line": _read_overrides(overrides)}
+    given = {f"in {config_file}": read_yaml(config_file), "on the command line": read_overrides(overrides)}
     problems: list[str] = []
     changes: list[Change] = []
     migrated = {
@@ -82,7 +82,7 @@ def load_expr_config(
 
 def given_value(key: str, config_file: str, overrides: Sequence[str]) -> Any:
     """Return what a key of the top level is given as, None if it is not; nothing else is looked at."""
-    return (read_yaml(config_file) | _read_overrides([*overrides])).get(key)
+    return (read_yaml(config_file) | read_overrides([*overrides])).get(key)
 
 
 def to_yaml(config: Any) -> str:
@@ -176,7 +176,7 @@ def _check_depth(path: str) -> None:
                 raise ValueError(f"blocks in blocks, more than {_MAX_DEPTH} deep")
 
 
-def _read_overrides(overrides: list[str]) -> Tree:
+def read_overrides(overrides: list[str]) -> Tree:
     """Read `a.b=value` arguments; values are YAML."""
     config = OmegaConf.create({})
     for override in overrides:
