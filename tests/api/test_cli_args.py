@@ -27,6 +27,7 @@ from arealite.api.cli_args import (
 )
 from arealite.api.config.schema import config_keys
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 
 CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"
 
@@ -218,6 +219,19 @@ def test_filled_in_keys_follow_overrides_unless_given(tmp_path: Path) -> None:
     assert (config.rollout.seed, config.actor.seed) == (5, 6)
     assert (config.rollout.consumer_batch_size, config.train_dataset.batch_size) == (3, 8)
     assert config.valid_dataset.path == "gsm8k"
+
+
+def test_the_stored_config_of_a_run_under_another_name_has_that_name_in_every_block(tmp_path: Path) -> None:
+    """Else the new run would resume the old one's checkpoint, or move its folder away."""
+    config = load(tmp_path, MINIMAL)
+    (tmp_path / "stored.yaml").write_text(to_yaml(config))
+    argv = ["--config", str(tmp_path / "stored.yaml"), "trial_name=again"]
+    again, _ = load_expr_config([*argv, f"cluster.fileroot={tmp_path}"], GRPOConfig)
+    blocks = (again.rollout, again.recover, again.saver, again.stats_logger, again.evaluator)
+    assert {RunFolder(block).path for block in blocks} == {tmp_path / config.experiment_name / "again"}
+    assert again.actor.trial_name == "again"
+    named, _ = load_expr_config([*argv, "actor.trial_name=other"], GRPOConfig)
+    assert (named.actor.trial_name, named.rollout.trial_name) == ("other", "again")
 
 
 def test_reference_block_follows_actor(tmp_path: Path) -> None:

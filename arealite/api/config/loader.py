@@ -240,7 +240,7 @@ def _resolve(
     merged = OmegaConf.merge(OmegaConf.create(defaults), given)
     raw_merged = cast(Tree, OmegaConf.to_container(merged))
     for name, source in config_cls.DEFAULTS_FROM.items():
-        is_given = _lookup(raw_given, name) is not _ABSENT
+        is_given = _lookup(raw_given, name) is not _ABSENT and not _repeats_a_name(sources, name, source)
         is_block_absent = any(raw_merged[key.partition(".")[0]] is None for key in (name, source))
         is_left_missing = _lookup(defaults, name) == MISSING and _lookup(raw_given, source) is _ABSENT
         if not (is_given or is_block_absent or is_left_missing):
@@ -251,6 +251,18 @@ def _resolve(
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
     return raw_merged, cast(Tree, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
+
+
+def _repeats_a_name(sources: Sources, name: str, source: str) -> bool:
+    """Tell whether the file only repeats the run's name or folder in a block, as the `config.yaml` of a run does, while
+    the command line names another: with the old one a new run would take over the folder of the old one."""
+    file, command_line = sources.values()
+    return (
+        name.rpartition(".")[2] in ("experiment_name", "trial_name", "fileroot")
+        and _lookup(file, name) == _lookup(file, source)
+        and _lookup(command_line, name) is _ABSENT
+        and _lookup(command_line, source) is not _ABSENT
+    )
 
 
 def _lookup(tree: Tree, name: str) -> Any:
