@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-step benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-step benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -34,6 +34,11 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what tests and linters need"
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what builds the docs"
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 quickstart: install            ## train a tiny model by asynchronous GRPO, in minutes, on a CPU
@@ -187,5 +192,8 @@ format: $(VENV)/.installed-dev            ## let ruff format and fix
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-clean:            ## remove .venv, those of vLLM, SGLang and torchao, and caches
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-torchao .mypy_cache .ruff_cache .pytest_cache .hypothesis
+docs: $(VENV)/.installed-docs            ## build docs/ as a site in site/, with a reference made from the code (a minute)
+	OMP_NUM_THREADS=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
+
+clean:            ## remove .venv, those of vLLM, SGLang and torchao, the site, and caches
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-torchao .mypy_cache .ruff_cache .pytest_cache .hypothesis site

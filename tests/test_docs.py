@@ -26,7 +26,7 @@ def typed(page: str, folder: Path, examples: str) -> Path:
     for name, body in re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL):
         (folder / name).write_text(body)
     programs = folder / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
@@ -119,6 +119,22 @@ def test_an_agent_from_an_empty_folder(tmp_path: Path) -> None:
     rows = metrics(folder, "agent")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert 1 < rows[0]["agent/turns"] <= 2, "random weights answer next to nothing right"
+
+
+@pytest.mark.slow
+def test_tutorials_of_one_gpu_a_loss_and_a_run_that_does_not_learn(tmp_path: Path) -> None:
+    for name in ("own-loss.md", "one-gpu.md", "not-learning.md"):
+        typed((REPOSITORY / "docs" / name).read_text(), tmp_path, "arealite")
+    first, last = metrics(tmp_path, "loss")[:2]
+    assert 0.2 < first["policy/blamed"] < 0.8 and first["reward/std"] > 0
+    assert 0.2 < last["policy/blamed"] < 0.8 and last["optim/grad_norm"] > 0
+    adapter = json.loads((tmp_path / "runs/own/one/checkpoints/step_1/adapter_config.json").read_text())
+    assert adapter["r"] == 4
+    command = [sys.executable, "look.py", "runs/own/stuck"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"reward/dead_group_ratio +first 1.0 +last 1.0\n", shown)
+    assert re.search(r"optim/grad_norm +first 0.0 +last 0.0\n", shown)
+    assert len(re.findall(r"^<.user.>.*-> 0.0$", shown, re.MULTILINE | re.DOTALL)) >= 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""Pages of the Python interface: one per room, with every public function and class, by mkdocstrings."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "arealite"
+FOLDER = "reference/api"
+PROGRAMS = {"cli", "launcher", "server", "viewer", "watchdog"}
+"""Rooms that are run, not imported: their pages are those of commands."""
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def pages() -> dict[str, str]:
+    """Return one page per room, and an index, by path."""
+    rooms: dict[str, list[str]] = {}
+    for module, _ in modules():
+        rooms.setdefault(module.split(".")[1], []).append(module)
+    programs = sorted(room for room in PROGRAMS if (PACKAGE / room).is_dir())
+    index = [
+        "# Python\n",
+        "Every public class and function of the rooms that programs of yours import, with types. Rooms that are run "
+        f"({', '.join(f'`{room}`' for room in programs)}) have [commands](../commands.md) instead. "
+        "[The floor plan](../../architecture.md#floor-plan) says what lives in which room.\n",
+        "## What the examples import\n",
+        "| name | what it is |\n|---|---|",
+        *imported(),
+        "\n## Rooms\n",
+        "| room | modules |\n|---|---|",
+        *(f"| [`arealite.{room}`]({room}.md) | {', '.join(map(_linked, names))} |" for room, names in rooms.items()),
+    ]
+    found = {f"{FOLDER}/index.md": "\n".join(index) + "\n"}
+    for room, names in rooms.items():
+        found[f"{FOLDER}/{room}.md"] = "\n\n".join([f"# `arealite.{room}`", *(f"::: {name}" for name in names)]) + "\n"
+    return found
+
+
+def modules() -> Iterator[tuple[str, list[Definition]]]:
+    """Yield the modules of rooms that are imported, with their public functions and classes."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        *parts, name = file.relative_to(PACKAGE).with_suffix("").parts
+        parts += [name] if name != "__init__" else []
+        is_public = parts and parts[0] not in PROGRAMS and not any(part.startswith("_") for part in parts)
+        if is_public and (found := definitions(file)):
+            yield ".".join(("arealite", *parts)), found
+
+
+def definitions(file: Path) -> list[Definition]:
+    """Return the public functions and classes of a file."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    return [node for node in body if isinstance(node, Definition) and not node.name.startswith("_")]
+
+
+def imported() -> Iterator[str]:
+    """Yield a row for each name that the examples import, in alphabetical order: a link, and the first line on it."""
+    homes = {node.name: (module, node) for module, nodes in modules() for node in nodes}
+    files = [file for folder in ("examples", "training") for file in (REPOSITORY / folder).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    imports = [
+        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arealite")
+    ]
+    for name in sorted({alias.name for node in imports for alias in node.names} & homes.keys(), key=str.lower):
+        module, node = homes[name]
+        line = (ast.get_docstring(node) or "").partition("\n")[0].replace("|", "\\|")
+        yield f"| [`{name}`]({module.split('.')[1]}.md#{module}.{name}) | {line} |"
+
+
+def _linked(module: str) -> str:
+    """Return a link to the module on the page of its room."""
+    _, room, *rest = module.split(".")
+    return f"[`{'.'.join(rest) or room}`]({room}.md#{module})"

@@ -1,0 +1,107 @@
+"""Pages of the keys of every experiment: type, default and meaning, as the dataclasses declare them."""
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+
+from arealite.api import cli_args
+from arealite.api.config.experiment import BaseExperimentConfig
+from arealite.api.config.schema import MISSING, ConfigKey, config_keys
+
+FOLDER = "reference/config"
+Declared = dict[str, ConfigKey]
+"""A key as each experiment declares it, by the name of the experiment's class."""
+
+
+@functools.cache
+def experiments() -> list[type[BaseExperimentConfig]]:
+    """Return the config classes of the experiments that come along."""
+    classes = [cls for cls in vars(cli_args).values() if isinstance(cls, type)]
+    return [cls for cls in classes if issubclass(cls, BaseExperimentConfig) and cls is not BaseExperimentConfig]
+
+
+@functools.cache
+def declared_keys() -> dict[str, Declared]:
+    """Return every key of every experiment, a block before its own keys."""
+    keys: dict[str, Declared] = {}
+    for cls in experiments():
+        for key in config_keys(cls):
+            keys.setdefault(key.name, {})[cls.__name__] = key
+    return keys
+
+
+def pages() -> dict[str, str]:
+    """Return one page per block of the top level and one of all others, by path; a key is a heading of one page."""
+    blocks: dict[str, list[str]] = {}
+    keys = declared_keys()
+    for name, declared in keys.items():
+        top = name.partition(".")[0]
+        is_block = any(key.block for key in keys[top].values())
+        blocks.setdefault(top if is_block else "", []).append(_section(name, declared))
+    found = {f"{FOLDER}/{top}.md": "\n".join(lines) for top, lines in blocks.items() if top}
+    return {f"{FOLDER}/index.md": _index(keys, blocks)} | found
+
+
+def _index(keys: dict[str, Declared], blocks: dict[str, list[str]]) -> str:
+    """Return the page of the keys that have no block, which leads to the others."""
+    lines = [
+        f"# Configuration\n\nAll {len(keys)} keys and blocks of {_listed(cls.__name__ for cls in experiments())}, as "
+        "their dataclasses declare them. `python3 SCRIPT.py --help` prints those of a script; `--dry-run` and the "
+        "`config.yaml` of a run have the values. A key that *follows* another one has its value unless it is given.\n",
+        "| block | what it holds | of |\n|---|---|---|",
+    ]
+    for top in filter(None, blocks):
+        doc = max((key.doc for key in keys[top].values()), key=len)  # where there are several, the one that tells more
+        lines.append(f"| [`{top}`]({top}.md) | {escaped(doc)} | {_of(keys[top])} |")
+    return "\n".join([*lines, "\n## Keys of the top level\n", *blocks[""]])
+
+
+def _section(name: str, declared: Declared) -> str:
+    """Return heading, type, default and meaning of a key; a line for each, where experiments differ."""
+    is_block = any(key.block for key in declared.values())
+    level = "###" if not is_block else "##" if "." in name else "#"
+    told: dict[tuple[str, str], list[str]] = {}
+    for experiment, key in declared.items():
+        told.setdefault((_type_and_default(name, experiment, key), key.doc), []).append(experiment)
+    lines = [f"{level} `{name}` {{ #{name} }}\n"]
+    for (told_type, doc), owners in told.items():
+        of = _of({owner: declared[owner] for owner in owners})
+        lines.append(f"{told_type} *{of}*\n\n{escaped(doc)}\n")
+    return "\n".join(lines)
+
+
+def _type_and_default(name: str, experiment: str, key: ConfigKey) -> str:
+    """Return the type in words, and what the key is unless it is given."""
+    cls: type[BaseExperimentConfig] = getattr(cli_args, experiment)
+    if source := cls.DEFAULTS_FROM.get(name):
+        default = f"follows [`{source}`]({_link(source)})"
+    elif key.default == MISSING:
+        default = "must be given"
+    elif key.block is not None and key.default is not None:
+        return "A block."
+    else:
+        is_text = isinstance(key.default, str) and key.default
+        default = f"default `{key.default if is_text else json.dumps(key.default)}`"
+    return f"{escaped(key.type_name)}; {default}."
+
+
+def _link(name: str) -> str:
+    top = name.partition(".")[0]
+    is_block = any(key.block for key in declared_keys()[top].values())
+    return f"{top if is_block else 'index'}.md#{name}"
+
+
+def _of(declared: Declared) -> str:
+    """Return which experiments have a key."""
+    return "all experiments" if len(declared) == len(experiments()) else _listed(declared)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name.removesuffix("Config") for name in names)
+
+
+def escaped(text: str) -> str:
+    """Return a sentence of the code as Markdown: what is no code in it shows `<`, `*`, `_` and brackets as they are."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([<*_\[\]|])", r"\\\1", part) for part in parts)
