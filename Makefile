@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-step benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-view test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-async benchmark-step benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -137,6 +137,10 @@ test-options: $(VENV)/.installed-dev            ## compile a model, and train wi
 test-sandbox: $(VENV)/.installed-dev            ## try to break out of the sandbox for programs of models (a minute; installs bubblewrap)
 	sh tests/reward/install_bubblewrap.sh
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/reward/test_sandbox.py tests/reward/test_escapes.py $(ARGS)
+
+test-view: $(VENV)/.installed-dev            ## use the viewer's page in a real Chromium (a minute; playwright goes to a folder of its own)
+	$(PIP) --quiet --upgrade --target $(VENV)-playwright playwright
+	PYTHONPATH=$(VENV)-playwright $(VENV)/bin/python -m pytest -q -m slow tests/viewer $(ARGS)
 
 test-mistakes: $(VENV)/.installed            ## make the mistakes that users make, and hold what they see to kept sentences (3 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m mistakes $(ARGS)

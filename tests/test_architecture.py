@@ -30,12 +30,14 @@ MAY_IMPORT = {
     "agent": {"api", "utils", "workflow", "reward", "rollout.event_loop"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
     "migrate": {"api"},
+    "viewer": {"api", "utils", "rollout.account"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
-        *("trainer", "launcher.place", "launcher.plan"),
+        *("trainer", "viewer", "launcher.place", "launcher.plan"),
     },
     "trainer": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
+        "viewer",
     },
 }
 """Besides itself and the package's version: rooms, folders or files. `cli` may import anything."""
@@ -80,6 +82,16 @@ def test_arrows(file: Path) -> None:
         allowed = MAY_IMPORT[room] | {room}
         forbidden = [name for name in modules if not any(f"{name}.".startswith(f"{one}.") for one in allowed)]
         assert forbidden == [], f"{room} may import {sorted(MAY_IMPORT[room])}"
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    arrows = {
+        (file.relative_to(PACKAGE).parts[0], name.split(".")[1])
+        for file in FILES
+        for name in imported(file, ast.parse(file.read_text()))
+        if "." in name
+    }
+    assert [arrow for arrow in arrows if arrow[0] < arrow[1] and arrow[::-1] in arrows] == []
 
 
 @pytest.mark.parametrize("room", ["inference", "reward", "rollout", "workflow"])
@@ -148,7 +160,7 @@ def test_importing_the_package_loads_nothing_else(tmp_path: Path) -> None:
 
 def test_the_front_door_imports_no_torch(tmp_path: Path) -> None:
     """Nor do the commands that only read a run, or start processes."""
-    commands = ("main", "train", "own_trainer", "ledger", "replay", "serve")
+    commands = ("main", "train", "own_trainer", "ledger", "replay", "serve", "view")
     modules = ["arealite.migrate.migrate", *(f"arealite.cli.{name}" for name in commands)]
     loaded, threads = probe(tmp_path, ", ".join(modules))
     assert (loaded & HEAVY, threads) == (set(), 1)

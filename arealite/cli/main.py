@@ -83,9 +83,13 @@ def main(argv: list[str] | None = None) -> int:
 
                 return devices(args.config, args.overrides, of_ray=args.ray)
             case "report":
-                from arealite.trainer.report.report import write_report
+                from arealite.viewer.report import write_report
 
                 print(write_report(args.run_folder))
+            case "view":
+                from arealite.cli.view import view
+
+                return view(args.folder, port=args.port)
     except (AReaLiteError, FileError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -201,6 +205,16 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write report.html for a run folder")
     report.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
+
+    view = commands.add_parser(
+        "view",
+        help="show runs in a browser, also while they train: charts, and every trajectory token by token",
+        description="Serve a page about the runs at or below a folder on 127.0.0.1 until Ctrl-C, and print its address "
+        "with a token, without which nobody else on this node can read it. Nothing of a run is changed.",
+        epilog="From elsewhere: ssh -L PORT:127.0.0.1:PORT NODE, then open the address that was printed.",
+    )
+    view.add_argument("folder", help="<fileroot>/<experiment>/<trial>, or a folder above")
+    view.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
 
     plan_core = commands.add_parser(
         "plan-core",

@@ -10,16 +10,16 @@ from datetime import datetime
 from html import escape
 from pathlib import Path
 
+from arealite import viewer
 from arealite.api.run_folder import RunFolder
 from arealite.core.drawing import CallState, clock
 from arealite.core.graph import DataFlowGraph
 from arealite.core.records import CallRecord, idle_share, overlap
-from arealite.trainer import report
 from arealite.utils.files import write_atomically
 
 RELOAD_S = 2
 ROW_HEIGHT, LETTER_WIDTH, BAR_WIDTH, END_WIDTH = 26, 7.8, 720, 150
-_PAGE_CSS = Path(report.__file__).with_name("page") / "page.css"
+_PAGE_CSS = Path(viewer.__file__).with_name("page") / "page.css"
 _CSS = """
 .drawing {
   margin-top: 14px; padding: 16px; overflow-x: auto;

@@ -20,7 +20,6 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
 from arealite.trainer.bounds import bounds
 from arealite.trainer.records import summarize, undo_from, write_config
-from arealite.trainer.report.report import write_report
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import heartbeat, trace
@@ -28,6 +27,7 @@ from arealite.utils.distributed import global_rank
 from arealite.utils.files import read_jsonl, write_atomically, writing
 from arealite.utils.stats import Reduction, StatsTracker
 from arealite.utils.stop import RunStopped
+from arealite.viewer.report import write_report
 
 logger = logging.getLogger("arealite.stats")
 

@@ -20,8 +20,8 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.launcher import local
-from arealite.trainer.report.report import write_report
 from arealite.utils.files import write_atomically
+from arealite.viewer.report import write_report
 
 EXAMPLES = Path(__file__).parents[1] / "arealite"
 SFT_STEPS = 1000

@@ -6,6 +6,7 @@ beyond the usual ones. Rows of an episode that `rollout.stored_share` leaves out
 rewards are always complete. Patches of images are left out, as they are a thousand times the size of all else.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ _FORMAT: dict[str, Any] = {
     # Bytes of equal weight side by side: 1.6 bytes per token id and 3.4 per logprob, where zstd alone has 1.9 and 4.4.
     "use_byte_stream_split": [f"{key}.list.element" for key in ("input_ids", "logprobs")],
     "write_page_checksum": True,
+    "row_group_size": 256,  # rows are read one by one too: a group costs their decoding, and 3 % more bytes
 }
 
 
@@ -64,6 +66,29 @@ def read_file(path: Path, columns: Sequence[str] = ()) -> Iterator[dict[str, Any
         for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns) or None):
             for row in batch.to_pylist():
                 yield dict.fromkeys(columns) | row if columns else _filled(row)
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> tuple[pa.Table, list[int]]:
+    """Read those of the columns that the file of a batch has; return also where each of its row groups ends.
+
+    `more.name` is one of the further keys.
+    """
+    with _opened(path) as file:
+        sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        return file.read(columns=[*columns]), [*itertools.accumulate(sizes)]
+
+
+def read_group(path: Path, group: int, columns: Sequence[str]) -> pa.Table:
+    """Read those of the columns that there are, of one row group of a batch."""
+    with _opened(path) as file:
+        return file.read_row_group(group, columns=[*columns])
+
+
+def read_places(path: Path, group: int, places: Sequence[int]) -> list[dict[str, Any]]:
+    """Read some rows of one row group of a batch."""
+    with _opened(path) as file:
+        table = file.read_row_group(group)
+        return [_filled(table.slice(place, 1).to_pylist()[0]) for place in places]
 
 
 def metadata_of(path: Path) -> dict[bytes, bytes]:

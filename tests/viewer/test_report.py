@@ -1,5 +1,4 @@
 import json
-import re
 import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,9 +11,9 @@ from testing_rollouts import write_rows
 
 from arealite.api.errors import ConfigError
 from arealite.cli.main import main
-from arealite.trainer.report.charts import charts
-from arealite.trainer.report.report import write_report
-from arealite.trainer.report.samples import before_after, trajectories
+from arealite.viewer.charts import charts
+from arealite.viewer.report import write_report
+from arealite.viewer.samples import before_after, spread_steps
 
 NASTY = "</script><script>alert(1)</script><!-- {{plotly}} & \u2028 <img src=x onerror=alert(2)>"
 
@@ -78,30 +77,33 @@ def parse(path: Path) -> tuple[Page, dict[str, Any]]:
     return page, json.loads(page.texts["script#data"])
 
 
+def cards_of(path: Path) -> dict[str, str]:
+    return {label: value for label, value, _ in parse(path)[1]["run"]["cards"]}
+
+
 def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     path = write_report(make_run(tmp_path))
     assert path == tmp_path / "report.html"
     page, data = parse(path)
-    assert [tag for tag, _ in page.tags].count("script") == 3
-    assert not [attrs for _, attrs in page.tags if {"src", "href"} & attrs.keys()]
+    assert [tag for tag, _ in page.tags].count("script") == 9
+    assert [attrs["src"] for _, attrs in page.tags if "src" in attrs] == []
+    assert [attrs["href"] for _, attrs in page.tags if "href" in attrs] == ["data:,"]
     assert "default-src 'none'" in path.read_text()
-    assert len(data["trajectories"]) == 24
-    assert [chart["title"] for chart in data["charts"]] == [
+    assert len(data["row"]) == len(data["snippets"]) == data["rows"]["count"] == 24
+    assert [chart["title"] for chart in data["run"]["charts"]] == [
         "Held-out accuracy", "Reward", "Staleness", "Time per step", "Gradient norm",
     ]  # fmt: skip
 
 
 def test_texts_stay_texts(tmp_path: Path) -> None:
     page, data = parse(write_report(make_run(tmp_path)))
-    assert data["beforeAfter"]["pairs"][0]["after"] == NASTY
-    assert NASTY in page.texts["pre"]
+    assert data["evaluations"]["pairs"][0]["after"] == NASTY
+    assert NASTY in data["run"]["config"]
     assert "img" not in {tag for tag, _ in page.tags}
 
 
 def test_headline_numbers(tmp_path: Path) -> None:
-    text = write_report(make_run(tmp_path)).read_text()
-    cards = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
-    assert cards == {
+    assert cards_of(write_report(make_run(tmp_path))) == {
         "Held-out accuracy": "25.0% → 75.0%", "Reward": "0 → 0.3", "Steps": "4", "Wall time": "15.0 s",
         "Trained tokens": "400", "Largest staleness": "1",
     }  # fmt: skip
@@ -126,22 +128,22 @@ def test_a_reward_that_is_not_0_or_1_is_never_called_accuracy(tmp_path: Path) ->
         lines = [sample(i, step=step, reward=reward) for i, reward in enumerate(rewards)]
         write_rows(tmp_path / f"rollouts/eval_step_{step}", lines)
     path = write_report(tmp_path)
-    (card,) = re.findall(r'<div class="card"><dt>(Held.*?)</div>', path.read_text())
-    assert card == "Held-out reward</dt><dd>0 → -0.75</dd><p>-0.75; 95 % interval -1 to -0.5</p>"
     _, data = parse(path)
-    (chart,) = data["charts"]
+    (card,) = [card for card in data["run"]["cards"] if card[0].startswith("Held")]
+    assert card == ["Held-out reward", "0 → -0.75", "-0.75; 95 % interval -1 to -0.5"]
+    (chart,) = data["run"]["charts"]
     assert chart["title"] == "Held-out reward" and "tickformat" not in chart["layout"]["yaxis"]
     (trace,) = chart["traces"]
     assert (trace["x"], trace["y"]) == ([0, 4], [0.0, -0.75])
     assert trace["error_y"]["array"] == [0.3, 0.25] and trace["error_y"]["arrayminus"] == [0.0, 0.25]
-    assert [pair["change"] for pair in data["beforeAfter"]["pairs"]] == ["worse", "equal", "better"]
-    assert data["beforeAfter"]["counts"] == {"better": 1, "equal": 1, "worse": 1}
-    assert not data["beforeAfter"]["is_binary"]
+    assert [pair["change"] for pair in data["evaluations"]["pairs"]] == ["worse", "equal", "better"]
+    assert data["evaluations"]["counts"] == {"better": 1, "equal": 1, "worse": 1}
+    assert not data["evaluations"]["is_binary"]
 
 
 def test_the_interval_of_an_accuracy_is_shown(tmp_path: Path) -> None:
-    text = write_report(make_run(tmp_path)).read_text()
-    assert "<p>+50.0 points; 95 % interval 70.0% to 80.0%</p>" in text
+    notes = [note for _, _, note in parse(write_report(make_run(tmp_path)))[1]["run"]["cards"]]
+    assert "+50.0 points; 95 % interval 70.0% to 80.0%" in notes
 
 
 def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:
@@ -154,23 +156,50 @@ def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:
     assert [pair["change"] for pair in found["pairs"]] == ["never"] * 15 + ["learned"] * 10
 
 
-def test_a_trajectory_tells_its_versions(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    row = trajectories(tmp_path / "rollouts")[-1]
-    assert (row["step"], row["num_tokens"], row["versions"]) == (3, 3, [[2, 2], [3, 1]])
-    assert row["mean_logprob"] == pytest.approx(-0.6)
+def test_a_trajectory_is_there_with_its_tokens(tmp_path: Path) -> None:
+    _, data = parse(write_report(make_run(tmp_path)))
+    row = data["row"][-1]
+    assert (row["facts"]["trained_step"], row["facts"]["prompt_id"], row["texts"]) == (3, "3-5", None)
+    assert row["tokens"]["versions"] == [-1, -1, 2, 2, 3]
+    columns = data["rows"]
+    assert (columns["step"][-1], columns["staleness"][-1], columns["sampled"][-1]) == (3, 1, 3)
+    assert columns["names"] == [[f"step_{step}", 6] for step in range(4)]
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_samples_are_spread_over_the_run(num_steps: int, num_lines: int) -> None:
+def test_long_texts_are_cut_and_say_so(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0}])
+    write_rows(tmp_path / "rollouts/step_0", [sample(0, step=0, reward=0, completion="x" * 6010)])
+    _, data = parse(write_report(tmp_path))
+    assert data["row"][0]["segments"][1] == {"sampled": "x" * 6000 + "\n... 10 more characters"}
+
+
+def test_the_title_is_text(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0}])
+    (tmp_path / "config.yaml").write_text("experiment_name: '</title><img src=x>'\ntrial_name: t\n")
+    page, data = parse(write_report(tmp_path))
+    assert page.texts["title"].strip() == data["run"]["title"] == "</title><img src=x> / t"
+    assert "img" not in {tag for tag, _ in page.tags}
+
+
+@given(st.integers(1, 40))
+def test_samples_are_spread_over_the_run(num_steps: int) -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         for step in range(num_steps):
-            write_rows(folder / f"rollouts/step_{step}", [sample(i, step=step, reward=0) for i in range(num_lines)])
-        rows = trajectories(folder / "rollouts")
-    steps = sorted({row["step"] for row in rows})
+            (Path(name) / f"step_{step}").mkdir()
+        found = spread_steps(Path(name))
+    steps = [int(one.removeprefix("step_")) for one in found]
     assert (steps[0], steps[-1], len(steps)) == (0, num_steps - 1, min(num_steps, 12))
-    assert len(rows) == len(steps) * min(num_lines, 300 // len(steps))
+    assert set(found.values()) == {300 // len(steps)}
+
+
+def test_the_first_rows_of_a_step_that_are_stored_are_shown(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0}])
+    not_stored = dict.fromkeys(("segments", "input_ids", "loss_mask", "logprobs", "versions"))
+    for step in range(12):
+        lines = [sample(i, step=step, reward=0) for i in range(40)]
+        write_rows(tmp_path / f"rollouts/step_{step}", [lines[0] | not_stored, *lines[1:]])
+    _, data = parse(write_report(tmp_path))
+    assert data["rows"]["prompt_id"] == [f"{step}-{i}" for step in range(12) for i in range(1, 26)]
 
 
 def test_phases_and_other_add_up_to_the_step(tmp_path: Path) -> None:
@@ -187,6 +216,19 @@ def test_a_null_is_a_gap_and_only_nulls_are_no_chart() -> None:
     assert (chart["title"], chart["traces"][0]["y"]) == ("Gradient norm", [1.0, None, 2.0])
 
 
+@given(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), min_size=20, max_size=90))
+def test_the_mean_of_the_last_values_that_exist(values: list[float | None]) -> None:
+    found = charts([{"step": i, "reward/mean": value} for i, value in enumerate(values)], staleness_bound=None)
+    if not found:
+        assert set(values) == {None}
+        return
+    _, mean = found[0]["traces"]
+    window = max(3, len(values) // 20)
+    for end, shown in enumerate(mean["y"], start=1):
+        recent = [value for value in values[max(0, end - window) : end] if value is not None]
+        assert shown == (pytest.approx(sum(recent) / len(recent), abs=1e-9) if recent else None)
+
+
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml", "summary.json", "rollouts"])
 def test_what_is_missing_is_left_out(tmp_path: Path, missing: str) -> None:
     run = make_run(tmp_path / "run")
@@ -194,8 +236,8 @@ def test_what_is_missing_is_left_out(tmp_path: Path, missing: str) -> None:
         if path.name == missing:
             path.rename(tmp_path / path.name)
     _, data = parse(write_report(run))
-    assert bool(data["charts"]) == (missing != "metrics.jsonl")
-    assert bool(data["trajectories"]) == (missing != "rollouts")
+    assert bool(data["run"]["charts"]) == (missing != "metrics.jsonl")
+    assert bool(data["row"]) == (missing != "rollouts")
 
 
 def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
@@ -204,18 +246,18 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text[: len(text) - 20])
     (last := run / "rollouts/step_3/0.parquet").rename(last.with_name(".0.parquet.unfinished"))
-    page, data = parse(write_report(run))
-    assert len(data["trajectories"]) == 18
-    assert "not finished: 4 steps so far" in page.texts["p"]
+    _, data = parse(write_report(run))
+    assert len(data["row"]) == 18
+    assert "not finished: 4 steps so far" in data["run"]["lead"]
 
 
 def test_an_sft_run(tmp_path: Path) -> None:
     rows = [{"step": i, "sft/loss": 2.0 - i, "optim/grad_norm": 1.0, "time/step_s": 1.0} for i in range(2)]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     (tmp_path / "config.yaml").write_text("model: {path: tiny}\ntrain_dataset: {path: gsm8k}\n")
-    text = write_report(tmp_path).read_text()
-    assert "Supervised fine-tuning of tiny on gsm8k" in text
-    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))["Loss"] == "2 → 1"
+    path = write_report(tmp_path)
+    assert "Supervised fine-tuning of tiny on gsm8k" in parse(path)[1]["run"]["lead"]
+    assert cards_of(path)["Loss"] == "2 → 1"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +272,7 @@ def test_an_sft_run(tmp_path: Path) -> None:
 def test_the_page_says_what_was_run(tmp_path: Path, config: str, lead: str) -> None:
     (tmp_path / "config.yaml").write_text(config)
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "time/step_s": 1.0}])
-    assert lead in write_report(tmp_path).read_text()
+    assert lead in parse(write_report(tmp_path))[1]["run"]["lead"]
 
 
 @pytest.mark.parametrize(

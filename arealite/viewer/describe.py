@@ -1,47 +1,31 @@
-"""`report.html`: a run on one page that needs nothing but itself, made of the files of its run folder.
+"""What a run was, and its numbers: title, headline numbers, charts, the table of an evaluation.
 
-Works for any run, finished or not: what a missing file would have told is left out. Texts of models and data sets are
-data to the page, never markup.
+Works for any run, finished or not: what a missing file would have told is left out.
 """
 
-import html
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import yaml
-from plotly.offline import get_plotlyjs
 
 from arealite.api.cli_args import masked
-from arealite.api.errors import ConfigError
-from arealite.api.run_folder import RunFolder, numbered
+from arealite.api.run_folder import RunFolder
 from arealite.trainer.records import score, summarize
-from arealite.trainer.report.charts import charts, evaluation_charts
-from arealite.trainer.report.evaluation import evaluation_cards, evaluation_table, is_evaluation
-from arealite.trainer.report.samples import before_after, examples, trajectories
-from arealite.utils.files import read_jsonl, reading, require_object, write_atomically
+from arealite.utils.files import reading, require_object
+from arealite.viewer.charts import charts, evaluation_charts
+from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
 
-_PAGE = Path(__file__).with_name("page")
-_FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
+FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
 
 
-def write_report(run_dir: Path | str) -> Path:
-    """Write `report.html` into a run folder and return its path."""
-    folder = Path(run_dir)
-    if not folder.is_dir():
-        raise ConfigError(f"the run folder must exist: got {folder}. Pass <fileroot>/<experiment>/<trial>.")
-    if not any((folder / name).exists() for name in _FILES_OF_RUNS):
-        raise ConfigError(
-            f"a run folder must hold {' or '.join(_FILES_OF_RUNS)}: got none in {folder}. "
-            "Pass <fileroot>/<experiment>/<trial>."
-        )
-    run = RunFolder(folder)
-    write_atomically(run.report, _render(run))
-    return run.report
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is that of a run."""
+    return any((folder / name).exists() for name in FILES_OF_RUNS)
 
 
-def _render(run: RunFolder) -> str:
+def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a run was, and the numbers of its `rows` of metrics, as plain values. Raises FileError."""
     with reading(run.config, yaml.YAMLError):
         config_text = _read(run.config)
         config = require_object(yaml.safe_load(config_text) or {})
@@ -51,35 +35,16 @@ def _render(run: RunFolder) -> str:
         folder = run.path.resolve()
         title = f"{config.get('experiment_name', folder.parent.name)} / {config.get('trial_name', folder.name)}"
     with reading(run.metrics):
-        rows = read_jsonl(run.metrics)
         summary = summarize(rows, max_head_offpolicyness=bound)
-        cards, shown, table = _cards(rows, summary), charts(rows, staleness_bound=bound), ""
+        cards, shown, table = _cards(rows, summary), charts(rows, staleness_bound=bound), list[tuple[str, ...]]()
     with reading(run.summary):
         summary |= require_object(json.loads(_read(run.summary) or "{}"))
         cards = _cards(rows, summary)
         if rows and is_evaluation(rows[-1]):
             cards, table = evaluation_cards(rows[-1], summary), evaluation_table(rows[-1])
             shown = evaluation_charts(rows[-1], summary.get("solved") or [])
-    data = {
-        "charts": shown,
-        "beforeAfter": examples(run.rollouts) or before_after(run.rollouts),
-        "trajectories": trajectories(run.rollouts),
-        "numStoredSteps": len(numbered(run.rollouts, "step_")),
-    }
-    parts = {
-        "title": html.escape(title),
-        "lead": html.escape(_lead(config, summary, is_finished=run.summary.exists())),
-        "cards": "\n".join(_card(label, value, note) for label, value, note in cards),
-        "table": table,
-        "config": html.escape(config_text),
-        "hidden_config": "" if config_text else "hidden",
-        # Inside a script element only "<" could end the data.
-        "data": json.dumps(data).replace("<", "\\u003c"),
-        "css": _read(_PAGE / "page.css"),
-        "js": _read(_PAGE / "page.js"),
-        "plotly": get_plotlyjs(),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read(_PAGE / "page.html"))
+        lead = _lead(config, summary, is_finished=run.summary.exists())
+    return {"title": title, "lead": lead, "cards": cards, "table": table, "charts": shown, "config": config_text}
 
 
 def _read(path: Path) -> str:
@@ -143,11 +108,6 @@ def _interval(rows: list[dict[str, Any]], form: str) -> str:
     last: dict[str, Any] = next((row for row in reversed(rows) if score(row) is not None), {})
     low, high = score(last, "_low"), score(last, "_high")
     return "" if low is None or high is None else f"; 95 % interval {low:{form}} to {high:{form}}"
-
-
-def _card(label: str, value: str, note: str) -> str:
-    label, value, note = (html.escape(text) for text in (label, value, note))
-    return f'<div class="card"><dt>{label}</dt><dd>{value}</dd><p>{note}</p></div>'
 
 
 def _duration(seconds: float) -> str:

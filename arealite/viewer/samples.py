@@ -1,4 +1,4 @@
-"""Selects the stored samples of the report: spread over training steps, and held-out prompts before and after."""
+"""Selects stored samples: spread over training steps, and held-out prompts before and after."""
 
 import itertools
 from pathlib import Path
@@ -19,16 +19,21 @@ NO_TEXT = [{"given": "(no text was stored)"}]
 Answer = tuple[str, float, dict[str, str]]  # its name, reward and texts
 
 
-def trajectories(folder: Path) -> list[dict[str, Any]]:
-    """Return samples of at most `MAX_STEPS` steps, evenly spread, the first and the last among them."""
+def spread_steps(folder: Path) -> dict[str, int]:
+    """Return folders of at most `MAX_STEPS` steps, evenly spread, with the number of rows to show of each.
+
+    The first and the last step are among them.
+    """
     steps = numbered(folder, "step_")
-    shown, found = list(steps), []
+    shown = list(steps)
     if len(shown) > MAX_STEPS:
         shown = [shown[round(i * (len(shown) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
-    for step in shown:
-        stored = (line for line in read_rows(steps[step]) if line["input_ids"] is not None)
-        found += [_trajectory(line, step) for line in itertools.islice(stored, MAX_SAMPLES // len(shown))]
-    return found
+    return {steps[step].name: MAX_SAMPLES // len(shown) for step in shown}
+
+
+def evaluations(folder: Path) -> dict[str, Any] | None:
+    """Return completions of an evaluation, or of the first and the last evaluation of a training."""
+    return examples(folder) or before_after(folder)
 
 
 def before_after(folder: Path) -> dict[str, Any] | None:
@@ -90,30 +95,13 @@ def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
     return {index: {"reward": float(line["reward"]), **_texts(line)} for index, line in by_index.items()}
 
 
-def _trajectory(line: dict[str, Any], step: int) -> dict[str, Any]:
-    sampled = [i for i, mask in enumerate(line["loss_mask"]) if mask]
-    versions = [line["versions"][i] for i in sampled]
-    logprobs = [line["logprobs"][i] for i in sampled]
-    parts = line["segments"] or NO_TEXT
-    limit = 2 * MAX_CHARACTERS // max(2, len(parts))  # so that a row of many turns is about as long as others
-    segments = [(kind, _cut(text, limit)) for part in parts for kind, text in part.items()]
-    return {key: line[key] for key in ("prompt_id", "sample", "row", "attempt", "reward", "server")} | {
-        "segments": segments,
-        "snippet": next((text for kind, text in segments if kind == "sampled"), ""),
-        "step": step,
-        "num_tokens": len(sampled),
-        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
-        "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
-    }
-
-
 def _texts(line: dict[str, Any]) -> dict[str, str]:
     """Return what was given first, and all that followed."""
     first, *others = (text for part in line["segments"] or NO_TEXT for text in part.values())
-    return {"prompt": _cut(first, MAX_CHARACTERS), "completion": _cut("".join(others), MAX_CHARACTERS)}
+    return {"prompt": cut(first, MAX_CHARACTERS), "completion": cut("".join(others), MAX_CHARACTERS)}
 
 
-def _cut(text: str, limit: int) -> str:
+def cut(text: str, limit: int) -> str:
     """Return a text of at most `limit` characters, and how many it had more."""
     text = text.strip()
     rest = len(text) - limit

@@ -1,6 +1,5 @@
 """The numbers of an evaluation on its report: cards with the headline, and a table."""
 
-import html
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +28,8 @@ def evaluation_cards(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list
     return cards
 
 
-def evaluation_table(row: Mapping[str, Any]) -> str:
-    """Return the table as HTML."""
+def evaluation_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the lines of the table, its heads first."""
     lines: list[tuple[str, ...]] = [_HEADS]
     for name, label in _NAMES.items():
         kind, value, interval = _score(row, name)
@@ -40,11 +39,7 @@ def evaluation_table(row: Mapping[str, Any]) -> str:
             lines.append((f"{label} {kind}", value, interval, *lengths, *counts))
     for key in filter(_is_pass, row):
         lines.append((key.removeprefix("sampled/"), *_interval(row, key, ".1%"), "", "", "", ""))
-    cells = (
-        "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in line)
-        for tag, line in zip(["th", *["td"] * len(lines)], lines)
-    )
-    return f'<div class="table"><table>{"".join(f"<tr>{line}</tr>" for line in cells)}</table></div>'
+    return lines
 
 
 def _is_pass(key: str) -> bool:

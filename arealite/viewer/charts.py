@@ -114,11 +114,13 @@ def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
     raw = _line(rows, key, colour)
     if not raw or len(raw[0]["x"]) < SMOOTH_FROM:
         return raw
-    xs, ys, means = raw[0]["x"], raw[0]["y"], []
+    xs, ys = raw[0]["x"], raw[0]["y"]
     window = max(3, len(xs) // 20)
-    for end in range(1, len(ys) + 1):
-        recent = [value for value in ys[max(0, end - window) : end] if value is not None]
-        means.append(sum(recent) / len(recent) if recent else None)
+    sums = [*itertools.accumulate((value or 0.0 for value in ys), initial=0.0)]
+    counts = [*itertools.accumulate((value is not None for value in ys), initial=0)]
+    starts = [max(0, end - window) for end in range(1, len(ys) + 1)]
+    recent = [(sums[end] - sums[start], counts[end] - counts[start]) for end, start in enumerate(starts, start=1)]
+    means = [total / count if count else None for total, count in recent]
     raw[0] |= {"opacity": 0.35, "line": {"color": colour, "width": 1}, "name": "each step"}
     mean = {"x": xs, "y": means, "name": f"mean of {window}"}
     return [*raw, {"type": "scatter", "mode": "lines", "line": {"color": colour, "width": 2.5}, **mean}]

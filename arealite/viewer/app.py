@@ -1,0 +1,161 @@
+"""The page of the viewer and its data over HTTP, on loopback, for whoever has the token.
+
+The page itself holds no data and is open to all who can connect; everything below `/api/` wants the token in a header,
+never in a path or a cookie. All requests only read. Status: 304 where a run has not changed; 400 for what can't be
+read; 401 without the token. Rows of an earlier generation are `stale`, which is no error: runs resume.
+"""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from plotly.offline import get_plotlyjs
+
+from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.utils.files import FileError
+from arealite.utils.http_server import HttpServer
+from arealite.utils.secret import is_authorized
+from arealite.viewer.index import StaleIndexError
+from arealite.viewer.report import PAGE, freeze
+from arealite.viewer.runs import Runs, RunView
+
+MAX_EXPORTED = 2000  # trajectories of one page
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)  # Plotly writes styles and draws its exports as images
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_UNAUTHORIZED = "each request must show the token: got none, or another. Open the address that `arealite view` printed."
+
+
+class Viewer:
+    """Serves the runs below a folder."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self._runs, self._token = Runs(folder), token
+        self._files = {path.name: path.read_bytes() for path in PAGE.iterdir()}
+        self._files["plotly.js"] = get_plotlyjs().encode()
+        self._app = web.Application(middlewares=[self._guard])
+        self._app.add_routes(
+            [
+                web.get("/", self._page),
+                web.get("/files/{name}", self._file),
+                web.get("/api/runs", self._list),
+                web.get("/api/run", self._run),
+                web.get("/api/rows", self._rows),
+                web.get("/api/row", self._row),
+                web.get("/api/snippets", self._snippets),
+                web.get("/api/search", self._search),
+                web.get("/api/prompt", self._prompt),
+                web.get("/api/untrained", self._untrained),
+                web.get("/api/evaluations", self._evaluations),
+                web.post("/api/export", self._export),
+            ]
+        )
+
+    def server(self) -> HttpServer:
+        return HttpServer(self._app, self._token)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Admit who has the token, and answer errors in words."""
+        is_open = not request.path.startswith("/api/")
+        if not is_open and not is_authorized(request.headers.get("Authorization"), self._token):
+            response: web.StreamResponse = _json({"error": _UNAUTHORIZED}, status=401)
+        else:
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = _json({"error": error.reason}, status=error.status)
+            except StaleIndexError as error:
+                response = _json({"stale": str(error)})  # an error would be one in the browser's console too
+            except (AReaLiteError, FileError) as error:
+                response = _json({"error": f"{type(error).__name__}: {error}"}, status=400)
+        response.headers.update(_HEADERS)
+        return response
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._files["view.html"], content_type="text/html", charset="utf-8")
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._files or (kind := _TYPES.get(Path(name).suffix)) is None:
+            raise web.HTTPNotFound
+        return web.Response(body=self._files[name], content_type=kind, charset="utf-8")
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._runs.table))
+
+    async def _run(self, request: web.Request) -> web.Response:
+        known = re.sub(r'^"|"$', "", request.headers.get("If-None-Match", ""))
+        tag, found = await asyncio.to_thread(self._view(request).describe, known)
+        return web.Response(status=304) if found is None else _json(found, headers={"ETag": f'"{tag}"'})
+
+    async def _rows(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._view(request).rows, *_numbers(request, "generation", "start")))
+
+    async def _row(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._view(request).row, *_numbers(request, "generation", "row")))
+
+    async def _snippets(self, request: web.Request) -> web.Response:
+        (generation,) = _numbers(request, "generation")
+        numbers = [_number("rows", number) for number in _word(request, "rows").split(",")]
+        return _json(await asyncio.to_thread(self._view(request).snippets, generation, numbers))
+
+    async def _search(self, request: web.Request) -> web.Response:
+        generation, start, end = _numbers(request, "generation", "start", "end")
+        text = _word(request, "text")
+        return _json(await asyncio.to_thread(self._view(request).search, generation, text, start, end))
+
+    async def _prompt(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._view(request).prompt, _word(request, "prompt")))
+
+    async def _untrained(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._view(request).untrained))
+
+    async def _evaluations(self, request: web.Request) -> web.Response:
+        return _json({"evaluations": await asyncio.to_thread(self._view(request).evaluations)})
+
+    async def _export(self, request: web.Request) -> web.Response:
+        """Answer with a page about the rows in the body, which needs no server."""
+        (generation,) = _numbers(request, "generation")
+        numbers = [_number("rows", word) for word in (await request.text()).split(",")]
+        if len(numbers) > MAX_EXPORTED:
+            raise ConfigError(f"an export must hold at most {MAX_EXPORTED} rows: got {len(numbers)}. Filter more.")
+        page = await asyncio.to_thread(freeze, self._view(request), generation, numbers)
+        return web.Response(text=page, content_type="text/html")
+
+    def _view(self, request: web.Request) -> RunView:
+        return self._runs.view(_word(request, "run"))
+
+
+def _numbers(request: web.Request, *names: str) -> list[int]:
+    return [_number(name, _word(request, name)) for name in names]
+
+
+def _number(name: str, word: str) -> int:
+    if not word.removeprefix("-").isdecimal():
+        raise ConfigError(f"{name} must be a whole number: got {word!r}.")
+    return int(word)
+
+
+def _word(request: web.Request, name: str) -> str:
+    if name not in request.query:
+        raise ConfigError(f"the query must have {name}: got {request.query_string!r}.")
+    return request.query[name]
+
+
+def _json(value: Any, **options: Any) -> web.Response:
+    body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    return web.Response(body=body, content_type="application/json", **options)

@@ -1,0 +1,246 @@
+"""Finds the trajectories of a run: which there are, what is in one, and which hold a text.
+
+Rows have numbers in the order in which their files are found. Invariant: within a generation a number means one row; a
+run that resumes removes steps, and then the index starts again under the next generation. Files are whole or absent,
+so a run that trains can be read at any time.
+"""
+
+import bisect
+import functools
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.rollout.account.rollout_file import batch_files, read_columns, read_group, read_places
+from arealite.utils.files import FileError, reading
+
+_COLUMNS = ("prompt_id", "row", "num_rows", "sample", "attempt", "reward", "versions", "loss_mask", "more.no_eos")
+_SETTLED_NS = 2_000_000_000  # a folder's time tells a later change only if it is older than the clock's ticks
+_CACHED_GROUPS = 16
+_SNIPPET = 200  # characters
+_NONE = np.iinfo(np.int64).max
+
+Stamp = tuple[int, int, int]
+
+
+class StaleIndexError(AReaLiteError):
+    """The run removed rows since its numbers were handed out."""
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    start: int  # number of its first row
+    columns: dict[str, Any]  # one value per row
+    groups: list[int]  # where each of its row groups ends
+
+    @property
+    def end(self) -> int:
+        return self.start + (self.groups[-1] if self.groups else 0)
+
+
+class RowIndex:
+    """The rows below `rollouts/`, or in those of its folders that `only` names; not for several threads at once."""
+
+    def __init__(self, folder: Path, only: Collection[str] | None = None) -> None:
+        self._folder, self._only = folder, only
+        self.generation = 0
+        self._segments_of = functools.lru_cache(_CACHED_GROUPS)(_read_segments)
+        self._clear()
+
+    def __len__(self) -> int:
+        return self._files[-1].end if self._files else 0
+
+    def grow(self, seconds: float) -> bool:
+        """Index what is new for about `seconds`; return whether that is all."""
+        deadline = time.monotonic() + seconds
+        self._list()
+        while self._waiting:
+            path = self._waiting.popleft()
+            try:
+                self._files.append(_File(path, len(self), *_columns(path)))
+            except FileError as error:
+                self.problems.append(str(error))
+            if time.monotonic() >= deadline:
+                break
+        return not self._waiting
+
+    def columns(self, generation: int, start: int) -> dict[str, Any]:
+        """Return the columns of the rows from `start` on, and of all rows if another generation is asked for.
+
+        `names` are their folders, each with its number of rows.
+        """
+        start = start if generation == self.generation else 0
+        found: dict[str, Any] = {"generation": self.generation, "start": start, "count": len(self) - start}
+        files = [file for file in self._files if file.end > start]
+        places = [max(start - file.start, 0) for file in files]
+        found["names"] = [(file.path.parent.name, file.groups[-1] - place) for file, place in zip(files, places)]
+        for key in files[0].columns if files else ():
+            parts = [file.columns[key][place:] for file, place in zip(files, places)]
+            found[key] = [*itertools.chain(*parts)] if key == "prompt_id" else np.concatenate(parts)
+        return found
+
+    def row(self, generation: int, number: int) -> dict[str, Any]:
+        """Return one row, and as `name` the folder that holds it."""
+        return next(self.rows(generation, [number]))
+
+    def rows(self, generation: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield rows in turn; neighbours cost little, as they are read together."""
+        places = (self._place(generation, number) for number in numbers)
+        for (path, group), same in itertools.groupby(places, key=lambda place: (place[0].path, place[1])):
+            for row in read_places(path, group, [place for _, _, place in same]):
+                yield {"name": path.parent.name} | row
+
+    def snippets(self, generation: int, numbers: Sequence[int]) -> list[str]:
+        """Return the first characters that were sampled in each row."""
+        return [self._snippet(*self._place(generation, number)) for number in numbers]
+
+    def search(self, generation: int, text: str, rows: range, seconds: float) -> tuple[list[int], int]:
+        """Find a text, whatever its case, in a range of rows, last file first, for about `seconds`.
+
+        Return the numbers of those that hold it, and the end of what is left, which is `rows.start` when all is done.
+        """
+        self._require(generation)
+        deadline, found = time.monotonic() + seconds, list[int]()
+        for file in reversed([file for file in self._files if file.start < rows.stop and file.end > rows.start]):
+            found += [number for number in (_holding(file.path, text) + file.start).tolist() if number in rows]
+            if time.monotonic() >= deadline:
+                return found, max(file.start, rows.start)
+        return found, rows.start
+
+    def _clear(self) -> None:
+        self.problems: list[str] = []  # what could not be read
+        self._files: list[_File] = []
+        self._waiting: deque[Path] = deque()
+        self._times: dict[str, int] = {}  # of folders, when they were last listed
+        self._stamps: dict[Path, Stamp] = {}  # of all files that were found
+        self._segments_of.cache_clear()
+
+    def _list(self) -> None:
+        """Queue the files that are new, or start again where one is gone."""
+        if self._folder.is_dir():
+            with os.scandir(self._folder) as entries:
+                times = {entry.name: entry.stat().st_mtime_ns for entry in entries if entry.is_dir()}
+        else:
+            times = {}
+        if self._only is not None:
+            times = {name: times[name] for name in self._only if name in times}
+        changed = [name for name in times if times[name] != self._times.get(name)]
+        listed = {name: {path: _stamp(path) for path in batch_files(self._folder / name).values()} for name in changed}
+        now = {path: stamp for files in listed.values() for path, stamp in files.items()}
+        kept = {path: stamp for path, stamp in self._stamps.items() if path.parent.name in times}
+        relisted = {path: now.get(path) for path in kept if path.parent.name in listed}
+        if len(kept) < len(self._stamps) or any(stamp != kept[path] for path, stamp in relisted.items()):
+            self.generation += 1
+            self._clear()
+            self._list()
+            return
+        settled = time.time_ns() - _SETTLED_NS
+        self._times |= {name: times[name] for name in changed if times[name] < settled}
+        new = {path: stamp for path, stamp in now.items() if path not in self._stamps and stamp is not None}
+        self._stamps |= new
+        self._waiting.extend(sorted(new, key=_in_order))
+
+    def _require(self, generation: int) -> None:
+        if generation != self.generation:
+            raise StaleIndexError(
+                f"rows must be asked for by their numbers of now: got generation {generation} of {self.generation}. "
+                "The run removed steps: read its rows again."
+            )
+
+    def _place(self, generation: int, number: int) -> tuple[_File, int, int]:
+        """Return the file of a row, its row group, and its place in that."""
+        self._require(generation)
+        if not 0 <= number < len(self):
+            raise ConfigError(f"a row must be in 0 .. {len(self) - 1}: got {number}.")
+        file = self._files[bisect.bisect_right(self._files, number, key=lambda file: file.end)]
+        group = bisect.bisect_right(file.groups, number - file.start)
+        return file, group, number - file.start - (file.groups[group - 1] if group else 0)
+
+    def _snippet(self, file: _File, group: int, place: int) -> str:
+        try:
+            segments = self._segments_of(file.path, group)
+        except FileError:  # opening the row names it
+            return ""
+        parts = segments[place].as_py() if segments is not None else None
+        return next((part["sampled"] for part in parts or () if part.get("sampled")), "")[:_SNIPPET]
+
+
+def _read_segments(path: Path, group: int) -> pa.ChunkedArray | None:
+    table = read_group(path, group, ("segments",))
+    return table.column("segments") if table.column_names else None
+
+
+def _columns(path: Path) -> tuple[dict[str, Any], list[int]]:
+    """Return what the list shows of each row of a file, and where the file's row groups end.
+
+    `staleness` is -1 where no update trained the row or its tokens are not stored, `step` is that of the folder's name.
+    """
+    table, groups = read_columns(path, _COLUMNS)
+    with reading(path, pa.ArrowException):
+        kind, _, number = path.parent.name.rpartition("_")
+        found: dict[str, Any] = {"prompt_id": table.column("prompt_id").to_pylist()}
+        for key in ("row", "num_rows", "sample", "attempt", "reward"):
+            found[key] = table.column(key).to_numpy()
+        step = int(number) if number.isdecimal() else -1
+        found["step"] = np.full(len(table), step, np.int32)
+        found["sampled"], found["tokens"], oldest = _of_tokens(table)
+        found["truncated"] = np.zeros(len(table), bool)
+        if "more" in table.column_names:
+            no_eos = pc.struct_field(table.column("more"), "no_eos")
+            found["truncated"] = pc.fill_null(no_eos.cast(pa.bool_()), False).to_numpy()
+        is_known = (oldest < _NONE) & (kind == "step")
+        found["staleness"] = np.where(is_known, step - oldest, -1).astype(np.int32)
+        return found, groups
+
+
+def _of_tokens(table: pa.Table) -> tuple[Any, Any, Any]:
+    """Return how many tokens of each row were sampled, how many it has, and the oldest version that sampled one."""
+    masks, versions = (table.column(key).combine_chunks() for key in ("loss_mask", "versions"))
+    offsets = np.asarray(masks.offsets).astype(np.int64)
+    is_sampled = masks.values.to_numpy(zero_copy_only=False).astype(bool)
+    sums = np.concatenate([[0], is_sampled.cumsum()])
+    lengths, sampled = offsets[1:] - offsets[:-1], sums[offsets[1:]] - sums[offsets[:-1]]
+    of_sampled = np.where(is_sampled, versions.values.to_numpy(zero_copy_only=False), _NONE)
+    # `reduceat` gives an empty row the entry at its start, which may lie behind the last one.
+    oldest = np.minimum.reduceat(np.append(of_sampled, _NONE), offsets[:-1]) if len(table) else lengths
+    return sampled, lengths, np.where(sampled > 0, oldest, _NONE)
+
+
+def _holding(path: Path, text: str) -> Any:
+    """Return the places of the rows in a file that hold a text."""
+    table, _ = read_columns(path, ("segments",))
+    if not table.column_names:
+        return np.empty(0, np.int64)
+    rows = table.column("segments").combine_chunks()
+    parts = rows.values
+    is_hit = np.zeros(len(parts), bool)
+    for kind in ("given", "sampled"):
+        hits = pc.match_substring(parts.field(kind), text, ignore_case=True)
+        is_hit |= pc.fill_null(hits, False).to_numpy(zero_copy_only=False)
+    return np.unique(np.searchsorted(np.asarray(rows.offsets), np.flatnonzero(is_hit), side="right") - 1)
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """Return what differs when a file is replaced; nothing if it went away."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _in_order(path: Path) -> tuple[str, int, int]:
+    """Sort files by the kind of their folder, its number and theirs."""
+    kind, _, number = path.parent.name.rpartition("_")
+    return (kind, int(number), int(path.stem)) if number.isdecimal() else (path.parent.name, -1, int(path.stem))

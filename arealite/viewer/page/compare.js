@@ -1,0 +1,53 @@
+"use strict";
+// Two completions of one prompt beside each other: of two steps, two samples, or two runs.
+const MAX_OFFERED = 200; // the newest; each costs time whenever a trajectory is opened
+
+const isTrained = (rows, n) => rows.columns.name[n].startsWith("step_");
+const indexOf = (promptId) => promptId.slice(promptId.lastIndexOf("-"));
+
+// Numbers of the rows about the same row of the data set, the newest first; prompts of training and of evaluations are of two.
+function aboutTheSame(rows, promptId, wantsTrained) {
+  const end = indexOf(promptId);
+  const found = [];
+  for (let i = rows.count - 1; i >= 0 && found.length < MAX_OFFERED; i--) {
+    if (rows.columns.prompt_id[i].endsWith(end) && isTrained(rows, i) === wantsTrained) found.push(i);
+  }
+  return found;
+}
+
+const labelOf = (rows, n) => {
+  const { name, prompt_id: prompt, reward } = rows.columns;
+  return `${name[n].replace("_step_", " ").replace("_", " ")}, prompt ${prompt[n]}, sample ${rows.place(n)}: reward ${reward[n] === null ? "unknown" : shown(reward[n])}`;
+};
+
+// `offers` are pairs of a run's name and its rows, the open run first.
+function compareNodes(offers, n, row, fetchRow) {
+  const [[, rows]] = offers;
+  const prompt = rows.columns.prompt_id[n];
+  const nothing = element("option", "", "nothing");
+  nothing.value = "";
+  const picker = element("select", "", undefined, [nothing]);
+  for (const [run, others] of offers) {
+    const same = aboutTheSame(others, prompt, isTrained(rows, n)).filter((i) => others !== rows || i !== n);
+    const group = element("optgroup", "", undefined, same.map((i) => {
+      const option = element("option", "", labelOf(others, i));
+      option.value = JSON.stringify([run, i]);
+      return option;
+    }));
+    group.label = run;
+    if (same.length) picker.append(group);
+  }
+  const sides = element("div", "sides");
+  picker.addEventListener("change", async () => {
+    if (!picker.value) return sides.replaceChildren();
+    const chosen = picker.value;
+    const [run, i] = JSON.parse(chosen);
+    const others = offers.find(([name]) => name === run)[1];
+    const other = await fetchRow(run, others, i);
+    if (!other || picker.value !== chosen) return;
+    sides.replaceChildren(...[[offers[0][0], rows, n, row], [run, others, i, other]].map(([name, of, number, one]) => element("div", "", undefined, [
+      element("h4", "", `${offers.length > 1 ? `${name}: ` : ""}${labelOf(of, number)}`), conversation(one.segments),
+    ])));
+  });
+  return [element("label", "compare", "Compare with ", [picker]), sides];
+}

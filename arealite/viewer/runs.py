@@ -1,0 +1,283 @@
+"""The runs that are shown, read from their folders; nothing there is ever changed.
+
+A run is known by its path below the viewer's folder, and only runs that were found there can be asked for.
+"""
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
+from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
+from arealite.rollout.account.rollout_file import PER_TOKEN
+from arealite.utils.files import FileError, reading, require_object
+from arealite.viewer.describe import describe, is_run
+from arealite.viewer.index import RowIndex
+from arealite.viewer.samples import MAX_CHARACTERS, cut, evaluations
+from arealite.viewer.token_texts import token_texts, tokenizer_file
+
+SLICE_S = 0.3  # how long a request indexes or searches before it says that there is more
+_DEPTH = 3  # of runs below the folder: <fileroot>/<experiment>/<trial>
+_LAST_BYTES = 64 * 1024  # of the metrics, which hold the last row
+_FROZEN_TOKENS = 400_000  # of which a frozen page has the numbers: 20 bytes each
+_ISSUES = """
+SELECT epoch || '-' || idx AS prompt_id, ticket, state, reason, attempt, head_version, trained_version, latency_s,
+    issued_unix_s, changed_unix_s
+FROM prompts WHERE prompt_id IN (SELECT value FROM json_each(?)) ORDER BY ticket
+"""
+_SAMPLES = "SELECT sample, tokens, latency_s, num_interrupts, server FROM samples WHERE ticket = ? ORDER BY sample"
+_UNTRAINED = f"""
+SELECT ticket, epoch || '-' || idx AS prompt_id, {OUTCOME} AS outcome, attempt, latency_s, changed_unix_s,
+    (SELECT sum(tokens) FROM samples WHERE samples.ticket = prompts.ticket) AS sampled
+FROM prompts WHERE state <> 'trained' ORDER BY ticket
+"""
+
+
+class Runs:
+    """The runs at or below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ConfigError(f"the folder to view must exist: got {folder}. Pass a run folder, or a folder of runs.")
+        self._folder = folder
+        self._views: dict[str, RunView] = {}
+        self._lock = threading.Lock()
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a line on each run, the one that changed last first; what is damaged in one hides no other."""
+        with self._lock:
+            for path in _run_folders(self._folder, _DEPTH):
+                if (name := path.relative_to(self._folder).as_posix()) not in self._views:
+                    self._views[name] = RunView(path)
+            views = [(name, view) for name, view in self._views.items() if view.exists()]
+        lines = [{"run": name, **view.line()} for name, view in views]
+        return sorted(lines, key=lambda line: -line["changed_unix_s"])
+
+    def view(self, name: str) -> "RunView":
+        """Return a run that was found. Raises ConfigError."""
+        if name not in self._views:
+            self.table()
+        if name not in self._views:
+            raise ConfigError(f"a run must be below the folder: got {name!r}. Choose one from the list.")
+        return self._views[name]
+
+
+class RunView:
+    """One run; its methods may be called by several threads."""
+
+    def __init__(self, folder: Path, only: Collection[str] | None = None) -> None:
+        """`only` names the folders of rollouts whose rows are shown (default: all)."""
+        self._run = RunFolder(folder)
+        self._lock = threading.Lock()
+        self._index = RowIndex(self._run.rollouts, only)
+        self._metrics = MetricsTail(self._run.metrics)
+        self._evaluations: dict[str, Any] | None = None
+        self._evaluated = ""  # times of the folders that they were read from
+
+    def exists(self) -> bool:
+        return is_run(self._run.path)
+
+    def line(self) -> dict[str, Any]:
+        """Return the state of the run in a few values."""
+        files = (self._run.metrics, self._run.command, self._run.config)
+        changed = {"changed_unix_s": max((file.stat().st_mtime for file in files if file.exists()), default=0.0)}
+        try:
+            row = _last_row(self._run.metrics)
+            with reading(self._run.summary):
+                state = "finished" if self._run.is_finished else "not finished"
+            return changed | {"steps": row.get("step", -1) + 1, "reward": row.get("reward/mean"), "state": state}
+        except FileError as error:
+            return changed | {"steps": 0, "reward": None, "state": str(error)}
+
+    def describe(self, tag: str) -> tuple[str, dict[str, Any] | None]:
+        """Return what the run was, with charts of its metrics, under a new tag; nothing if `tag` still holds."""
+        stamps = [_stamp(path) for path in (self._run.metrics, self._run.config, self._run.summary)]
+        now = "-".join(stamps)
+        if now == tag:
+            return now, None
+        with self._lock:
+            return now, describe(self._run, self._metrics.read())
+
+    def rows(self, generation: int, start: int) -> dict[str, Any]:
+        """Return the columns of the rows from `start` on, and whether the index has all that there are."""
+        with self._lock:
+            is_complete = self._index.grow(SLICE_S)
+            found = self._index.columns(generation, start)
+            return found | {"is_complete": is_complete, "problems": self._index.problems}
+
+    def snippets(self, generation: int, numbers: Sequence[int]) -> list[str]:
+        with self._lock:
+            return self._index.snippets(generation, numbers)
+
+    def search(self, generation: int, text: str, start: int, end: int) -> dict[str, Any]:
+        """Return rows from `start` to `end` that hold a text, and the end of what is still to be searched."""
+        with self._lock:
+            rows, end = self._index.search(generation, text, range(start, end), SLICE_S)
+        return {"rows": rows, "end": end}
+
+    def row(self, generation: int, number: int) -> dict[str, Any]:
+        """Return one trajectory: what was given and sampled, the numbers of its tokens, and its prompt's state."""
+        with self._lock:
+            row = self._index.row(generation, number)
+        issues = self.prompt(row["prompt_id"]) if _is_trained(row) else []  # others have the same names
+        return _shown(row, tokenizer_file(self._run, self._config())) | {"prompt": issues}
+
+    def frozen(self, generation: int, numbers: Sequence[int]) -> dict[str, Any]:
+        """Return all that the page asks for, of this run and some of its rows; long ones are cut."""
+        rows, numbers, num_tokens = list[dict[str, Any]](), sorted(numbers), 0
+        tokenizer = tokenizer_file(self._run, self._config())
+        with self._lock:
+            columns = _taken(self._index.columns(generation, 0), numbers)
+            stored = [*self._index.rows(generation, numbers)]
+            snippets = self._index.snippets(generation, numbers)
+        for row in stored:
+            num_tokens += len(row["input_ids"] or ())
+            rows.append(_shown(row | ({} if num_tokens <= _FROZEN_TOKENS else {"input_ids": None}), tokenizer))
+            limit = 2 * MAX_CHARACTERS // max(2, len(row["segments"] or ()))  # many turns are as long as few
+            parts = row["segments"] or ()
+            rows[-1]["segments"] = [{kind: cut(text, limit) for kind, text in part.items()} for part in parts] or None
+        issues = self._issues({row["prompt_id"] for row in stored if _is_trained(row)})
+        for row, shown in zip(stored, rows):
+            shown["prompt"] = issues.get(row["prompt_id"], []) if _is_trained(row) else []
+        _, described = self.describe("")
+        run = {"run": described, "runs": [{"run": ".", **self.line()}], "evaluations": self.evaluations()}
+        return run | {"rows": columns, "snippets": snippets, "row": rows}
+
+    def evaluations(self) -> dict[str, Any] | None:
+        """Return held-out prompts with two completions each."""
+        folders = [path for path in self._run.rollouts.glob("*") if not path.name.startswith("step_")]
+        stamps = "-".join(map(_stamp, sorted(folders)))
+        with self._lock:
+            if stamps != self._evaluated:
+                self._evaluations, self._evaluated = evaluations(self._run.rollouts), stamps
+            return self._evaluations
+
+    def prompt(self, prompt_id: str) -> list[dict[str, Any]]:
+        """Return what the ledger says of each issue of a prompt, with its samples and the attempts that failed."""
+        return self._issues([prompt_id]).get(prompt_id, [])
+
+    def _issues(self, prompt_ids: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        found: dict[str, list[dict[str, Any]]] = {}
+        if not (prompt_ids and self._run.ledger.exists()):
+            return found
+        with open_for_reading(self._run.ledger) as database:
+            wanted = (json.dumps([*prompt_ids]),)
+            for issue in _dicts(database.execute(_ISSUES, wanted)):
+                found.setdefault(issue.pop("prompt_id"), []).append(issue)
+            for issue in itertools.chain(*found.values()):
+                issue["samples"] = _dicts(database.execute(_SAMPLES, (issue["ticket"],)))
+            kinds = dict(database.execute("SELECT ticket, json_group_array(kind) FROM retries GROUP BY ticket"))
+        for issue in itertools.chain(*found.values()):
+            issue["retries"] = json.loads(kinds.get(issue["ticket"], "[]"))
+        return found
+
+    def untrained(self) -> list[dict[str, Any]]:
+        """Return the prompts that wait, run, were rejected or failed."""
+        if not self._run.ledger.exists():
+            return []
+        with open_for_reading(self._run.ledger) as database:
+            return _dicts(database.execute(_UNTRAINED))
+
+    def _config(self) -> dict[str, Any]:
+        with reading(self._run.config, yaml.YAMLError):
+            text = self._run.config.read_text(encoding="utf-8") if self._run.config.exists() else ""
+            return require_object(yaml.safe_load(text) or {})
+
+
+class MetricsTail:
+    """The rows of a file of metrics, of which only what was appended is read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+        self._inode, self._offset = 0, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all rows of now; a resumed run replaces its file, which then is read from the beginning."""
+        if not self._path.exists():
+            return []
+        with reading(self._path), self._path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self._offset:
+                self._rows, self._inode, self._offset = [], stat.st_ino, 0
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+            new = [require_object(json.loads(line)) for line in whole.splitlines()]
+            self._rows += new
+            self._offset += len(whole) + bool(whole)
+        return self._rows
+
+
+def _run_folders(folder: Path, depth: int) -> list[Path]:
+    if is_run(folder):
+        return [folder]
+    if depth == 0 or not os.access(folder, os.R_OK | os.X_OK):
+        return []
+    children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+    return [found for child in sorted(children) for found in _run_folders(child, depth - 1)]
+
+
+def _last_row(path: Path) -> dict[str, Any]:
+    """Return the last whole row of a file of metrics."""
+    if not path.exists():
+        return {}
+    with reading(path), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+        last = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+        return require_object(json.loads(last)) if last else {}
+
+
+def _shown(row: dict[str, Any], tokenizer: Path | None) -> dict[str, Any]:
+    """Return what the page shows of a stored row."""
+    ids = row["input_ids"]
+    more = {key: value for key, value in row["more"].items() if _is_per_token(value, ids)}
+    facts = {key: value for key, value in row.items() if key not in (*PER_TOKEN, "segments", "more")}
+    facts |= {key: value for key, value in row["more"].items() if not isinstance(value, list)}
+    return {
+        "facts": facts,
+        "segments": row["segments"],
+        "tokens": None if ids is None else {key: row[key] for key in PER_TOKEN} | more,
+        "texts": None if ids is None or tokenizer is None else token_texts(tokenizer, ids),
+    }
+
+
+def _taken(columns: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the columns of some rows, as those of a run that has no others."""
+    names = [name for name, count in columns["names"] for _ in range(count)]
+    taken = [names[number] for number in numbers]
+    lengths = [(name, len([*same])) for name, same in itertools.groupby(taken)]
+    of_all = {"generation": 0, "start": 0, "count": len(numbers), "names": lengths, "is_complete": True, "problems": []}
+    keys = columns.keys() - of_all.keys()
+    return of_all | {key: [_plain(columns[key][number]) for number in numbers] for key in sorted(keys)}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str) else value.item()
+
+
+def _is_trained(row: dict[str, Any]) -> bool:
+    return str(row["name"]).startswith("step_")
+
+
+def _stamp(path: Path) -> str:
+    if not path.exists():
+        return ""
+    stat = path.stat()
+    return f"{stat.st_ino:x}.{stat.st_mtime_ns:x}.{stat.st_size:x}"
+
+
+def _is_per_token(value: Any, ids: Sequence[int] | None) -> bool:
+    is_list = ids is not None and isinstance(value, list) and len(value) == len(ids)
+    return is_list and all(isinstance(one, (int, float)) for one in value)
+
+
+def _dicts(cursor: Any) -> list[dict[str, Any]]:
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row)) for row in cursor]

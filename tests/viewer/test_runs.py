@@ -1,0 +1,149 @@
+import shutil
+from pathlib import Path
+
+import pytest
+from testing_rollouts import write_rows
+from testing_views import byte_tokenizer, row, write_metrics, write_run
+
+from arealite.api.errors import ConfigError
+from arealite.viewer.runs import MetricsTail, Runs, RunView
+
+
+def steps(tail: MetricsTail) -> list[int]:
+    return [row["step"] for row in tail.read()]
+
+
+def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
+    tail = MetricsTail(path := tmp_path / "metrics.jsonl")
+    assert steps(tail) == []
+    write_metrics(tmp_path, [0, 1])
+    assert steps(tail) == [0, 1]
+    with path.open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert steps(tail) == [0, 1], "a row that is being written is no row yet"
+    with path.open("a") as file:
+        file.write('ard/mean": 1}\n')
+    assert tail.read()[2] == {"step": 2, "reward/mean": 1}
+    path.rename(tmp_path / "old")
+    write_metrics(tmp_path, [0, 1, 5, 6])  # a run that resumes replaces the file
+    assert steps(tail) == [0, 1, 5, 6]
+
+
+def test_runs_are_found_below_the_folder_the_newest_first(tmp_path: Path) -> None:
+    for name in ("e/t0", "e/t1"):
+        write_metrics(tmp_path / name, [0, 1])
+    (tmp_path / "e/t1/summary.json").write_text('{"is_finished": true}')
+    write_metrics(tmp_path / "e/t0", [2])
+    (tmp_path / ".hidden/t").mkdir(parents=True)
+    write_metrics(tmp_path / ".hidden/t", [0])
+    table = Runs(tmp_path).table()
+    assert {line["run"]: (line["steps"], line["reward"], line["state"]) for line in table} == {
+        "e/t0": (3, 0.2, "not finished"),
+        "e/t1": (2, 0.1, "finished"),
+    }
+    times = [line["changed_unix_s"] for line in table]
+    assert times == sorted(times, reverse=True)
+    assert [line["run"] for line in Runs(tmp_path / "e/t0").table()] == ["."]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
+def test_a_damaged_run_hides_no_other(tmp_path: Path, name: str) -> None:
+    for trial in ("t0", "t1"):
+        write_metrics(tmp_path / trial, [0])
+    (tmp_path / "t1" / name).write_text("[5\n")
+    states = {line["run"]: line["state"] for line in Runs(tmp_path).table()}
+    assert states.pop("t0") == "not finished"
+    assert states.pop("t1").startswith(f"{tmp_path}/t1/{name} must be as its writer left it")
+
+
+def test_only_runs_that_were_found_can_be_asked_for(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "shown/e/t0", [0])
+    write_metrics(tmp_path / "other/t0", [0])
+    runs = Runs(tmp_path / "shown")
+    runs.view("e/t0")
+    for name in ("../other/t0", str(tmp_path / "other/t0"), "e", ""):
+        with pytest.raises(ConfigError, match="a run must be below the folder"):
+            runs.view(name)
+
+
+def test_a_run_that_did_not_change_is_not_described_again(tmp_path: Path) -> None:
+    view = RunView(write_run(tmp_path / "t0"))
+    tag, first = view.describe("")
+    assert first is not None and first["title"] == "e / t0"
+    assert view.describe(tag) == (tag, None)
+    write_metrics(tmp_path / "t0", [2])
+    changed, second = view.describe(tag)
+    assert changed != tag and second is not None
+    (chart,) = [chart for chart in second["charts"] if chart["title"] == "Reward"]
+    assert chart["traces"][0]["y"] == [0.0, 0.1, 0.2]
+
+
+def test_a_trajectory_has_the_text_of_each_token_and_the_state_of_its_prompt(tmp_path: Path) -> None:
+    view = RunView(write_run(tmp_path / "t0"))
+    write_rows(tmp_path / "t0/rollouts/step_2", [row("0-0", step=2, given="🍎?", sampled="ok", more={
+        "token_rewards": [0.0] * 5 + [0.5, -0.5], "num_turns": 2})])  # fmt: skip
+    columns = view.rows(-1, 0)
+    assert columns["is_complete"] and columns["count"] == 10
+    found = view.row(0, 9)
+    assert found["texts"] == ["", "", "", "🍎", "?", "o", "k"]
+    assert found["tokens"]["token_rewards"] == [0.0] * 5 + [0.5, -0.5]
+    assert found["tokens"]["versions"] == [-1] * 5 + [1, 2]
+    assert found["facts"]["num_turns"] == 2
+    (issue,) = found["prompt"]
+    assert (issue["state"], issue["trained_version"], issue["retries"]) == ("trained", 0, ["server"])
+    assert [sample["tokens"] for sample in issue["samples"]] == [5]
+
+
+def test_an_evaluation_is_not_taken_for_the_prompt_of_training_with_its_name(tmp_path: Path) -> None:
+    view = RunView(write_run(tmp_path / "t0"))
+    assert view.rows(-1, 0)["names"][0] == ("eval_step_0", 1)
+    found = view.row(0, 0)
+    assert (found["facts"]["prompt_id"], found["prompt"]) == ("0-0", [])
+
+
+def test_a_tokenizer_that_is_not_here_leaves_ids(tmp_path: Path) -> None:
+    view = RunView(write_run(tmp_path / "t0"))
+    view.rows(-1, 0)
+    (tmp_path / "t0/tokenizer.json").unlink()
+    found = view.row(0, 1)
+    assert found["texts"] is None and len(found["tokens"]["input_ids"]) == 7
+    (saved := tmp_path / "t0/checkpoints/step_4").mkdir(parents=True)
+    byte_tokenizer().save(str(saved / "tokenizer.json"))
+    assert view.row(0, 1)["texts"] == [*"2 + 2?4"]
+
+
+def test_prompts_that_were_not_trained_have_a_reason(tmp_path: Path) -> None:
+    view = RunView(write_run(tmp_path / "t0"))
+    found = view.untrained()
+    assert [(one["prompt_id"], one["outcome"], one["sampled"]) for one in found] == [
+        ("0-4", "failed_reward_timeout", None), ("0-5", "rejected_filter", 5), ("0-6", "issued", None),
+    ]  # fmt: skip
+    (issue,) = view.prompt("0-4")
+    assert (issue["reason"], issue["latency_s"], issue["samples"]) == ("reward_timeout", 31.0, [])
+
+
+def test_what_is_missing_is_left_out(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [0])
+    view = RunView(tmp_path)
+    assert view.rows(-1, 0)["count"] == 0
+    assert view.untrained() == []
+    assert view.prompt("0-1") == []
+
+
+def test_nothing_of_a_run_is_changed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "t0")
+
+    def state() -> dict[Path, tuple[int, bytes]]:
+        files = [path for path in run.rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    view = RunView(run)
+    view.describe("")
+    view.rows(-1, 0)
+    view.row(0, 3)
+    view.untrained()
+    view.search(0, "4", 0, 9)
+    assert state() == before
+    shutil.rmtree(run)
+    assert not view.exists()

@@ -1,0 +1,291 @@
+"""The page in a real Chromium, which `make test-view` brings playwright for."""
+
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from testing_rollouts import write_rows
+from testing_views import row, write_metrics, write_run
+
+from arealite.rollout.account.rollout_file import write_batch
+
+pytestmark = pytest.mark.slow
+
+Viewing = Callable[[Path], str]
+NewPage = Callable[..., Any]
+NASTY = "</script><img src=x onerror=alert(1)> {{title}}"
+NUM_STEPS, NUM_ROWS, NUM_TOKENS = 100, 1000, 320
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    executable = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert executable is not None, "Chromium must be installed: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=[*ARGUMENTS])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def viewing() -> Iterator[Callable[[Path], str]]:
+    """Runs `arealite view` and returns its address."""
+    processes = list[subprocess.Popen[str]]()
+
+    def view(folder: Path) -> str:
+        command = [sys.executable, "-m", "arealite.cli.main", "view", str(folder)]
+        processes.append(process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    yield view
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+        with process:
+            assert process.wait(20) == 0
+
+
+@pytest.fixture
+def new_page(browser: Any, viewing: object) -> Iterator[Callable[..., Any]]:
+    """Makes pages whose consoles must stay empty, and which are closed before their server ends."""
+    pages, said = list[Any](), list[str]()
+
+    def new(**options: Any) -> Any:
+        pages.append(page := browser.new_page(**options))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.set_default_timeout(20_000)
+        return page
+
+    yield new
+    for page in pages:
+        page.close()
+    assert said == []
+
+
+def counted(page: Any, text: str) -> None:
+    """Wait until the list says how many trajectories it has."""
+    page.wait_for_selector(f"#counts:text-is('{text}')")
+
+
+def opened(page: Any, address: str, view: str = "rows") -> Any:
+    page.goto(address.replace("#", f"#view={view}&"))
+    return page
+
+
+def test_from_the_list_of_runs_to_a_token(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    write_run(tmp_path / "e/t0")
+    write_rows(tmp_path / "e/t0/rollouts/step_1", [row("0-9", step=1, given=NASTY, sampled="Äh 4", sample=1)])
+    write_run(tmp_path / "e/t1", num_steps=4)
+    address = viewing(tmp_path)
+    (page := new_page(viewport={"width": 1400, "height": 900})).goto(address)
+    page.click("text=e/t0")
+    page.wait_for_selector(".plot .main-svg")
+    assert "token" not in page.url, "nobody shall read it over a shoulder"
+    page.hover(".plot .nsewdrag")
+    page.click(".plot .nsewdrag", position={"x": 8, "y": 60})  # near step 0
+    counted(page, "5 of 13")
+    page.click("button[type=reset]")
+    page.click("#tab-charts")
+    page.focus("#tab-charts")
+    page.keyboard.press("ArrowRight")
+    counted(page, "13 of 13")
+    page.keyboard.press("/")
+    page.keyboard.type("onerror")
+    counted(page, "1 of 13")
+    page.focus("#rows .scroll")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("#row .turn.given")
+    assert page.inner_text("#row .turn.given pre") == NASTY and page.query_selector("#row img") is None
+    page.click("#row .modes >> text=Tokens")
+    page.focus(".tokens")
+    for _ in range(len(NASTY) + 2):
+        page.keyboard.press("ArrowRight")
+    told = page.inner_text("#row .inspector")
+    assert told == 'token 48 · "Ä" · id 226 · sampled true · logprob -0.5 · version 0 · probability 0.6065'
+    page.select_option("#row .legend select", "versions")
+    assert [*map(str.strip, page.locator("#row .legend span").all_inner_texts())] == ["version 0", "version 1"]
+    page.reload()
+    counted(page, "13 of 13")
+    page.wait_for_selector("#row h2:text-is('Prompt 0-9, sample 1')")
+    page.select_option("[name=outcome]", "failed: reward_timeout")
+    counted(page, "1 of 13")
+    page.focus("#rows .scroll")
+    page.keyboard.press("Home")
+    page.wait_for_selector("#row >> text=No update has trained on this prompt")
+    assert "reward_timeout" in page.inner_text("#row .ledger")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#row")
+    page.click("#tab-runs")
+    page.check("[aria-label='Draw e/t1 beside']")
+    page.click("#tab-charts")
+    page.wait_for_selector("#charts .lead:has-text('beside it, dotted: e / t1')")
+
+
+def test_two_runs_on_the_same_prompt(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    for name in ("t0", "t1"):
+        write_metrics(tmp_path / name, [0, 1])
+        rows = [row("1-3", step=1, sampled=f"of {name}"), row("1-4", step=1, sampled="another")]
+        write_rows(tmp_path / name / "rollouts/step_1", rows)
+        write_rows(tmp_path / name / "rollouts/eval_step_1", [row("0-3", step=1, sampled="held out")])
+    write_rows(tmp_path / "t0/rollouts/step_0", [row("0-3", step=0, sampled="before")])
+    address = viewing(tmp_path)
+    page = new_page(viewport={"width": 1400, "height": 900})
+    page.goto(address.replace("#", "#view=rows&run=t0&beside=t1&"))
+    counted(page, "4 of 4")
+    page.fill("[name=prompt]", "1-3")
+    counted(page, "1 of 4")
+    page.select_option("[name=truncated]", "yes")
+    counted(page, "0 of 4")
+    page.select_option("[name=truncated]", "no")
+    counted(page, "1 of 4")
+    page.focus("#rows .scroll")
+    page.keyboard.press("Home")
+    page.wait_for_selector(".compare optgroup[label=t1]", state="attached")
+    assert page.locator(".compare option").all_text_contents() == [
+        "nothing",
+        "step 0, prompt 0-3, sample 0: reward 0",
+        "step 1, prompt 1-3, sample 0: reward 0",
+    ]
+    page.select_option(".compare select", index=2)
+    page.wait_for_selector(".sides .turn.sampled >> nth=1")
+    assert page.locator(".sides .turn.sampled pre").all_inner_texts() == ["of t0", "of t1"]
+
+
+def test_a_run_that_trains_and_resumes(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    run = write_run(tmp_path / "t0")
+    address = viewing(run)
+    page = opened(new_page(), address)
+    counted(page, "12 of 12")
+    write_metrics(run, [2, 3])
+    write_rows(run / "rollouts/step_2", [row("0-9", step=2, sampled="more")])
+    counted(page, "13 of 13")
+    page.wait_for_selector(".snippet:text-is('more')")
+    page.click("#tab-charts")
+    page.wait_for_selector("#charts .card:has-text('0 → 0.3')")
+    page.click("#tab-rows")
+    page.fill("[name=text]", "more")
+    counted(page, "1 of 13")
+    shutil.rmtree(run / "rollouts/step_2")
+    counted(page, "0 of 12")
+
+
+def test_what_is_damaged_is_named(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    (damaged := write_run(tmp_path) / "rollouts/step_1/0.parquet").write_bytes(b"PAR1")
+    page = opened(new_page(), viewing(tmp_path))
+    counted(page, "8 of 8")
+    page.wait_for_selector(f"#error:has-text('{damaged} must be as its writer left it')")
+
+
+def test_without_the_token_the_page_says_what_to_do(tmp_path: Path, viewing: Viewing, browser: Any) -> None:
+    write_run(tmp_path / "t0")
+    address = viewing(tmp_path)
+    page = browser.new_page()
+    page.goto(address.partition("#")[0])
+    page.wait_for_selector("#error:has-text('Open the address that `arealite view` printed')")
+    page.close()
+
+
+@pytest.mark.parametrize("width", [400, 700, 1000, 1600])
+def test_nothing_is_wider_than_the_window(tmp_path: Path, viewing: Viewing, new_page: NewPage, width: int) -> None:
+    address = viewing(write_run(tmp_path / "t0"))
+    page = opened(new_page(viewport={"width": width, "height": 800}), address)
+    counted(page, "12 of 12")
+    page.focus("#rows .scroll")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("#row h2")
+    for tab in ("rows", "charts"):
+        page.click(f"#tab-{tab}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_saved_page_needs_no_server(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    run = write_run(tmp_path / "t0")
+    address = viewing(run)
+    page = opened(new_page(), address)
+    counted(page, "12 of 12")
+    page.select_option("[name=outcome]", "trained")
+    counted(page, "8 of 12")
+    with page.expect_download() as download:
+        page.click("#export")
+    download.value.save_as(saved := tmp_path / "saved.html")
+    page.close()
+    shutil.rmtree(run)
+    page = new_page()
+    page.goto(f"{saved.as_uri()}#view=rows")
+    counted(page, "8 of 8")
+    page.fill("[name=text]", "2 + 2")
+    page.fill("[name=reward-from]", "1")
+    counted(page, "4 of 8")
+    page.focus("#rows .scroll")
+    page.keyboard.press("ArrowDown")
+    page.click("#row .modes >> text=Tokens")
+    assert page.inner_text("#row .tokens") == "2 + 2?4"
+    assert "trained" in page.inner_text("#row .ledger") and page.is_hidden("#export")
+
+
+def write_large_run(run: Path) -> None:
+    """Write 100,000 trajectories of 320 tokens: ten files that are new, and copies."""
+    write_metrics(run, range(NUM_STEPS))
+    generator = np.random.default_rng(1)
+    offsets = np.arange(0, (NUM_ROWS + 1) * NUM_TOKENS, NUM_TOKENS, dtype=np.int32)
+    place = np.tile(np.arange(NUM_TOKENS), NUM_ROWS)
+    for step in range(NUM_STEPS):
+        path = run / f"rollouts/step_{step}/0.parquet"
+        if step >= 10:
+            path.parent.mkdir()
+            shutil.copy(run / f"rollouts/step_{step % 10}/0.parquet", path)
+            continue
+        per_token = {
+            "input_ids": generator.integers(0, 50_000, len(place)), "loss_mask": (place >= 64).astype(np.int64),
+            "logprobs": -generator.random(len(place), np.float32), "versions": np.where(place < 64, -1, step),
+        }  # fmt: skip
+        words = np.array(["so", "we", "add", "and", "get", "the", "same", "sum", "again"])
+        texts = [" ".join(words[generator.integers(0, len(words), 250)]) for _ in range(NUM_ROWS)]
+        segments = [[{"given": f"question {i}", "sampled": None}, {"sampled": text}] for i, text in enumerate(texts)]
+        columns = {
+            "prompt_id": [f"0-{i // 8}" for i in range(NUM_ROWS)], "row": [0] * NUM_ROWS, "num_rows": [1] * NUM_ROWS,
+            "sample": [i % 8 for i in range(NUM_ROWS)], "attempt": [0] * NUM_ROWS, "server": ["a"] * NUM_ROWS,
+            "reward": generator.integers(0, 2, NUM_ROWS).astype(np.float32), "segments": segments,
+        }  # fmt: skip
+        lists = {key: pa.ListArray.from_arrays(offsets, pa.array(values)) for key, values in per_token.items()}
+        write_batch(path, [pa.table(columns | lists)], step)
+
+
+def test_a_hundred_thousand_trajectories(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    write_large_run(tmp_path)
+    address = viewing(tmp_path)
+    counted(opened(new_page(), address), "100,000 of 100,000")  # which has indexed them
+    began = time.monotonic()
+    page = opened(new_page(viewport={"width": 1400, "height": 900}), address)
+    counted(page, "100,000 of 100,000")
+    assert time.monotonic() - began <= 3.0
+    filtered = []
+    for name, value in (("reward-from", "1"), ("step-from", "50"), ("prompt", "0-7"), ("staleness-from", "0")):
+        page.fill(f"[name={name}]", value)
+        filtered.append(page.evaluate("state.filteredMs"))
+    page.click("button[type=reset]")
+    for order in ("reward-down", "sampled-up", "prompt"):
+        page.select_option("[name=order]", order)
+        filtered.append(page.evaluate("state.filteredMs"))
+    assert max(filtered) <= 200
+    times = [
+        page.evaluate(f"(async () => {{ const t = performance.now(); state.row = {n}; await showRow({n});"
+                      " document.body.offsetHeight; return performance.now() - t; })()")
+        for n in (5, 77_777, 33_333, 99_999, 12_345)
+    ]  # fmt: skip
+    assert statistics.median(times) <= 100
+    page.fill("[name=text]", "question 123")
+    counted(page, "100 of 100,000")
