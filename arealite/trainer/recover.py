@@ -29,10 +29,10 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import CheckpointError, GroupLostError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import OF_LAUNCHER, RunFolder
+from arealite.api.run_metrics import scores_of_steps
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
-from arealite.trainer.records import scores_of_steps
 from arealite.utils import distributed, stop
 from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.files import aside, empty_folder, explain, file_entries, file_lock, fresh_folder, read_jsonl

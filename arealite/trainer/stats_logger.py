@@ -18,8 +18,9 @@ from typing import Any, Self
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, masked, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
+from arealite.api.run_metrics import summarize
 from arealite.trainer.bounds import bounds
-from arealite.trainer.records import summarize, undo_from, write_config
+from arealite.trainer.records import undo_from, write_config
 from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import heartbeat, trace

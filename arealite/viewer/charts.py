@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from arealite.trainer.records import score, score_name
+from arealite.api.run_metrics import score, score_name
 
 Row = dict[str, Any]
 Trace = dict[str, Any]

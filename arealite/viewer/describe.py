@@ -11,7 +11,7 @@ import yaml
 
 from arealite.api.cli_args import masked
 from arealite.api.run_folder import RunFolder
-from arealite.trainer.records import score, summarize
+from arealite.api.run_metrics import score, summarize
 from arealite.utils.files import reading, require_object
 from arealite.viewer.charts import charts, evaluation_charts
 from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
