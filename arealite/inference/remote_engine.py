@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -32,6 +33,7 @@ from arealite.inference.http import open_session
 from arealite.inference.pool import PoolView, ServerPool, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
+from arealite.rollout.account.updates import update_of
 from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.episode import Attempts, Episode
 from arealite.rollout.evaluation import evaluation_metrics
@@ -111,6 +113,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._reserved: Any = None  # the next batch, as `hand_out` has made it
+        self._training: Any = None  # this rank's share of the batch that is trained on
         self._exchange = RankZeroExchange()
         self._showing = BackgroundTasks("showing the servers to other clients", logger)
         self.canary_gap: float | None = None  # largest one per token, of servers' and trainer's logprobs, last update
@@ -340,7 +343,14 @@ class RemoteInferenceEngine(InferenceEngine):
     def _share(self, collect: Callable[[], TensorDict]) -> Any:
         """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""
         split = functools.partial(split_batch, num_minibatches=self.config.num_minibatches)
-        return self._exchange.share(lambda: self._hand_out(collect()), split, self.catch_up)
+        self._training = self._exchange.share(lambda: self._hand_out(collect()), split, self.catch_up)
+        return self._training
+
+    def record_update(self, log_ratio: torch.Tensor | None) -> None:
+        """Store what the trainer computed per token of the last batch, once (collective); `log_ratio` as its actor."""
+        update, self._training = update_of(self._training, log_ratio, self.config), None
+        if update is not None and (updates := self._exchange.gather(update)):
+            self._require_executor().store.append_update(updates)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item of rank 0's `data` now and return what `evaluation_metrics` makes of them."""

@@ -69,6 +69,15 @@ class RankZeroExchange:
             self._send([_Message(part) for part in parts])
         return parts[0]
 
+    def gather(self, part: T) -> list[T]:
+        """Return the parts of all ranks on rank 0, and nothing elsewhere (collective, after `share`)."""
+        if self.num_ranks == 1:
+            return [part]
+        parts: list[Any] | None = [None] * self.num_ranks if dist.get_rank() == 0 else None
+        with heartbeat.waiting("what all ranks computed", on="ranks"):
+            dist.gather_object(part, parts, dst=0, group=self._own_group())
+        return parts or []
+
     def _receive(self, callback: Callable[[], None] | None) -> Any:
         while True:
             received: list[Any] = [None]

@@ -63,7 +63,7 @@ class RolloutExecutor:
             overdue=config.overdue,
         )
         run = RunFolder(config) if config.fileroot else None
-        self._store = RolloutStore(None if run is None else run.rollouts, config.stored_share)
+        self.store = RolloutStore(None if run is None else run.rollouts, config.stored_share)
         self._ledger = Ledger(None if run is None else str(run.ledger), self._account)
         self._runner = EpisodeRunner(config, attempts or LocalAttempts(config, engine), self._ledger, Budgets(config))
 
@@ -221,7 +221,7 @@ class RolloutExecutor:
     def _keep(self, episodes: list[Episode], *, is_evaluation: bool = False) -> None:
         version = self._account.version
         name = f"{'eval_' * is_evaluation}step_{version}"
-        self._store.append(name, episodes, trained_step=None if is_evaluation else version)
+        self.store.append(name, episodes, trained_step=None if is_evaluation else version)
 
     def _new_prompt(self, row: Row, workflow: RolloutWorkflow) -> Prompt:
         self._num_unnamed += 1
@@ -261,7 +261,7 @@ class RolloutExecutor:
         self._begin()
         if self._source is not None:
             self._source.require_fetch()
-        self._store.flush()
+        self.store.flush()
         position = self._ledger.flush()
         return {"version": self._account.version, "num_unnamed": self._num_unnamed, "ledger_position": position}
 
@@ -270,7 +270,7 @@ class RolloutExecutor:
         assert self._reopened is None, "load_state_dict must come before the first episode"
         self._reopened = self._ledger.rollback(state["ledger_position"])
         self._num_unnamed = state["num_unnamed"]
-        self._store.trim(state["version"])
+        self.store.trim(state["version"])
 
     def note_checkpoint(self, step: int, position: int) -> None:
         """Record that what was trained up to a step can't be undone any more."""
@@ -281,7 +281,7 @@ class RolloutExecutor:
         self._is_closed = True
         self.loop.close(_CLOSE_S)
         try:
-            self._store.close()
+            self.store.close()
         finally:
             self._ledger.close()
 
@@ -447,4 +447,4 @@ class RolloutExecutor:
     def _check(self) -> None:
         self._tasks.check()
         self._runner.check()
-        self._store.check()
+        self.store.check()

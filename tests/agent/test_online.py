@@ -151,7 +151,7 @@ async def test_a_flood_is_refused_at_the_door_and_the_bound_holds(serve) -> None
 
 
 def audited(service):
-    service.executor._store.flush()
+    service.executor.store.flush()
     service.executor._ledger.flush()
     return audit(service.folder)
 

@@ -9,7 +9,7 @@ from training_cases import actor_config, of_update, trajectory_batch, write_mode
 from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig, PreTrainedConfig, Qwen3Config
 
 from arealite.algorithms.logprobs import LazyLogits
-from arealite.api.cli_args import GRPOConfig, OptimizerConfig, load_expr_config
+from arealite.api.cli_args import GRPOConfig, MicroBatchSpec, OptimizerConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -223,6 +223,25 @@ def test_the_order_of_rows_changes_nothing(make: Make) -> None:
     assert of_update(found[0][0]) == pytest.approx(of_update(found[1][0]), rel=1e-4, abs=1e-5)
     for first, second in zip(found[0][1], found[1][1]):
         torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
+
+
+def test_log_ratios_are_those_that_each_minibatch_met(make: Make) -> None:
+    settings = {"group_size": 2, "baseline": "group_mean", "adv_norm": False, "mb_spec": MicroBatchSpec(1, 16)}
+    actor, batch = make(ppo_n_minibatches=2, **settings), trajectory_batch(LENGTHS, 2)
+    batch["rewards"] = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0])  # the third group has no spread
+    batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    batch["logprobs"] = batch["proximal_logprobs"] * batch["loss_mask"]
+    actor.compute_advantages(batch)
+    assert actor.log_ratio is None
+    metrics = actor.ppo_update(batch)
+    found, is_trained = actor.log_ratio, batch["loss_mask"].bool()
+    assert found is not None and found.shape == is_trained.shape
+    is_trained[4:6] = False
+    assert torch.equal(found.isfinite(), is_trained)
+    first, second = ([0, 1], [2, 3, 6, 7])  # groups 0 and 2, 1 and 3
+    assert found[first][is_trained[first]].abs().max() < 1e-5
+    assert found[second][is_trained[second]].abs().min() > 1e-5
+    assert metrics["policy/ratio"] == pytest.approx(found[is_trained].exp().mean().item(), rel=1e-6)
 
 
 def test_there_are_no_more_steps_than_groups(make: Make) -> None:

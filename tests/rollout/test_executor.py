@@ -103,7 +103,7 @@ def test_a_reserved_batch_is_trained_when_its_step_begins(start: Callable[..., I
     engine.set_version(1)
     executor.train_reserved()
     assert executor._ledger.counts["trained"] == 4
-    executor._store.flush()
+    executor.store.flush()
     lines = stored_rows(tmp_path / "e" / "t" / "rollouts" / "step_1")
     assert [(one["prompt_id"], one["trained_step"]) for one in lines] == [("0-2", 1), ("0-3", 1)]
     over.set_result(None)
@@ -1170,7 +1170,7 @@ def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEn
             time.sleep(0.05 * 2**attempt)
     with pytest.raises(OSError, match="rollouts"):
         engine.executor.close()
-    engine.executor._store = RolloutStore(None)
+    engine.executor.store = RolloutStore(None)
 
 
 @pytest.mark.parametrize("call", ["prepare_batch", "run_all"])

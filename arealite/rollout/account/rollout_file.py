@@ -19,6 +19,7 @@ from arealite.api.run_folder import numbered
 from arealite.utils.files import reading, write_atomically
 
 PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
+PER_TOKEN_OF_UPDATE = ("advantages", "logprob_gap", "log_ratio")
 _OPTIONAL = ("segments", *PER_TOKEN)  # None in a row that is not stored whole
 _ALWAYS = ("prompt_id", "row", "num_rows", "sample", "attempt", "reward", "server")
 _OF_BATCH = ("trained_step", "batch")
@@ -27,7 +28,7 @@ _FORMAT: dict[str, Any] = {
     "compression": "zstd",
     "use_dictionary": [*(f"{key}.list.element" for key in ("loss_mask", "versions")), "prompt_id", "server"],
     # Bytes of equal weight side by side: 1.6 bytes per token id and 3.4 per logprob, where zstd alone has 1.9 and 4.4.
-    "use_byte_stream_split": [f"{key}.list.element" for key in ("input_ids", "logprobs")],
+    "use_byte_stream_split": [f"{key}.list.element" for key in ("input_ids", "logprobs", *PER_TOKEN_OF_UPDATE)],
     "write_page_checksum": True,
     "row_group_size": 256,  # rows are read one by one too: a group costs their decoding, and 3 % more bytes
 }
@@ -38,9 +39,19 @@ def write_batch(path: Path, tables: Sequence[pa.Table], trained_step: int | None
     table = pa.concat_tables(tables, promote_options="permissive").replace_schema_metadata(tables[0].schema.metadata)
     for name, value in zip(_OF_BATCH, (trained_step, int(path.stem))):
         table = table.append_column(name, pa.array([value] * len(table), pa.int64()))
+    write_table(path, table)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write the rows of a file, durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, buffer := pa.BufferOutputStream(), **_FORMAT)
     write_atomically(path, buffer.getvalue().to_pybytes(), is_durable=True)
+
+
+def update_file(batch: Path) -> Path:
+    """Return the file of what an update computed for the rows of a batch."""
+    return batch.parent / "_update" / batch.name
 
 
 def batch_files(path: Path) -> dict[int, Path]:
@@ -89,6 +100,16 @@ def read_places(path: Path, group: int, places: Sequence[int]) -> list[dict[str,
     with _opened(path) as file:
         table = file.read_row_group(group)
         return [_filled(table.slice(place, 1).to_pylist()[0]) for place in places]
+
+
+def read_update(batch: Path, group: int, places: Sequence[int]) -> list[dict[str, Any]]:
+    """Read what an update computed for some rows of one row group of a batch; without an update that is nothing."""
+    path = update_file(batch)
+    if not path.exists():
+        return [{}] * len(places)
+    with _opened(path) as file:
+        table = file.read_row_group(group)
+        return [table.slice(place, 1).to_pylist()[0] for place in places]
 
 
 def metadata_of(path: Path) -> dict[bytes, bytes]:

@@ -25,6 +25,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder, numbered
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.rollout_file import PER_TOKEN, batch_files, metadata_of, read_file, write_batch
+from arealite.rollout.account.updates import Update, write_update
 from arealite.rollout.episode import Episode
 from arealite.rollout.prompts import Dataloader, Row, ShouldAccept
 from arealite.rollout.trajectory import assemble_batch
@@ -51,6 +52,7 @@ class RolloutStore:
         self._last: Future[None] = Future()  # of what was queued last
         self._last.set_result(None)
         self._num_batches: dict[Path, int] = {}
+        self._trained: tuple[Path, list[bool]] | None = None  # last training batch: which episodes are stored whole
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
 
     def append(self, name: str, episodes: Sequence[Episode], trained_step: int | None) -> None:
@@ -58,7 +60,16 @@ class RolloutStore:
         self.check()
         if self.folder is not None and episodes:
             path = self.folder / name
+            if trained_step is not None:
+                self._trained = path, [_is_whole(str(one.prompt_id), self._stored_share) for one in episodes]
             self._last = self._thread.submit(self._write, path, list(episodes), trained_step, self._last)
+
+    def append_update(self, updates: Sequence[Update]) -> None:
+        """Queue what all ranks computed for the last training batch and return at once."""
+        self.check()
+        if self._trained is not None:
+            path, is_whole = self._trained
+            self._last = self._thread.submit(self._write_update, path, updates, is_whole, self._last)
 
     def flush(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
@@ -96,6 +107,14 @@ class RolloutStore:
         with writing(path, pa.ArrowException):
             write_batch(path / f"{batch}.parquet", _promoted([self._table(one, step) for one in episodes]), step)
 
+    def _write_update(
+        self, path: Path, updates: Sequence[Update], is_whole: list[bool], previous: Future[None]
+    ) -> None:
+        previous.result()
+        batch = path / f"{self._num_batches[path] - 1}.parquet"
+        with writing(batch, pa.ArrowException):
+            write_update(batch, updates, is_whole)
+
     def _table(self, one: Episode, step: int | None) -> pa.Table:
         share = 1.0 if step is None else self._stored_share
         if one.table is not None:
@@ -126,7 +145,7 @@ def table_of(one: Episode, trajectory: TensorDict, tokenizer: Any, stored_share:
         "server": [",".join(sorted(one.servers))] * num_rows,
     }
     tensors = dict(sorted(trajectory.exclude(_NOT_STORED).items()))
-    is_whole = zlib.crc32(prompt_id.encode()) < stored_share * 2**32
+    is_whole = _is_whole(prompt_id, stored_share)
     kept = trajectory if is_whole else trajectory[:0]  # for the types: other tools want the same columns in every file
     rows = {key: _array(kept[key], real_entries(kept, key)) for key in tensors.keys() - {"attention_mask"}}
     stored = {"segments": pa.array(_segments(tokenizer, rows), _SEGMENTS)} | {key: rows[key] for key in PER_TOKEN}
@@ -135,6 +154,11 @@ def table_of(one: Episode, trajectory: TensorDict, tokenizer: Any, stored_share:
     columns |= stored if is_whole else {name: pa.nulls(num_rows, array.type) for name, array in stored.items()}
     dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
     return pa.table(columns, metadata={_DTYPES: json.dumps(dtypes)})
+
+
+def _is_whole(prompt_id: str, stored_share: float) -> bool:
+    """Tell whether tokens and texts of a prompt's episodes are stored."""
+    return zlib.crc32(prompt_id.encode()) < stored_share * 2**32
 
 
 def _promoted(tables: list[pa.Table]) -> list[pa.Table]:

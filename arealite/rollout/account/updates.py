@@ -1,0 +1,70 @@
+"""What an update computed per token of its batch, stored beside the batch as `rollouts/step_<N>/_update/<K>.parquet`.
+
+Invariant: row i is about row i of `<K>.parquet`, and null where that has no tokens. Numbers are stored with the 10 bits
+of mantissa that half precision has, and the range of float32. Tools that read the folder of a step as one data set
+ignore what begins with `_`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tensordict import TensorDict
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.rollout.account.rollout_file import update_file, write_table
+
+_LOST_BITS = 13  # of float32's mantissa: what is left compresses to about half
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one rank computed: per row its group and its length, and per token the numbers, without padding."""
+
+    groups: list[int]
+    lengths: list[int]
+    numbers: dict[str, np.ndarray[Any, Any]]
+
+
+def update_of(batch: Any, log_ratio: torch.Tensor | None, config: InferenceEngineConfig) -> Update | None:
+    """Return what is to be stored of this rank's share of a batch; None where nothing is, on all ranks alike.
+
+    That are `advantages`, `logprob_gap` (the trainer's logprob minus the server's, before the update) and `log_ratio`
+    (in the update minus before it), as far as they were computed; nan where they were not.
+    """
+    is_stored = bool(config.fileroot) and config.stored_share > 0 and not config.replay_from
+    if not is_stored or not isinstance(batch, TensorDict) or not {"advantages", "group_index"} <= set(batch.keys()):
+        return None
+    real, sampled = batch["attention_mask"].bool(), batch["loss_mask"].bool()
+    columns = {"advantages": batch["advantages"]}
+    if "proximal_logprobs" in batch:
+        columns["logprob_gap"] = torch.where(sampled, batch["proximal_logprobs"] - batch["logprobs"], 0.0)
+    if log_ratio is not None and log_ratio.shape == real.shape:
+        columns["log_ratio"] = log_ratio
+    numbers = {key: _rounded(values.cpu()[real.cpu()].float().numpy()) for key, values in columns.items()}
+    return Update(batch["group_index"].tolist(), real.sum(1).tolist(), numbers)
+
+
+def write_update(batch: Path, updates: Sequence[Update], is_whole: Sequence[bool]) -> None:
+    """Write what the ranks computed for a stored batch; `is_whole` tells which of its groups have tokens there."""
+    rows = [row for update in updates for row in _rows(update)]
+    rows.sort(key=lambda row: row[0])  # ranks have whole groups, in order
+    names = sorted({key for _, numbers in rows for key in numbers})
+    found = {key: [numbers.get(key) if is_whole[group] else None for group, numbers in rows] for key in names}
+    arrays = {key: pa.array(values, pa.list_(pa.float32())) for key, values in found.items()}
+    write_table(update_file(batch), pa.table(arrays))
+
+
+def _rows(update: Update) -> list[tuple[int, dict[str, np.ndarray[Any, Any]]]]:
+    ends = np.cumsum(update.lengths)[:-1]
+    columns = {key: np.split(values, ends) for key, values in update.numbers.items()}
+    return [(group, {key: rows[i] for key, rows in columns.items()}) for i, group in enumerate(update.groups)]
+
+
+def _rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    bits = np.ascontiguousarray(values).view(np.int32)
+    return (bits & np.int32(-1 << _LOST_BITS)).view(np.float32)
