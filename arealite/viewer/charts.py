@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.run_metrics import score, score_name
+from arealite.viewer.thin import thinned
 
 Row = dict[str, Any]
 Trace = dict[str, Any]
@@ -24,12 +25,12 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
     """Return the charts that the rows have data for, in reading order."""
     candidates = [
         _held_out(rows),
-        _chart("Reward", _smoothed(rows, "reward/mean", "--blue")),
-        _chart("Rewards by function", _of_functions(rows)),
-        *(_chart(key.removeprefix("workflow/"), _line(rows, key, "--teal")) for key in _keys(rows, "workflow/")),
-        _chart("Held-out loss", _evaluation(rows, "eval/loss", "--green")),
-        _chart("Loss", [*_smoothed(rows, "sft/loss", "--blue"), *_smoothed(rows, "policy/loss", "--blue")]),
-        _chart(
+        chart("Reward", _smoothed(rows, "reward/mean", "--blue")),
+        chart("Rewards by function", _of_functions(rows)),
+        *(chart(key.removeprefix("workflow/"), _line(rows, key, "--teal")) for key in _keys(rows, "workflow/")),
+        chart("Held-out loss", _evaluation(rows, "eval/loss", "--green")),
+        chart("Loss", [*_smoothed(rows, "sft/loss", "--blue"), *_smoothed(rows, "policy/loss", "--blue")]),
+        chart(
             "Completion length",
             [
                 *_line(rows, "rollout/completion_tokens", "--blue", "training"),
@@ -37,11 +38,19 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
             ],
             unit="tokens",
         ),
-        _chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
+        chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
         _over_time(rows),
-        _chart("Time per step", _phases(rows), unit="seconds", barmode="stack", bargap=0),
-        _chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="processed tokens per second"),
-        _chart(
+        chart(
+            "Weight updates",
+            [
+                *_line(rows, "time/weights_s", "--purple", "whole update"),
+                *_line(rows, "weights/pause_s", "--orange", "generation held back"),
+            ],
+            unit="seconds",
+        ),
+        chart("Time per step", _phases(rows), unit="seconds", barmode="stack", bargap=0),
+        chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="processed tokens per second"),
+        chart(
             "Distance to the sampling policy",
             [
                 *_line(rows, "policy/mismatch_kl", "--red", "mismatch_kl"),
@@ -49,11 +58,11 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
             ],
             exponentformat="e",  # Plotly writes 8e-14 as 80f
         ),
-        _chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), tickformat=".0%"),
-        _chart("Entropy", _line(rows, "policy/entropy", "--purple"), unit="nats per token"),
-        _chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
+        chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), tickformat=".0%"),
+        chart("Entropy", _line(rows, "policy/entropy", "--purple"), unit="nats per token"),
+        chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
     ]
-    return [chart for chart in candidates if chart["traces"]]
+    return [one | {"traces": [*map(thinned, one["traces"])]} for one in candidates if one["traces"]]
 
 
 def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
@@ -83,14 +92,15 @@ def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
     bars = {"type": "bar", "x": [*range(size + 1)], "y": [*solved], "marker": {"color": "--blue"}, "name": "prompts"}
     of_all = {"title": {"text": f"right samples of {size}", "standoff": 4}, "range": [-0.6, size + 0.6]}
     return [
-        _chart("pass@k", traces, tickformat=".0%", xaxis=axis),
-        _chart("Prompts by right samples", [bars], unit="prompts", xaxis=of_all, bargap=0.15),
+        chart("pass@k", traces, tickformat=".0%", xaxis=axis),
+        chart("Prompts by right samples", [bars], unit="prompts", xaxis=of_all, bargap=0.15),
     ]
 
 
-def _chart(
+def chart(
     title: str, traces: list[Trace], *, unit: str = "", tickformat: str = "", exponentformat: str = "B", **layout: Any
 ) -> Chart:
+    """Return a chart as the page draws it; `layout` is Plotly's."""
     axis = {"rangemode": "tozero", "exponentformat": exponentformat} | (
         {"tickformat": tickformat} if tickformat else {}
     )
@@ -139,7 +149,7 @@ def _held_out(rows: Sequence[Row]) -> Chart:
         above = [(score(row, "_high") or 0.0) - row["score"] for row in scored]
         below = [row["score"] - (score(row, "_low") or 0.0) for row in scored]
         traces[0]["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1}
-    return _chart(f"Held-out {name}", traces, tickformat=".0%" if name == "accuracy" else "")
+    return chart(f"Held-out {name}", traces, tickformat=".0%" if name == "accuracy" else "")
 
 
 def _keys(rows: Sequence[Row], prefix: str) -> list[str]:
@@ -185,7 +195,7 @@ def _over_time(rows: Sequence[Row]) -> Chart:
         "xaxis": {"title": {"text": "seconds", "standoff": 4}, "range": [0.0, last_s]},
         "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False},
     }
-    return _chart("Servers, generation and staleness over time", traces, unit="servers, versions", **axes)
+    return chart("Servers, generation and staleness over time", traces, unit="servers, versions", **axes)
 
 
 def _phases(rows: Sequence[Row]) -> list[Trace]:

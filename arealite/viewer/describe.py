@@ -15,6 +15,8 @@ from arealite.api.run_metrics import score, summarize
 from arealite.utils.files import reading, require_object
 from arealite.viewer.charts import charts, evaluation_charts
 from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
+from arealite.viewer.plain import readable
+from arealite.viewer.servers import server_charts
 
 FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
 
@@ -33,25 +35,37 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
             config, config_text = public, yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
         bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
         folder = run.path.resolve()
+        lead = _lead(config)
         title = f"{config.get('experiment_name', folder.parent.name)} / {config.get('trial_name', folder.name)}"
     with reading(run.metrics):
         summary = summarize(rows, max_head_offpolicyness=bound)
-        cards, shown, table = _cards(rows, summary), charts(rows, staleness_bound=bound), list[tuple[str, ...]]()
+        cards, table = _cards(rows, summary), list[tuple[str, ...]]()
+        shown = [*charts(rows, staleness_bound=bound), *server_charts(run.ledger)]
     with reading(run.summary):
         summary |= require_object(json.loads(_read(run.summary) or "{}"))
         cards = _cards(rows, summary)
         if rows and is_evaluation(rows[-1]):
             cards, table = evaluation_cards(rows[-1], summary), evaluation_table(rows[-1])
             shown = evaluation_charts(rows[-1], summary.get("solved") or [])
-        lead = _lead(config, summary, is_finished=run.summary.exists())
-    return {"title": title, "lead": lead, "cards": cards, "table": table, "charts": shown, "config": config_text}
+    if not run.summary.exists():
+        lead = f"{lead} (not finished: {summary['steps']} steps so far)".strip()
+    if run.trace.exists():
+        lead += "; ui.perfetto.dev shows what its processes did, from trace.json.gz"
+    return {
+        "title": readable(title),
+        "lead": lead,
+        "cards": cards,
+        "table": table,
+        "charts": shown,
+        "config": config_text,
+    }
 
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def _lead(config: dict[str, Any], summary: dict[str, Any], *, is_finished: bool) -> str:
+def _lead(config: dict[str, Any]) -> str:
     """Return one sentence on what was run."""
     model = (config.get("actor") or config.get("model") or {}).get("path")
     data_type = str((config.get("train_dataset") or {}).get("type"))
@@ -67,8 +81,7 @@ def _lead(config: dict[str, Any], summary: dict[str, Any], *, is_finished: bool)
         f"on {data}" if data else None,
         f"with {config['allocation_mode']}" if config.get("allocation_mode") else None,
     ]
-    sentence = " ".join(word for word in words if word)
-    return sentence if is_finished else f"{sentence} (not finished: {summary['steps']} steps so far)".strip()
+    return " ".join(word for word in words if word)
 
 
 def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
