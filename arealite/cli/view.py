@@ -25,8 +25,8 @@ async def _serve(viewer: Viewer, token: str, port: int) -> None:
     try:
         try:
             listening = await server.start(LOOPBACK, port)
-        except OSError as error:
-            raise ConfigError(f"--port must be free: got {port} ({error}). Leave it out for any free port.") from error
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port must be a free port: got {port} ({error}). Leave it out for any.") from error
         print(f"http://{LOOPBACK}:{listening}/#token={token}\nCtrl-C ends it; nothing of a run is changed.", flush=True)
         await is_over.wait()
     finally:

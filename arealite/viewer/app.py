@@ -2,7 +2,8 @@
 
 The page itself holds no data and is open to all who can connect; everything below `/api/` wants the token in a header,
 never in a path or a cookie. All requests only read. Status: 304 where a run has not changed; 400 for what can't be
-read; 401 without the token. Rows of an earlier generation are `stale`, which is no error: runs resume.
+read; 401 without the token; 421 by another name than this node has for itself. Rows of an earlier generation are
+`stale`, which is no error: runs resume.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from plotly.offline import get_plotlyjs
@@ -18,8 +18,9 @@ from plotly.offline import get_plotlyjs
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.utils.files import FileError
 from arealite.utils.http_server import HttpServer
-from arealite.utils.secret import is_authorized
+from arealite.utils.secret import is_authorized, is_loopback
 from arealite.viewer.index import StaleIndexError
+from arealite.viewer.plain import to_json
 from arealite.viewer.report import PAGE, freeze
 from arealite.viewer.runs import Runs, RunView
 
@@ -37,6 +38,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _UNAUTHORIZED = "each request must show the token: got none, or another. Open the address that `arealite view` printed."
+_OTHER_NAME = "the viewer must be asked for as 127.0.0.1 or localhost: got {}. Open the address that it printed."
 
 
 class Viewer:
@@ -71,8 +73,10 @@ class Viewer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Admit who has the token, and answer errors in words."""
         is_open = not request.path.startswith("/api/")
-        if not is_open and not is_authorized(request.headers.get("Authorization"), self._token):
-            response: web.StreamResponse = _json({"error": _UNAUTHORIZED}, status=401)
+        if not is_loopback(request.url.host or ""):  # a name that its owner lets point here
+            response: web.StreamResponse = _json({"error": _OTHER_NAME.format(request.host)}, status=421)
+        elif not is_open and not is_authorized(request.headers.get("Authorization"), self._token):
+            response = _json({"error": _UNAUTHORIZED}, status=401)
         else:
             try:
                 response = await handler(request)
@@ -145,7 +149,7 @@ def _numbers(request: web.Request, *names: str) -> list[int]:
 
 
 def _number(name: str, word: str) -> int:
-    if not word.removeprefix("-").isdecimal():
+    if not re.fullmatch("-?[0-9]{1,15}", word):
         raise ConfigError(f"{name} must be a whole number: got {word!r}.")
     return int(word)
 
@@ -157,5 +161,4 @@ def _word(request: web.Request, name: str) -> str:
 
 
 def _json(value: Any, **options: Any) -> web.Response:
-    body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    return web.Response(body=body, content_type="application/json", **options)
+    return web.Response(body=to_json(value), content_type="application/json", **options)

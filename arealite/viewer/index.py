@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.rollout.account.rollout_file import batch_files, read_columns, read_group, read_places
+from arealite.rollout.account.rollout_file import batch_files, read_columns, read_group, read_places, read_update
 from arealite.utils.files import FileError, reading
 
 _COLUMNS = ("prompt_id", "row", "num_rows", "sample", "attempt", "reward", "versions", "loss_mask", "more.no_eos")
@@ -80,7 +80,7 @@ class RowIndex:
 
         `names` are their folders, each with its number of rows.
         """
-        start = start if generation == self.generation else 0
+        start = min(max(start, 0), len(self)) if generation == self.generation else 0
         found: dict[str, Any] = {"generation": self.generation, "start": start, "count": len(self) - start}
         files = [file for file in self._files if file.end > start]
         places = [max(start - file.start, 0) for file in files]
@@ -95,11 +95,16 @@ class RowIndex:
         return next(self.rows(generation, [number]))
 
     def rows(self, generation: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield rows in turn; neighbours cost little, as they are read together."""
+        """Yield rows in turn, with what their update computed; neighbours cost little, as they are read together."""
         places = (self._place(generation, number) for number in numbers)
         for (path, group), same in itertools.groupby(places, key=lambda place: (place[0].path, place[1])):
-            for row in read_places(path, group, [place for _, _, place in same]):
-                yield {"name": path.parent.name} | row
+            within, problems = [place for _, _, place in same], list[str]()
+            try:
+                updates = read_update(path, group, within)
+            except FileError as error:
+                updates, problems = [{}] * len(within), [str(error)]
+            for row, update in zip(read_places(path, group, within), updates):
+                yield {"name": path.parent.name, "update": update, "problems": problems} | row
 
     def snippets(self, generation: int, numbers: Sequence[int]) -> list[str]:
         """Return the first characters that were sampled in each row."""

@@ -9,13 +9,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
 from plotly.offline import get_plotlyjs
 
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.utils.files import FileError, write_atomically
 from arealite.viewer.describe import FILES_OF_RUNS, is_run
+from arealite.viewer.plain import to_json
 from arealite.viewer.runs import RunView
 from arealite.viewer.samples import spread_steps
 
@@ -55,7 +55,7 @@ def freeze(view: RunView, generation: int, numbers: Sequence[int]) -> str:
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()} | {"plotly.js": get_plotlyjs()}
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     title = f"{policy}\n<title>{html.escape(data['run']['title'])}"
-    inside = orjson.dumps(data).decode().replace("<", "\\u003c")  # in a script element only "<" could end the data
+    inside = to_json(data).decode().replace("<", "\\u003c")  # in a script element only "<" could end the data
     page = re.sub("<title>[^<]*", lambda _: title, files["view.html"])
     page = page.replace("<script ", f'<script type="application/json" id="data">{inside}</script>\n<script ', 1)
     styles = '<link rel="stylesheet" href="files/(.*?)">'

@@ -13,16 +13,18 @@ from typing import Any
 
 import yaml
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, LedgerError
 from arealite.api.run_folder import RunFolder
 from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
 from arealite.utils.files import FileError, reading, require_object
 from arealite.viewer.describe import describe, is_run
 from arealite.viewer.index import RowIndex
+from arealite.viewer.plain import readable
 from arealite.viewer.samples import MAX_CHARACTERS, cut, evaluations
 from arealite.viewer.token_texts import token_texts, tokenizer_file
 
+MAX_UNTRAINED = 20_000  # prompts that wait, run, were rejected or failed: the newest are listed
 SLICE_S = 0.3  # how long a request indexes or searches before it says that there is more
 _DEPTH = 3  # of runs below the folder: <fileroot>/<experiment>/<trial>
 _LAST_BYTES = 64 * 1024  # of the metrics, which hold the last row
@@ -33,10 +35,13 @@ SELECT epoch || '-' || idx AS prompt_id, ticket, state, reason, attempt, head_ve
 FROM prompts WHERE prompt_id IN (SELECT value FROM json_each(?)) ORDER BY ticket
 """
 _SAMPLES = "SELECT sample, tokens, latency_s, num_interrupts, server FROM samples WHERE ticket = ? ORDER BY sample"
+_RETRIES = """
+SELECT ticket, json_group_array(kind) FROM retries WHERE ticket IN (SELECT value FROM json_each(?)) GROUP BY ticket
+"""
 _UNTRAINED = f"""
 SELECT ticket, epoch || '-' || idx AS prompt_id, {OUTCOME} AS outcome, attempt, latency_s, changed_unix_s,
     (SELECT sum(tokens) FROM samples WHERE samples.ticket = prompts.ticket) AS sampled
-FROM prompts WHERE state <> 'trained' ORDER BY ticket
+FROM prompts WHERE state <> 'trained' ORDER BY ticket DESC LIMIT {MAX_UNTRAINED}
 """
 
 
@@ -54,7 +59,7 @@ class Runs:
         """Return a line on each run, the one that changed last first; what is damaged in one hides no other."""
         with self._lock:
             for path in _run_folders(self._folder, _DEPTH):
-                if (name := path.relative_to(self._folder).as_posix()) not in self._views:
+                if (name := readable(path.relative_to(self._folder).as_posix())) not in self._views:
                     self._views[name] = RunView(path)
             views = [(name, view) for name, view in self._views.items() if view.exists()]
         lines = [{"run": name, **view.line()} for name, view in views]
@@ -89,10 +94,12 @@ class RunView:
         files = (self._run.metrics, self._run.command, self._run.config)
         changed = {"changed_unix_s": max((file.stat().st_mtime for file in files if file.exists()), default=0.0)}
         try:
-            row = _last_row(self._run.metrics)
+            with reading(self._run.metrics):
+                row = _last_row(self._run.metrics)
+                numbers = {"steps": int(row.get("step", -1)) + 1, "reward": row.get("reward/mean")}
             with reading(self._run.summary):
                 state = "finished" if self._run.is_finished else "not finished"
-            return changed | {"steps": row.get("step", -1) + 1, "reward": row.get("reward/mean"), "state": state}
+            return changed | numbers | {"state": state}
         except FileError as error:
             return changed | {"steps": 0, "reward": None, "state": str(error)}
 
@@ -126,26 +133,23 @@ class RunView:
         """Return one trajectory: what was given and sampled, the numbers of its tokens, and its prompt's state."""
         with self._lock:
             row = self._index.row(generation, number)
-        issues = self.prompt(row["prompt_id"]) if _is_trained(row) else []  # others have the same names
-        return _shown(row, tokenizer_file(self._run, self._config())) | {"prompt": issues}
+        return self._shown([row])[0]
 
     def frozen(self, generation: int, numbers: Sequence[int]) -> dict[str, Any]:
         """Return all that the page asks for, of this run and some of its rows; long ones are cut."""
-        rows, numbers, num_tokens = list[dict[str, Any]](), sorted(numbers), 0
-        tokenizer = tokenizer_file(self._run, self._config())
+        numbers, num_tokens = sorted(numbers), 0
         with self._lock:
             columns = _taken(self._index.columns(generation, 0), numbers)
             stored = [*self._index.rows(generation, numbers)]
             snippets = self._index.snippets(generation, numbers)
         for row in stored:
             num_tokens += len(row["input_ids"] or ())
-            rows.append(_shown(row | ({} if num_tokens <= _FROZEN_TOKENS else {"input_ids": None}), tokenizer))
-            limit = 2 * MAX_CHARACTERS // max(2, len(row["segments"] or ()))  # many turns are as long as few
+            if num_tokens > _FROZEN_TOKENS:
+                row["input_ids"] = None
             parts = row["segments"] or ()
-            rows[-1]["segments"] = [{kind: cut(text, limit) for kind, text in part.items()} for part in parts] or None
-        issues = self._issues({row["prompt_id"] for row in stored if _is_trained(row)})
-        for row, shown in zip(stored, rows):
-            shown["prompt"] = issues.get(row["prompt_id"], []) if _is_trained(row) else []
+            limit = 2 * MAX_CHARACTERS // max(2, len(parts))  # many turns are as long as few
+            row["segments"] = [{kind: cut(text, limit) for kind, text in part.items()} for part in parts] or None
+        rows = self._shown(stored)
         _, described = self.describe("")
         run = {"run": described, "runs": [{"run": ".", **self.line()}], "evaluations": self.evaluations()}
         return run | {"rows": columns, "snippets": snippets, "row": rows}
@@ -163,6 +167,31 @@ class RunView:
         """Return what the ledger says of each issue of a prompt, with its samples and the attempts that failed."""
         return self._issues([prompt_id]).get(prompt_id, [])
 
+    def _shown(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what the page shows of stored rows; a damaged tokenizer or ledger hides nothing else."""
+        issues, texts = dict[str, list[dict[str, Any]]](), list[list[str] | None]()
+        problems = [*dict.fromkeys(problem for row in rows for problem in row["problems"])]
+        try:
+            issues = self._issues({row["prompt_id"] for row in rows if _is_trained(row)})
+        except LedgerError as error:
+            problems.append(str(error))
+        try:
+            file = tokenizer_file(self._run, self._config())
+            texts = [
+                None if file is None or (ids := row["input_ids"]) is None else token_texts(file, ids) for row in rows
+            ]
+        except FileError as error:
+            problems.append(str(error))
+        return [
+            {
+                **_of_row(row),
+                "texts": text,
+                "prompt": issues.get(row["prompt_id"], []) if _is_trained(row) else [],  # others have the same names
+                "problems": problems,
+            }
+            for row, text in itertools.zip_longest(rows, texts)
+        ]
+
     def _issues(self, prompt_ids: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         found: dict[str, list[dict[str, Any]]] = {}
         if not (prompt_ids and self._run.ledger.exists()):
@@ -173,7 +202,8 @@ class RunView:
                 found.setdefault(issue.pop("prompt_id"), []).append(issue)
             for issue in itertools.chain(*found.values()):
                 issue["samples"] = _dicts(database.execute(_SAMPLES, (issue["ticket"],)))
-            kinds = dict(database.execute("SELECT ticket, json_group_array(kind) FROM retries GROUP BY ticket"))
+            tickets = json.dumps([issue["ticket"] for issue in itertools.chain(*found.values())])
+            kinds = dict(database.execute(_RETRIES, (tickets,)))
         for issue in itertools.chain(*found.values()):
             issue["retries"] = json.loads(kinds.get(issue["ticket"], "[]"))
         return found
@@ -234,17 +264,18 @@ def _last_row(path: Path) -> dict[str, Any]:
         return require_object(json.loads(last)) if last else {}
 
 
-def _shown(row: dict[str, Any], tokenizer: Path | None) -> dict[str, Any]:
-    """Return what the page shows of a stored row."""
+def _of_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of a stored row, without what is read elsewhere."""
     ids = row["input_ids"]
-    more = {key: value for key, value in row["more"].items() if _is_per_token(value, ids)}
-    facts = {key: value for key, value in row.items() if key not in (*PER_TOKEN, "segments", "more")}
+    more = {key: value for key, value in (row["more"] | row["update"]).items() if _is_per_token(value, ids)}
+    facts = {
+        key: value for key, value in row.items() if key not in (*PER_TOKEN, "segments", "more", "update", "problems")
+    }
     facts |= {key: value for key, value in row["more"].items() if not isinstance(value, list)}
     return {
         "facts": facts,
         "segments": row["segments"],
         "tokens": None if ids is None else {key: row[key] for key in PER_TOKEN} | more,
-        "texts": None if ids is None or tokenizer is None else token_texts(tokenizer, ids),
     }
 
 

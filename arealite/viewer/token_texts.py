@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from arealite.api.run_folder import RunFolder, numbered
+from arealite.utils.files import reading
 
 _FILE = "tokenizer.json"
 
@@ -31,11 +32,12 @@ def tokenizer_file(run: RunFolder, config: dict[str, Any]) -> Path | None:
 
 
 def token_texts(file: Path, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; a character of several tokens stands at its last one."""
-    tokenizer, stream = _loaded(file), DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer, token) or "" for token in ids]
+    """Return the text that each token adds; a character of several tokens stands at its last one. Raises FileError."""
+    with reading(file, Exception):  # the library has no classes for its errors
+        tokenizer, stream = _loaded(file, file.stat().st_mtime_ns), DecodeStream(skip_special_tokens=False)
+        return [stream.step(tokenizer, token) or "" for token in ids]
 
 
 @functools.lru_cache(4)
-def _loaded(file: Path) -> Tokenizer:
+def _loaded(file: Path, changed_ns: int) -> Tokenizer:
     return Tokenizer.from_file(str(file))

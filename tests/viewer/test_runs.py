@@ -1,11 +1,14 @@
+import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from testing_rollouts import write_rows
 from testing_views import byte_tokenizer, row, write_metrics, write_run
 
 from arealite.api.errors import ConfigError
+from arealite.rollout.account.updates import Update, write_update
 from arealite.viewer.runs import MetricsTail, Runs, RunView
 
 
@@ -112,11 +115,36 @@ def test_a_tokenizer_that_is_not_here_leaves_ids(tmp_path: Path) -> None:
     assert view.row(0, 1)["texts"] == [*"2 + 2?4"]
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "ledger.sqlite", "rollouts/step_1/_update/0.parquet"])
+def test_what_is_damaged_beside_a_trajectory_is_named_and_hides_it_not(tmp_path: Path, name: str) -> None:
+    view = RunView(write_run(tmp_path / "t0"))
+    (damaged := tmp_path / "t0" / name).parent.mkdir(exist_ok=True)
+    damaged.write_bytes(b"PAR1 but no more")
+    number = view.rows(-1, 0)["count"] - 1
+    found = view.row(0, number)
+    assert found["segments"] == [{"given": "2 + 2?"}, {"sampled": "4"}] and len(found["tokens"]["versions"]) == 7
+    assert len(found["problems"]) == 1 and str(damaged) in found["problems"][0]
+    assert (found["texts"] is None, found["prompt"] == []) == (name[0] == "t", name[0] == "l")
+    assert view.frozen(0, [number])["row"][0]["problems"] == found["problems"]
+
+
+def test_numbers_of_an_update_stand_beside_those_of_its_tokens(tmp_path: Path) -> None:
+    view = RunView(write_run(tmp_path / "t0"))
+    numbers = {"advantages": np.arange(28, dtype=np.float32), "log_ratio": np.full(28, np.nan, np.float32)}
+    update = Update([0, 0, 1, 1], [7] * 4, numbers)
+    write_update(tmp_path / "t0/rollouts/step_1/0.parquet", [update], [True, False])
+    start = view.rows(-1, 0)["count"] - 4
+    tokens = [view.row(0, start + place)["tokens"] for place in range(4)]
+    assert tokens[1]["advantages"] == [*map(float, range(7, 14))] and all(map(math.isnan, tokens[1]["log_ratio"]))
+    assert "advantages" not in tokens[2] and "logprob_gap" not in tokens[0]
+    assert "advantages" not in view.row(0, start - 1)["tokens"], "another step"
+
+
 def test_prompts_that_were_not_trained_have_a_reason(tmp_path: Path) -> None:
     view = RunView(write_run(tmp_path / "t0"))
     found = view.untrained()
     assert [(one["prompt_id"], one["outcome"], one["sampled"]) for one in found] == [
-        ("0-4", "failed_reward_timeout", None), ("0-5", "rejected_filter", 5), ("0-6", "issued", None),
+        ("0-6", "issued", None), ("0-5", "rejected_filter", 5), ("0-4", "failed_reward_timeout", None),
     ]  # fmt: skip
     (issue,) = view.prompt("0-4")
     assert (issue["reason"], issue["latency_s"], issue["samples"]) == ("reward_timeout", 31.0, [])

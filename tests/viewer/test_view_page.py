@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from testing_rollouts import write_rows
-from testing_views import row, write_metrics, write_run
+from testing_views import byte_tokenizer, row, write_metrics, write_run
 
 from arealite.rollout.account.rollout_file import write_batch
+from arealite.rollout.account.updates import Update, write_update
 
 pytestmark = pytest.mark.slow
 
@@ -162,6 +163,77 @@ def test_two_runs_on_the_same_prompt(tmp_path: Path, viewing: Viewing, new_page:
     page.select_option(".compare select", index=2)
     page.wait_for_selector(".sides .turn.sampled >> nth=1")
     assert page.locator(".sides .turn.sampled pre").all_inner_texts() == ["of t0", "of t1"]
+
+
+def test_what_the_update_made_of_a_token_and_the_branches_of_an_agent(
+    tmp_path: Path, viewing: Viewing, new_page: NewPage
+) -> None:
+    write_metrics(tmp_path, [0])
+    texts = [("2 + 2?", "4"), ("2 + 2?4Sure?", "yes"), ("2 + 9?", "11")]
+    of_sample = {"sample": 3, "num_rows": 3}
+    rows = [row("0-1", step=0, given=one, sampled=two, row=i, **of_sample) for i, (one, two) in enumerate(texts)]
+    write_rows(tmp_path / "rollouts/step_0", [*rows, row("0-2", step=0)])
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.yaml").write_text(f"actor: {{path: {tmp_path}}}\n")
+    lengths = [7, 15, 8, 7]
+    numbers = {key: np.full(37, value, np.float32) for key, value in
+               (("advantages", -0.5), ("logprob_gap", 0.25), ("log_ratio", 0.0))}  # fmt: skip
+    numbers["log_ratio"][:7] = [np.nan] * 6 + [0.5]
+    write_update(tmp_path / "rollouts/step_0/0.parquet", [Update([0, 0, 0, 1], lengths, numbers)], [True, True])
+    page = opened(new_page(viewport={"width": 1400, "height": 900}), viewing(tmp_path))
+    counted(page, "4 of 4")
+    page.focus("#rows .scroll")
+    page.keyboard.press("Home")
+    page.wait_for_selector(".branches")
+    assert [" ".join(text.split()) for text in page.locator(".branches li").all_inner_texts()] == [
+        "3.0 7 tokens 2 + 2? 3.1 8 tokens after 7 of 3.0 Sure? 3.2 4 tokens after 4 of 3.0 2 + 9?",
+        "3.1 8 tokens after 7 of 3.0 Sure?",
+        "3.2 4 tokens after 4 of 3.0 2 + 9?",
+    ]
+    page.click("#row .modes >> text=Tokens")
+    colours = page.locator("#row .legend select option").all_text_contents()
+    assert colours == [
+        "sampled",
+        "logprob",
+        "version",
+        "advantage",
+        "ratio",
+        "rollout importance weight",
+        "logprob gap",
+    ]
+    page.select_option("#row .legend select", label="ratio")
+    assert page.locator("#row .legend > span").all_inner_texts() == ["below 1, to 0.6065", "above 1, to 1.649"]
+    page.hover(".tokens [data-token='6']")
+    assert page.inner_text("#row .inspector") == (
+        'token 6 · "4" · id 19 · sampled true · logprob -0.5 · version 0 · advantage -0.5 · logprob gap 0.25 · '
+        "probability 0.6065 · ratio 1.649 · rollout importance weight 1.284"
+    )
+    page.hover(".tokens [data-token='5']")
+    assert "advantage -0.5" in page.inner_text("#row .inspector")
+    page.click(".branches button:text-is('3.2')")
+    page.wait_for_selector("#row h2:text-is('Prompt 0-1, sample 3.2')")
+    page.wait_for_selector(".branches button[aria-pressed=true]:text-is('3.2')")
+
+
+def test_names_of_runs_are_no_markup_and_equal_ones_are_told_apart(
+    tmp_path: Path, viewing: Viewing, new_page: NewPage
+) -> None:
+    for folder in ("a", "b"):
+        write_metrics(tmp_path / folder, [0, 1])
+        (tmp_path / folder / "config.yaml").write_text("experiment_name: <b>e</b>\ntrial_name: <img src=x>\n")
+    page = new_page(viewport={"width": 1400, "height": 900})
+    page.goto(viewing(tmp_path).replace("#", "#view=charts&run=a&beside=b&"))
+    page.wait_for_selector("#charts .lead:has-text('beside it, dotted: b')")
+    page.wait_for_selector(".legendtext:text-is('b: reward/mean')")
+    assert page.inner_text("#charts .title") == "<b>e</b> / <img src=x>" and page.query_selector("main img") is None
+
+
+def test_a_folder_without_runs_says_so_until_there_is_one(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    (page := new_page()).goto(viewing(tmp_path))
+    page.wait_for_selector("#runs .none:has-text('No run is here')")
+    write_metrics(tmp_path / "e/t0", [0])
+    page.click("text=e/t0")
+    page.wait_for_selector(".plot .main-svg")
 
 
 def test_a_run_that_trains_and_resumes(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:

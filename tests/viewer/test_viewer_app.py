@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -73,6 +74,34 @@ def test_what_is_open_to_all_holds_no_data_and_lets_no_other_page_in(tmp_path: P
             assert (await get(f"/files/{name}", {}))[0] == 404
 
     write_run(tmp_path / "trial-of-the-test")
+    served(tmp_path, test)
+
+
+def test_a_name_that_its_owner_lets_point_here_is_refused(tmp_path: Path) -> None:
+    async def test(get: Get) -> None:
+        for path in ("/", "/files/view.js", "/api/runs"):
+            for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1"):
+                status, _, body = await get(path, SHOWN | {"Host": host})
+                assert (status, "must be asked for as 127.0.0.1" in str(body)) == (421, True), (path, host)
+            for host in ("localhost", "127.0.0.1:1", "[::1]:8800"):
+                assert (await get(path, SHOWN | {"Host": host}))[0] == 200
+
+    write_run(tmp_path / "t0")
+    served(tmp_path, test)
+
+
+def test_names_and_texts_that_are_not_utf_8_are_shown_escaped(tmp_path: Path) -> None:
+    async def test(get: Get) -> None:
+        _, _, [line] = await get("/api/runs")
+        assert line["run"] == r"t\udcff"
+        _, _, found = await get("/api/run", run=line["run"])
+        assert (
+            found["title"] == f"{tmp_path.name} / t\\udcff"
+            and found["charts"][0]["traces"][0]["name"] == r"workflow/\ud800"
+        )
+
+    write_metrics(folder := tmp_path / os.fsdecode(b"t\xff"), [])
+    (folder / "metrics.jsonl").write_text('{"step": 0, "workflow/\\ud800": 1.0}\n')
     served(tmp_path, test)
 
 
@@ -158,4 +187,6 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["view", str(tmp_path), "--port", str(port)]) == 2
-    assert f"--port must be free: got {port}" in capsys.readouterr().err
+    assert f"--port must be a free port: got {port}" in capsys.readouterr().err
+    assert main(["view", str(tmp_path), "--port", "70000"]) == 2
+    assert "--port must be a free port: got 70000" in capsys.readouterr().err

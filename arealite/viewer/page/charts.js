@@ -33,8 +33,12 @@ function layoutOf(chart, lastStep) {
   };
 }
 
+// Plotly reads names of curves as markup.
+const asText = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
 function drawChart(plot, chart, lastStep) {
-  return Plotly.react(plot, coloured(chart.traces), layoutOf(chart, lastStep), { displayModeBar: false, responsive: true });
+  const traces = chart.traces.map((trace) => (trace.name ? { ...trace, name: asText(trace.name) } : trace));
+  return Plotly.react(plot, coloured(traces), layoutOf(chart, lastStep), { displayModeBar: false, responsive: true });
 }
 
 function chartNode(chart) {

@@ -9,12 +9,32 @@ const facts = (entries) => element("dl", "facts", undefined, entries.filter(([, 
 
 const shown = (value) => (typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(4)).toString() : String(value));
 
-const TITLES = { loss_mask: "sampled", logprobs: "logprob", versions: "version", input_ids: "id" };
+const STORED = ["input_ids", "loss_mask", "logprobs", "versions"];
+const TITLES = { loss_mask: "sampled", logprobs: "logprob", versions: "version", input_ids: "id", advantages: "advantage", logprob_gap: "logprob gap" };
 const titleOf = (key) => TITLES[key] ?? key;
+// What is shown as the exponential of what is stored: around 1 in place of 0.
+const RATIOS = { ratio: "log_ratio", "rollout importance weight": "logprob_gap" };
+
+// What a token may be coloured by, the usual first.
+function colourKeys(tokens) {
+  const more = Object.keys(tokens).filter((key) => !STORED.includes(key) && key !== "log_ratio");
+  const ratios = Object.keys(RATIOS).filter((key) => RATIOS[key] in tokens);
+  return [...STORED.slice(1), ...["advantages"].filter((key) => more.includes(key)), ...ratios, ...more.filter((key) => key !== "advantages")];
+}
+
+// All numbers of a token in words.
+function numbersOf(tokens, i) {
+  const known = (value) => (value === null ? "unknown" : shown(value));
+  const told = Object.entries(tokens).filter(([key]) => key !== "log_ratio")
+    .map(([key, values]) => `${titleOf(key)} ${key === "loss_mask" ? Boolean(values[i]) : known(values[i])}`);
+  if (!tokens.loss_mask[i]) return told;
+  const ratios = Object.entries(RATIOS).filter(([, key]) => tokens[key]).map(([name, key]) => `${name} ${known(tokens[key][i] === null ? null : Math.exp(tokens[key][i]))}`);
+  return [...told, `probability ${shown(Math.exp(tokens.logprobs[i]))}`, ...ratios];
+}
 
 // Return a function from a token's place to its colour, and the legend in words.
 function colouring(tokens, key) {
-  const values = tokens[key];
+  const values = tokens[RATIOS[key] ?? key];
   const sampled = (i) => Boolean(tokens.loss_mask[i]);
   if (key === "loss_mask") return [(i) => (sampled(i) ? tint("--blue", 0.35) : ""), [["--blue", "sampled: trained on"], ["", "given"]]];
   if (key === "versions") {
@@ -26,7 +46,8 @@ function colouring(tokens, key) {
     return [(i) => (sampled(i) ? tint("--red", Math.min(0.85, -values[i] / 5)) : ""), [["--red", "the redder, the less probable: full at a logprob of -4.25 and below"]]];
   }
   const most = values.reduce((most, value, i) => (sampled(i) ? Math.max(most, Math.abs(value)) : most), 0) || 1;
-  const legend = [["--red", `below 0, to -${shown(most)}`], ["--green", `above 0, to ${shown(most)}`]];
+  const [middle, low, high] = key in RATIOS ? [1, Math.exp(-most), Math.exp(most)] : [0, -most, most];
+  const legend = [["--red", `below ${middle}, to ${shown(low)}`], ["--green", `above ${middle}, to ${shown(high)}`]];
   return [(i) => (sampled(i) ? tint(values[i] < 0 ? "--red" : "--green", (0.8 * Math.abs(values[i])) / most) : ""), legend];
 }
 
@@ -36,7 +57,7 @@ const visibleText = (text) => (text === "" ? "·" : text.replaceAll("\n", "⏎\n
 
 function tokenNodes(row) {
   const { tokens, texts } = row;
-  const keys = ["loss_mask", "logprobs", "versions", ...Object.keys(tokens).filter((key) => !["input_ids", "loss_mask", "logprobs", "versions"].includes(key))];
+  const keys = colourKeys(tokens);
   const colour = keys.includes(shownAs.colour) ? shownAs.colour : "loss_mask";
   const picker = element("select", "", undefined, keys.map((key) => { const option = element("option", "", titleOf(key)); option.value = key; return option; }));
   picker.value = colour;
@@ -73,9 +94,7 @@ function tokenNodes(row) {
     current = node;
     node.classList.add("current");
     const i = Number(node.dataset.token);
-    const numbers = Object.entries(tokens).map(([key, values]) => `${titleOf(key)} ${shown(key === "loss_mask" ? Boolean(values[i]) : values[i])}`);
-    const chance = tokens.loss_mask[i] ? [`probability ${shown(Math.exp(tokens.logprobs[i]))}`] : [];
-    inspector.textContent = [`token ${i}`, ...(texts ? [JSON.stringify(texts[i])] : []), ...numbers, ...chance].join("  ·  ");
+    inspector.textContent = [`token ${i}`, ...(texts ? [JSON.stringify(texts[i])] : []), ...numbersOf(tokens, i)].join("  ·  ");
   };
   body.addEventListener("mouseover", (event) => { if (event.target.dataset.token) inspect(event.target); });
   body.addEventListener("keydown", (event) => {

@@ -1,13 +1,12 @@
 "use strict";
 // The page: which run is open, what of it is shown, and the same requests again while it trains.
 const POLL_MS = 2000;
+const IDLE_SHARE = 9; // how much longer than a refresh the pause after it is at least
 const SLOW_POLLS = 5; // the list of runs and the ledger are asked for at every fifth
 const TABS = ["runs", "charts", "rows"];
 const quiet = source === saved ? "A saved page, with some of the run's trajectories: `arealite view` shows all." : "";
 
-const state = { run: null, beside: [], tab: "runs", described: new Map(), rows: new Rows(), others: new Map(), snippets: new Map(), hits: null, search: 0, row: null, problem: "" };
-const filters = $("#filters");
-const list = new VirtualList($("#rows .scroll"), { draw: drawLine, open: openRow });
+const state = { run: null, beside: [], tab: "runs", described: new Map(), rows: new Rows(), others: new Map(), snippets: new Map(), hits: null, search: 0, row: null, problems: new Map() };
 
 // What is open stands in the address, so that a reload shows it again.
 function readAddress() {
@@ -23,21 +22,23 @@ function writeAddress() {
   history.replaceState(null, "", `#${words}`);
 }
 
-function fail(error) {
-  const text = error?.message ?? state.problem;
+// Say what is wrong with a part of the page, until the same part is right again.
+function tell(part, problem) {
+  state.problems.set(part, problem);
+  const text = [...new Set([...state.problems.values()].filter(Boolean))].join("\n");
   $("#error").hidden = !text;
   $("#error").textContent = text;
 }
 
-async function attempt(work) {
+async function attempt(part, work) {
   try {
     const value = await work();
-    fail(null);
+    tell(part, "");
     return value;
   } catch (error) {
     if (error instanceof StaleError) return resetRows();
     if (!(error instanceof SourceError)) throw error;
-    fail(error);
+    tell(part, error.message);
   }
 }
 
@@ -66,7 +67,7 @@ async function refreshRuns() {
     beside.addEventListener("change", () => {
       state.beside = state.beside.filter((run) => run !== one.run).concat(beside.checked ? [one.run] : []);
       writeAddress();
-      attempt(refreshCharts);
+      attempt("charts", refreshCharts);
     });
     const line = element("tr", one.run === state.run ? "open" : "", undefined, [
       element("td", "", undefined, [open]), element("td", "", undefined, [beside]), element("td", "", String(one.steps)),
@@ -74,6 +75,7 @@ async function refreshRuns() {
     ]);
     return line;
   }));
+  $("#runs .none").hidden = runs.length > 0;
   if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   return runs;
 }
@@ -81,6 +83,8 @@ async function refreshRuns() {
 function openRun(run) {
   if (run === state.run) return;
   Object.assign(state, { run, row: null, beside: state.beside.filter((one) => one !== run) });
+  state.problems.clear();
+  tell("files", "");
   for (const node of document.querySelectorAll("#charts .charts, #charts .cards")) node.replaceChildren();
   state.described.clear();
   resetRows();
@@ -111,14 +115,14 @@ function showCharts(names) {
   const [main] = all;
   document.title = main.title;
   $("#charts .title").textContent = main.title;
-  $("#charts .lead").textContent = [main.lead, ...all.slice(1).map((one) => `beside it, dotted: ${one.title}`)].join("; ");
+  $("#charts .lead").textContent = [main.lead, ...all.slice(1).map((one, i) => `beside it, dotted: ${titleAmong(all, one, names[i + 1])}`)].join("; ");
   $("#charts .config pre").textContent = main.config;
   $("#charts .config").hidden = !main.config;
   $("#charts .cards").replaceChildren(...main.cards.map(([label, value, note]) =>
     element("div", "card", undefined, [element("dt", "", label), element("dd", "", value), element("p", "", note)])));
   $("#evaluation").hidden = !main.table.length;
   if (main.table.length) $("#evaluation").replaceChildren(...tableOf(main.table[0], main.table.slice(1)).children);
-  const charts = besideEachOther(all);
+  const charts = besideEachOther(all, names);
   const nodes = $("#charts .charts");
   const titles = charts.map((chart) => chart.title).join("\n");
   if (nodes.dataset.titles !== titles || !nodes.children.length) nodes.replaceChildren(...charts.map(chartNode));
@@ -137,220 +141,20 @@ function showStep(step) {
   showTab("rows");
 }
 
+// Runs whose configs give them the same name are told apart by their folders.
+const titleAmong = (all, one, name) => (all.filter((other) => other.title === one.title).length > 1 ? name : one.title);
+
 // The charts of the first run, with the curves of others dotted in them; bars are the first run's alone.
-function besideEachOther(all) {
+function besideEachOther(all, names) {
   const [main, ...others] = all;
   if (!others.length) return main.charts;
   const titles = [...new Set(all.flatMap((one) => one.charts.map((chart) => chart.title)))];
   return titles.map((title) => {
     const chart = main.charts.find((one) => one.title === title) ?? { ...others.flatMap((one) => one.charts).find((one) => one.title === title), traces: [] };
     const dotted = others.flatMap((one) => (one.charts.find((other) => other.title === title)?.traces ?? []).filter((trace) => trace.type === "scatter")
-      .map((trace) => ({ ...trace, name: `${one.title}: ${trace.name}`, line: { ...trace.line, dash: "dot" } })));
+      .map((trace) => ({ ...trace, name: `${titleAmong(all, one, names[all.indexOf(one)])}: ${trace.name}`, line: { ...trace.line, dash: "dot" } })));
     return { ...chart, traces: [...chart.traces, ...dotted] };
   });
-}
-
-// Trajectories
-
-function resetRows() {
-  Object.assign(state, { problem: "", rows: new Rows(), hits: filters.elements.text.value.trim() ? new Set() : null, row: null });
-  state.snippets.clear();
-  state.search += 1;
-  $("#row").hidden = true;
-  list.selected = null;
-  list.set([]);
-}
-
-// Read what is new of a run, while `isWanted`; tell `onPart` where it begins. Raises StaleError.
-async function readRows(run, rows, isWanted, onPart) {
-  for (let isComplete = false; !isComplete; ) {
-    const start = rows.count;
-    const part = await source.get("rows", { run, generation: rows.generation, start });
-    if (!isWanted()) return;
-    if (rows.generation >= 0 && part.generation !== rows.generation) throw new StaleError("The run removed steps.");
-    isComplete = part.is_complete;
-    if (rows.take(part)) onPart(start);
-    $("#status").textContent = isComplete ? quiet : `reading trajectories of ${run}: ${rows.count.toLocaleString()} so far`;
-    if (rows === state.rows) state.problem = part.problems.join("\n");
-  }
-}
-
-async function refreshRows() {
-  if (!state.run) return;
-  const { run, rows } = state;
-  await readRows(run, rows, () => rows === state.rows, (start) => {
-    refreshOutcomes();
-    if (state.hits) searchMore(start, rows.count);
-    refilter();
-  });
-}
-
-// Return the runs beside with their rows, read when a trajectory is first compared with theirs.
-async function rowsBeside() {
-  for (const run of state.beside) {
-    if (!state.others.has(run)) state.others.set(run, new Rows());
-    try {
-      await readRows(run, state.others.get(run), () => true, () => {});
-    } catch (error) {
-      state.others.delete(run);
-      if (!(error instanceof StaleError)) throw error; // one that resumes is there next time
-    }
-  }
-  return state.beside.filter((run) => state.others.has(run)).map((run) => [run, state.others.get(run)]);
-}
-
-async function refreshUntrained() {
-  if (!state.run) return;
-  const { run, rows } = state;
-  const prompts = await source.get("untrained", { run });
-  const untrained = new Map(prompts.map((prompt) => [-prompt.ticket, prompt]));
-  const isSame = untrained.size === rows.untrained.size && prompts.every((prompt) => rows.untrained.get(-prompt.ticket)?.outcome === prompt.outcome);
-  if (rows !== state.rows || isSame) return;
-  rows.untrained = untrained;
-  refreshOutcomes();
-  refilter();
-}
-
-function refreshOutcomes() {
-  const { rows } = state;
-  const names = new Set([...new Set(rows.columns.name)].map((name) => rows.outcome(rows.columns.name.indexOf(name))));
-  for (const n of rows.untrained.keys()) names.add(rows.outcome(n));
-  const select = filters.elements.outcome;
-  const wanted = ["", ...[...names].sort()];
-  if (wanted.join("\n") === [...select.options].map((option) => option.value).join("\n")) return;
-  const chosen = select.value;
-  select.replaceChildren(...wanted.map((name) => { const option = element("option", "", name || "all"); option.value = name; return option; }));
-  select.value = wanted.includes(chosen) ? chosen : "";
-}
-
-function refilter() {
-  const values = Object.fromEntries([...new FormData(filters)].filter(([, value]) => value !== "")
-    .map(([name, value]) => [name, /-(from|to)$/.test(name) ? Number(value) : value]));
-  const began = performance.now();
-  const numbers = select(state.rows, values, state.hits);
-  list.set(numbers);
-  state.filteredMs = performance.now() - began;
-  const all = state.rows.count + state.rows.untrained.size;
-  $("#counts").textContent = `${numbers.length.toLocaleString()} of ${all.toLocaleString()}`;
-}
-
-// Ask the server which rows hold the text, in slices, and show what is found so far.
-async function searchText() {
-  const text = filters.elements.text.value.trim();
-  state.search += 1;
-  state.hits = text ? new Set() : null;
-  refilter();
-  if (text) await searchMore(0, state.rows.count);
-}
-
-async function searchMore(start, end) {
-  const { run, search, rows, hits } = state;
-  const text = filters.elements.text.value.trim();
-  while (end > start) {
-    const part = await attempt(() => source.get("search", { run, generation: rows.generation, text, start, end }));
-    if (!part || search !== state.search) return;
-    for (const n of part.rows) hits.add(n);
-    end = part.end;
-    $("#status").textContent = end > start ? `searching: ${(end - start).toLocaleString()} rows left` : quiet;
-    refilter();
-  }
-}
-
-function drawLine(n) {
-  const { rows, snippets } = state;
-  const cell = (key) => { const value = rows.value(key, n); return value == null || (key === "staleness" && value < 0) ? "" : shown(value); };
-  const text = n >= 0 ? (snippets.get(n) ?? "") : rows.outcome(n);
-  return element("div", `line ${n >= 0 ? "" : /^(failed|rejected)/.test(text) ? "dropped" : "open"}`, undefined, [
-    element("span", "", n >= 0 && rows.outcome(n) === "evaluated" ? `eval ${cell("step")}` : cell("step")), element("span", "", cell("prompt_id")), element("span", "", rows.place(n)),
-    element("span", "", cell("reward")), element("span", "", cell("staleness")), element("span", "", cell("sampled")), element("span", "snippet", text),
-  ]);
-}
-
-let snippetTimer = null;
-list.onShown = (visible) => {
-  clearTimeout(snippetTimer);
-  const wanted = visible.filter((n) => n >= 0 && !state.snippets.has(n));
-  if (!wanted.length) return;
-  snippetTimer = setTimeout(() => attempt(async () => {
-    const { run, rows } = state;
-    const texts = await source.get("snippets", { run, generation: rows.generation, rows: wanted.join(",") });
-    if (rows !== state.rows) return;
-    wanted.forEach((n, i) => state.snippets.set(n, texts[i]));
-    list.show();
-  }), 60);
-};
-
-function openRow(n) {
-  state.row = n;
-  writeAddress();
-  attempt(() => showRow(n));
-}
-
-async function showRow(n) {
-  const { run, rows } = state;
-  const prompt = rows.value("prompt_id", n);
-  const row = n >= 0 ? await source.get("row", { run, generation: rows.generation, row: n }) : { prompt: await source.get("prompt", { run, prompt }) };
-  if (state.row !== n || rows !== state.rows) return;
-  const heading = element("h2", "", n >= 0 ? `Prompt ${prompt}, sample ${rows.place(n)}` : `Prompt ${prompt}: ${rows.outcome(n)}`);
-  heading.tabIndex = -1;
-  const close = element("button", "close", "Close");
-  close.type = "button";
-  close.addEventListener("click", closeRow);
-  const body = n < 0 ? [element("p", "note", "No update has trained on this prompt, so no trajectory is stored.")] : [
-    facts([
-      ["Reward", row.facts.reward], ["Trained at step", row.facts.trained_step], ["Staleness", rows.value("staleness", n) < 0 ? null : rows.value("staleness", n)],
-      ["Sampled tokens", rows.value("sampled", n)], ["Tokens", rows.value("tokens", n)], ["Attempt", row.facts.attempt], ["Server", row.facts.server], ["Truncated", row.facts.no_eos],
-      ...Object.entries(row.facts).filter(([key]) => !OF_HEAD.has(key)).sort(),
-    ]),
-    group(n),
-    ...bodyOf(row),
-  ];
-  const ledger = [element("h3", "", "In the ledger"), ledgerNodes(row.prompt)];
-  $("#row").replaceChildren(element("div", "head", undefined, [heading, close]), ...body, ...ledger);
-  $("#row").hidden = false;
-  if (n < 0) return;
-  const offers = [[run, rows], ...(await rowsBeside())];
-  if (state.row !== n || rows !== state.rows) return;
-  const fetchRow = (name, of, i) => attempt(() => source.get("row", { run: name, generation: of.generation, row: i }));
-  ledger[0].before(...compareNodes(offers, n, row, fetchRow));
-}
-const OF_HEAD = new Set(["reward", "trained_step", "attempt", "server", "prompt_id", "sample", "row", "num_rows", "batch", "name", "no_eos"]);
-
-// Links to the other samples of the prompt in the same step, and to the rows of this episode.
-function group(n) {
-  const { columns, count } = state.rows;
-  const others = [];
-  for (let i = Math.max(0, n - 4096); i < Math.min(count, n + 4096); i++) {
-    if (columns.prompt_id[i] === columns.prompt_id[n] && columns.name[i] === columns.name[n]) others.push(i);
-  }
-  return element("div", "group", undefined, others.map((i) => {
-    const button = element("button", "", `${state.rows.place(i)}: ${columns.reward[i] === null ? "" : shown(columns.reward[i])}`);
-    button.type = "button";
-    button.title = `Sample ${columns.sample[i]}, row ${columns.row[i]}: reward ${columns.reward[i]}`;
-    button.ariaPressed = String(i === n);
-    button.addEventListener("click", () => { list.selected = i; list.show(); openRow(i); });
-    return button;
-  }));
-}
-
-function closeRow() {
-  state.row = null;
-  $("#row").hidden = true;
-  writeAddress();
-  $("#rows .scroll").focus();
-}
-
-const MAX_EXPORTED = 2000;
-
-async function exportRows() {
-  const { run, rows } = state;
-  const numbers = list.numbers.filter((n) => n >= 0).slice(0, MAX_EXPORTED);
-  if (!numbers.length) throw new SourceError("An export must hold a trajectory: the list has none. Clear the filters.");
-  const link = element("a");
-  link.href = URL.createObjectURL(await source.page({ run, generation: rows.generation }, numbers));
-  link.download = `${run === "." ? "run" : run.replaceAll("/", "-")}.html`;
-  link.click();
-  URL.revokeObjectURL(link.href);
 }
 
 // The page
@@ -366,7 +170,7 @@ function showTab(tab) {
   }
   $("#open-run").textContent = state.run && state.run !== "." && tab === "rows" ? state.run : "";
   writeAddress();
-  if (tab === "charts") { state.shownCharts = null; attempt(refreshCharts); }
+  if (tab === "charts") { state.shownCharts = null; attempt("charts", refreshCharts); }
   if (tab === "rows") list.show();
 }
 
@@ -379,14 +183,14 @@ $("[role=tablist]").addEventListener("keydown", (event) => {
   $(`#tab-${state.tab}`).focus();
 });
 $("#export").hidden = source === saved;
-$("#export").addEventListener("click", () => attempt(exportRows));
+$("#export").addEventListener("click", () => attempt("export", exportRows));
 filters.addEventListener("submit", (event) => event.preventDefault());
-filters.addEventListener("reset", () => setTimeout(() => attempt(searchText)));
+filters.addEventListener("reset", () => setTimeout(searchText));
 let searchTimer = null;
 filters.addEventListener("input", (event) => {
   if (event.target.name !== "text") return refilter();
   clearTimeout(searchTimer);
-  searchTimer = setTimeout(() => attempt(searchText), 250);
+  searchTimer = setTimeout(searchText, 250);
 });
 document.addEventListener("keydown", (event) => {
   const isTyping = event.target.matches("input, select, textarea");
@@ -396,31 +200,31 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "j") list.step(1);
   if (event.key === "k") list.step(-1);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { state.shownCharts = null; attempt(refreshCharts); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { state.shownCharts = null; attempt("charts", refreshCharts); });
 
+// Each part for itself: what is damaged in one hides no other.
 async function refresh(isSlow) {
-  if (isSlow) await refreshRuns();
-  await refreshCharts();
-  await refreshRows();
-  if (isSlow && state.run) {
-    const { run } = state;
-    await refreshUntrained();
-    const { evaluations } = await source.get("evaluations", { run });
-    if (run === state.run) showEvaluations(evaluations);
-  }
+  if (isSlow) await attempt("runs", refreshRuns);
+  await attempt("charts", refreshCharts);
+  await attempt("rows", refreshRows);
+  if (!isSlow || !state.run) return;
+  const { run } = state;
+  await attempt("ledger", refreshUntrained);
+  const found = await attempt("evaluations", () => source.get("evaluations", { run }));
+  if (found && run === state.run) showEvaluations(found.evaluations);
 }
 
 // Let the next refresh of everything be now, in place of a turn of the clock.
 let wake = () => {};
-const pause = () => new Promise((resume) => {
-  const timer = setTimeout(() => resume(false), POLL_MS);
+const pause = (ms) => new Promise((resume) => {
+  const timer = setTimeout(() => resume(false), ms);
   wake = () => { clearTimeout(timer); resume(true); };
 });
 
 async function main() {
   takeToken();
   const wanted = readAddress();
-  const runs = await attempt(() => source.get("runs"));
+  const runs = await attempt("runs", () => source.get("runs"));
   const names = (runs ?? []).map((one) => one.run);
   $("#tab-runs").hidden = names.length === 1;
   const run = names.includes(wanted.run) ? wanted.run : names.length === 1 ? names[0] : null;
@@ -428,12 +232,14 @@ async function main() {
   if (run) openRun(run);
   showTab(!run ? "runs" : state.tab === "runs" && names.length === 1 ? "charts" : state.tab); // one run needs no list
   for (let count = 0, isWoken = true; ; count++) {
-    if (source === saved ? isWoken : !document.hidden) await attempt(() => refresh(isWoken || count % SLOW_POLLS === 0));
+    const began = performance.now();
+    if (source === saved ? isWoken : !document.hidden) await refresh(isWoken || count % SLOW_POLLS === 0);
+    const tookMs = performance.now() - began;
     if (wanted.row !== null && state.rows.count) {
       if (wanted.row < state.rows.count) { list.selected = wanted.row; list.show(); openRow(wanted.row); }
       wanted.row = null;
     }
-    isWoken = await pause();
+    isWoken = await pause(Math.max(POLL_MS, IDLE_SHARE * tookMs)); // a large run leaves its node in peace
   }
 }
 
