@@ -138,7 +138,8 @@ test-sandbox: $(VENV)/.installed-dev            ## try to break out of the sandb
 	sh tests/reward/install_bubblewrap.sh
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/reward/test_sandbox.py tests/reward/test_escapes.py $(ARGS)
 
-test-view: $(VENV)/.installed-dev            ## use the viewer's page in a real Chromium (a minute; playwright goes to a folder of its own)
+test-view: $(VENV)/.installed-dev            ## use the viewer's page in a real Chromium (a minute; installs chromium; playwright goes to a folder of its own)
+	sh tests/viewer/install_chromium.sh
 	$(PIP) --quiet --upgrade --target $(VENV)-playwright playwright
 	PYTHONPATH=$(VENV)-playwright $(VENV)/bin/python -m pytest -q -m slow tests/viewer $(ARGS)
 

@@ -113,7 +113,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._reserved: Any = None  # the next batch, as `hand_out` has made it
-        self._training: Any = None  # this rank's share of the batch that is trained on
+        self._training: TensorDict | None = None  # this rank's share of the batch that is trained on
         self._exchange = RankZeroExchange()
         self._showing = BackgroundTasks("showing the servers to other clients", logger)
         self.canary_gap: float | None = None  # largest one per token, of servers' and trainer's logprobs, last update
@@ -343,8 +343,9 @@ class RemoteInferenceEngine(InferenceEngine):
     def _share(self, collect: Callable[[], TensorDict]) -> Any:
         """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""
         split = functools.partial(split_batch, num_minibatches=self.config.num_minibatches)
-        self._training = self._exchange.share(lambda: self._hand_out(collect()), split, self.catch_up)
-        return self._training
+        share: Any = self._exchange.share(lambda: self._hand_out(collect()), split, self.catch_up)
+        self._training = share if isinstance(share, TensorDict) else None  # a master's is elsewhere
+        return share
 
     def record_update(self, log_ratio: torch.Tensor | None) -> None:
         """Store what the trainer computed per token of the last batch, once (collective); `log_ratio` as its actor."""

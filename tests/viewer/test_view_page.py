@@ -182,6 +182,11 @@ def test_what_the_update_made_of_a_token_and_the_branches_of_an_agent(
     write_update(tmp_path / "rollouts/step_0/0.parquet", [Update([0, 0, 0, 1], lengths, numbers)], [True, True])
     page = opened(new_page(viewport={"width": 1400, "height": 900}), viewing(tmp_path))
     counted(page, "4 of 4")
+    for branch, count in (("later", 2), ("first", 2)):
+        page.select_option("[name=branch]", branch)
+        counted(page, f"{count} of 4")
+    page.select_option("[name=branch]", "")
+    page.select_option("[name=order]", "step-up")
     page.focus("#rows .scroll")
     page.keyboard.press("Home")
     page.wait_for_selector(".branches")

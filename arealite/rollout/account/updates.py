@@ -30,14 +30,14 @@ class Update:
     numbers: dict[str, np.ndarray[Any, Any]]
 
 
-def update_of(batch: Any, log_ratio: torch.Tensor | None, config: InferenceEngineConfig) -> Update | None:
+def update_of(batch: TensorDict | None, log_ratio: torch.Tensor | None, config: InferenceEngineConfig) -> Update | None:
     """Return what is to be stored of this rank's share of a batch; None where nothing is, on all ranks alike.
 
     That are `advantages`, `logprob_gap` (the trainer's logprob minus the server's, before the update) and `log_ratio`
     (in the update minus before it), as far as they were computed; nan where they were not.
     """
     is_stored = bool(config.fileroot) and config.stored_share > 0 and not config.replay_from
-    if not is_stored or not isinstance(batch, TensorDict) or not {"advantages", "group_index"} <= set(batch.keys()):
+    if not is_stored or batch is None or not {"advantages", "group_index"} <= set(batch.keys()):
         return None
     real, sampled = batch["attention_mask"].bool(), batch["loss_mask"].bool()
     columns = {"advantages": batch["advantages"]}

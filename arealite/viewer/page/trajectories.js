@@ -12,7 +12,7 @@ class Rows {
   clear(generation) {
     this.generation = generation;
     this.count = 0;
-    this.columns = Object.fromEntries([...KEYS, "name"].map((key) => [key, []]));
+    this.columns = Object.fromEntries([...KEYS, "name", "branch"].map((key) => [key, []]));
   }
 
   // Append what the server sent, and say whether it was anything.
@@ -22,7 +22,18 @@ class Rows {
     for (const key of KEYS) for (const value of part[key] ?? []) this.columns[key].push(value);
     for (const [name, count] of part.names) for (let i = 0; i < count; i++) this.columns.name.push(name);
     this.count += part.count;
+    this.numberBranches();
     return part.count > 0;
+  }
+
+  // How many rows of the same sample stand before each row of an episode.
+  numberBranches() {
+    const { prompt_id: prompt, name, sample, branch } = this.columns;
+    for (let n = branch.length; n < this.count; n++) {
+      if (n === 0 || prompt[n] !== prompt[n - 1] || name[n] !== name[n - 1]) this.ofEpisode = new Map();
+      branch.push(this.ofEpisode.get(sample[n]) ?? 0);
+      this.ofEpisode.set(sample[n], branch[n] + 1);
+    }
   }
 
   value(key, n) { return n >= 0 ? this.columns[key][n] : this.untrained.get(n)?.[key]; }
@@ -55,10 +66,11 @@ class Rows {
 function select(rows, filters, hits) {
   const ranges = ["step", "reward", "staleness", "sampled"].map((key) => [key, filters[`${key}-from`] ?? -Infinity, filters[`${key}-to`] ?? Infinity])
     .filter(([, from, to]) => from > -Infinity || to < Infinity);
-  const { outcome, prompt, truncated, order } = filters;
+  const { outcome, prompt, truncated, branch, order } = filters;
   const passes = (n) => {
     if (hits && !hits.has(n)) return false;
     if (truncated && rows.value("truncated", n) !== (truncated === "yes")) return false;
+    if (branch && (rows.value("branch", n) > 0) !== (branch === "later")) return false;
     if (outcome && rows.outcome(n) !== outcome) return false;
     if (prompt && rows.value("prompt_id", n) !== prompt && !rows.value("prompt_id", n).startsWith(`${prompt}-`)) return false;
     return ranges.every(([key, from, to]) => { const value = rows.value(key, n); return value != null && value >= from && value <= to; });

@@ -91,13 +91,13 @@ def test_what_is_unknown_stays_so_and_nothing_is_too_large(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lacking", ["folder", "share", "advantages", "sampling", "batch"])
 def test_nothing_is_stored(lacking: str) -> None:
-    """Of runs without a folder, replays, a batch that a master keeps elsewhere, and one that nobody trained on."""
+    """Of runs without a folder, replays, no batch, and one that nobody trained on."""
     changed: dict[str, dict[str, Any]] = {
         "folder": {"fileroot": ""}, "share": {"stored_share": 0.0}, "sampling": {"replay_from": "runs/e/t"}
     }  # fmt: skip
     batch = assemble_batch([trajectory_of(torch.Generator().manual_seed(2), 2, False)])
     log_ratio = torch.zeros(batch["input_ids"].shape)
     config = InferenceEngineConfig(**(vars(CONFIG) | changed.get(lacking, {})))
-    known: Any = {"batch": object(), "advantages": batch}.get(lacking, trained(batch.clone()))
+    known: Any = {"batch": None, "advantages": batch}.get(lacking, trained(batch.clone()))
     assert update_of(known, log_ratio, config) is None
     assert update_of(trained(batch), log_ratio[:, :0], CONFIG).numbers.keys() == {"advantages", "logprob_gap"}
