@@ -98,12 +98,14 @@ class RowIndex:
         """Yield rows in turn, with what their update computed; neighbours cost little, as they are read together."""
         places = (self._place(generation, number) for number in numbers)
         for (path, group), same in itertools.groupby(places, key=lambda place: (place[0].path, place[1])):
-            within, problems = [place for _, _, place in same], list[str]()
+            (file, *_), *_ = within = [*same]
+            start, problems = file.groups[group - 1] if group else 0, list[str]()
+            places = [place for _, _, place in within]
             try:
-                updates = read_update(path, group, within)
+                updates = read_update(path, [start + place for place in places])
             except FileError as error:
                 updates, problems = [{}] * len(within), [str(error)]
-            for row, update in zip(read_places(path, group, within), updates):
+            for row, update in zip(read_places(path, group, places), updates):
                 yield {"name": path.parent.name, "update": update, "problems": problems} | row
 
     def snippets(self, generation: int, numbers: Sequence[int]) -> list[str]:

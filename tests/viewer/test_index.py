@@ -4,6 +4,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,8 @@ from testing_rollouts import stored_rows, write_rows
 from testing_views import row
 
 from arealite.api.errors import ConfigError
+from arealite.rollout.account.rollout_file import update_file
+from arealite.rollout.account.updates import Update, write_update
 from arealite.viewer.index import RowIndex, StaleIndexError
 
 
@@ -123,7 +127,7 @@ def test_a_damaged_file_is_named_and_hides_no_other(tmp_path: Path) -> None:
     assert index.columns(0, 0)["step"].tolist() == [0, 0, 2, 2]
     (problem,) = index.problems
     assert problem.startswith(f"{damaged} must be as its writer left it")
-    assert index.row(0, 3) == {"name": "step_2"} | stored_rows(tmp_path / "step_2")[1]
+    assert index.row(0, 3) == {"name": "step_2", "update": {}, "problems": []} | stored_rows(tmp_path / "step_2")[1]
 
 
 def test_one_row_of_a_large_batch(tmp_path: Path) -> None:
@@ -137,6 +141,19 @@ def test_one_row_of_a_large_batch(tmp_path: Path) -> None:
     for number in (-1, 601):
         with pytest.raises(ConfigError, match=f"a row must be in 0 .. 600: got {number}"):
             index.row(0, number)
+
+
+def test_long_rows_have_groups_of_their_own(tmp_path: Path) -> None:
+    """A row costs the decoding of its group; numbers of its update are in groups of another size."""
+    num_tokens = 20_006
+    write_rows(tmp_path / "step_0", [row(f"0-{i}", step=0, sampled=f"{i % 10}" * 20_000) for i in range(24)])
+    of_row = np.repeat(np.arange(24.0, dtype="f4"), num_tokens)
+    update = Update([*range(24)], [num_tokens] * 24, dict.fromkeys(("advantages", "log_ratio", "logprob_gap"), of_row))
+    write_update(file := tmp_path / "step_0/0.parquet", [update], [True] * 24)
+    assert pq.ParquetFile(file).num_row_groups > pq.ParquetFile(update_file(file)).num_row_groups > 1
+    index = grown(tmp_path)
+    for row_, number in zip(index.rows(0, [0, 7, 8, 23]), [0, 7, 8, 23]):
+        assert (row_["prompt_id"], set(row_["update"]["advantages"])) == (f"0-{number}", {float(number)})
 
 
 def found(index: RowIndex, text: str, rows: range, seconds: float = 60.0) -> tuple[list[int], int]:

@@ -6,6 +6,7 @@ beyond the usual ones. Rows of an episode that `rollout.stored_share` leaves out
 rewards are always complete. Patches of images are left out, as they are a thousand times the size of all else.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +31,9 @@ _FORMAT: dict[str, Any] = {
     # Bytes of equal weight side by side: 1.6 bytes per token id and 3.4 per logprob, where zstd alone has 1.9 and 4.4.
     "use_byte_stream_split": [f"{key}.list.element" for key in ("input_ids", "logprobs", *PER_TOKEN_OF_UPDATE)],
     "write_page_checksum": True,
-    "row_group_size": 256,  # rows are read one by one too: a group costs their decoding, and 3 % more bytes
 }
+# Rows are read one by one too, each at the cost of decoding its group; smaller ones would cost more bytes.
+_GROUP_ROWS, _GROUP_BYTES = 256, 2**22
 
 
 def write_batch(path: Path, tables: Sequence[pa.Table], trained_step: int | None) -> None:
@@ -45,7 +47,8 @@ def write_batch(path: Path, tables: Sequence[pa.Table], trained_step: int | None
 def write_table(path: Path, table: pa.Table) -> None:
     """Write the rows of a file, durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, buffer := pa.BufferOutputStream(), **_FORMAT)
+    group_rows = max(1, min(_GROUP_ROWS, _GROUP_BYTES * len(table) // max(1, table.nbytes)))
+    pq.write_table(table, buffer := pa.BufferOutputStream(), row_group_size=group_rows, **_FORMAT)
     write_atomically(path, buffer.getvalue().to_pybytes(), is_durable=True)
 
 
@@ -85,8 +88,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> tuple[pa.Table, list[int
     `more.name` is one of the further keys.
     """
     with _opened(path) as file:
-        sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
-        return file.read(columns=[*columns]), [*itertools.accumulate(sizes)]
+        return file.read(columns=[*columns]), _group_ends(file)
 
 
 def read_group(path: Path, group: int, columns: Sequence[str]) -> pa.Table:
@@ -102,14 +104,23 @@ def read_places(path: Path, group: int, places: Sequence[int]) -> list[dict[str,
         return [_filled(table.slice(place, 1).to_pylist()[0]) for place in places]
 
 
-def read_update(batch: Path, group: int, places: Sequence[int]) -> list[dict[str, Any]]:
-    """Read what an update computed for some rows of one row group of a batch; without an update that is nothing."""
-    path = update_file(batch)
+def read_update(batch: Path, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Read what an update computed for some rows of a batch, by their places in it; without an update it is nothing."""
+    path, found = update_file(batch), list[dict[str, Any]]()
     if not path.exists():
-        return [{}] * len(places)
+        return [{}] * len(rows)
     with _opened(path) as file:
-        table = file.read_row_group(group)
-        return [table.slice(place, 1).to_pylist()[0] for place in places]
+        ends = _group_ends(file)
+        groups = (bisect.bisect_right(ends, row) for row in rows)
+        for group, same in itertools.groupby(zip(groups, rows), key=lambda pair: pair[0]):
+            table, start = file.read_row_group(group), ends[group] - file.metadata.row_group(group).num_rows
+            found += [table.slice(row - start, 1).to_pylist()[0] for _, row in same]
+    return found
+
+
+def _group_ends(file: pq.ParquetFile) -> list[int]:
+    """Return where each row group ends."""
+    return [*itertools.accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))]
 
 
 def metadata_of(path: Path) -> dict[bytes, bytes]:

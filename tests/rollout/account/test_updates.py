@@ -50,7 +50,7 @@ def test_every_row_has_the_numbers_of_its_own_tokens(tmp_path: Path, num_ranks: 
     sizes = [3, 1, 4, 2, 3]
     shares = stored(tmp_path, sizes, num_ranks)
     rows = [row for row in stored_rows(tmp_path / "step_3") if row["batch"] == 1]
-    found = read_update(tmp_path / "step_3/1.parquet", 0, range(len(rows)))
+    found = read_update(tmp_path / "step_3/1.parquet", range(len(rows)))
     assert len(found) == sum(sizes) and not (tmp_path / "eval_step_3/_update").exists()
     by_tokens = {}
     for share in shares:
@@ -69,7 +69,7 @@ def test_every_row_has_the_numbers_of_its_own_tokens(tmp_path: Path, num_ranks: 
 def test_rows_without_tokens_have_no_numbers(tmp_path: Path) -> None:
     stored(tmp_path, [1] * 40, 2, share=0.5)
     rows = [row for row in stored_rows(tmp_path / "step_3") if row["batch"] == 0]
-    found = read_update(tmp_path / "step_3/0.parquet", 0, range(40))
+    found = read_update(tmp_path / "step_3/0.parquet", range(40))
     is_stored = [row["input_ids"] is not None for row in rows]
     assert 0 < sum(is_stored) < 40 and [update["advantages"] is not None for update in found] == is_stored
 
