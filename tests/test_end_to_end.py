@@ -19,6 +19,7 @@ from testing_rollouts import edit_rows, stored_rows
 from testing_trace import assert_nested, read_spans, waits_of
 from transformers import AutoModelForSequenceClassification
 
+from arealite.rollout.account.rollout_file import read_update
 from arealite.trainer.bounds import bounds
 from arealite.weights.log import read_weights
 
@@ -86,6 +87,13 @@ def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> 
         assert row["staleness/max"] == max(oldest) <= bound
         assert row["staleness/mean"] == pytest.approx(sum(oldest) / len(oldest), abs=1e-6)
         assert row["reward/mean"] == pytest.approx(sum(sample["reward"] for sample in samples) / 24, abs=1e-6)
+        updates = read_update(folder / f"rollouts/step_{step}/0.parquet", range(24))
+        for sample, update in zip(samples, updates, strict=True):
+            assert len(update["advantages"]) == len(update["log_ratio"]) == len(sample["input_ids"])
+            assert {a for a, is_sampled in zip(update["advantages"], sample["loss_mask"]) if not is_sampled} == {0.0}
+        gaps = [gap for update in updates for gap in update["logprob_gap"] if not math.isnan(gap)]
+        mean_kl = sum(math.expm1(-gap) + gap for gap in gaps) / len(gaps)
+        assert mean_kl == pytest.approx(row["policy/mismatch_kl"], rel=0.02, abs=1e-9)
         if max(oldest) == 0:
             assert row["policy/mismatch_kl"] < 1e-8, "the servers' logprobs are the trainer's"
     assert len({prompt for _, prompt in prompts}) == 6 * num_steps, "no prompt is trained on twice"

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -347,9 +347,9 @@ class RemoteInferenceEngine(InferenceEngine):
         self._training = share if isinstance(share, TensorDict) else None  # a master's is elsewhere
         return share
 
-    def record_update(self, log_ratio: torch.Tensor | None) -> None:
-        """Store what the trainer computed per token of the last batch, once (collective); `log_ratio` as its actor."""
-        update, self._training = update_of(self._training, log_ratio, self.config), None
+    def record_update(self, per_token: Mapping[str, torch.Tensor]) -> None:
+        """Store what the trainer computed per token of the last batch (collective); `per_token` is its actor's."""
+        update, self._training = update_of(self._training, per_token, self.config), None
         if update is not None and (updates := self._exchange.gather(update)):
             self._require_executor().store.append_update(updates)
 

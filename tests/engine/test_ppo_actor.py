@@ -227,17 +227,18 @@ def test_the_order_of_rows_changes_nothing(make: Make) -> None:
 
 def test_log_ratios_are_those_that_each_minibatch_met(make: Make) -> None:
     settings = {"group_size": 2, "baseline": "group_mean", "adv_norm": False, "mb_spec": MicroBatchSpec(1, 16)}
-    actor, batch = make(ppo_n_minibatches=2, **settings), trajectory_batch(LENGTHS, 2)
+    actor, batch = make(ppo_n_minibatches=2, use_decoupled_loss=True, **settings), trajectory_batch(LENGTHS, 2)
     batch["rewards"] = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0])  # the third group has no spread
     batch["proximal_logprobs"] = actor.compute_logprobs(batch)
     batch["logprobs"] = batch["proximal_logprobs"] * batch["loss_mask"]
     actor.compute_advantages(batch)
-    assert actor.log_ratio is None
+    batch["logprobs"] -= 0.25 * batch["loss_mask"]
+    assert actor.per_token == {}
     metrics = actor.ppo_update(batch)
-    found, is_trained = actor.log_ratio, batch["loss_mask"].bool()
-    assert found is not None and found.shape == is_trained.shape
+    found, gap, is_trained = *actor.per_token.values(), batch["loss_mask"].bool()
     is_trained[4:6] = False
-    assert torch.equal(found.isfinite(), is_trained)
+    assert torch.equal(found.isfinite(), is_trained) and torch.equal(gap.isfinite(), is_trained)
+    torch.testing.assert_close(gap[is_trained], torch.full_like(gap[is_trained], 0.25))
     first, second = ([0, 1], [2, 3, 6, 7])  # groups 0 and 2, 1 and 3
     assert found[first][is_trained[first]].abs().max() < 1e-5
     assert found[second][is_trained[second]].abs().min() > 1e-5

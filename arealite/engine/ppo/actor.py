@@ -40,7 +40,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import Runs, runs_of
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import finite_rewards, groups_of, require_key, require_no_negative
-from arealite.engine.ppo.metrics import MaskedMetrics, note_losses, of_runs
+from arealite.engine.ppo.metrics import OF_TOKENS, MaskedMetrics, note_losses, note_tokens, of_runs
 from arealite.engine.ppo.objective import TokenLossFn, objective_of
 from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers
@@ -79,7 +79,7 @@ class PPOActor:
                 "it or actor.algorithm=opd."
             )
         self.advantage_fn = advantage_fn
-        self.log_ratio: torch.Tensor | None = None  # of the last batch that was trained on
+        self.per_token: dict[str, torch.Tensor] = {}  # of the last batch that was trained on
 
     def compute_logprobs(self, batch: TensorDict, *, whole: bool = False) -> torch.Tensor:
         """Return the logprob `[B, T]` of every token under the current weights, 0 for padding and first tokens.
@@ -154,20 +154,20 @@ class PPOActor:
         """Take `ppo_n_minibatches` optimizer steps (at most one per group) and one of the schedule; return metrics.
 
         Needs `advantages` and what they need. A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are
-        equal on all ranks. `log_ratio [B, T]` is then that of the updated over the proximal policy, as the update met
-        it, and nan for tokens that it left out.
+        equal on all ranks. `per_token` then has what `note_tokens` says, `[B, T]`, and nan for tokens that the update
+        left out.
         """
         groups_B, num_groups = self._groups(batch)
         columns, metrics = self._columns(batch), MaskedMetrics()
         shape = columns["input_ids"].shape
         columns["token_place"] = torch.arange(shape.numel(), device=batch["input_ids"].device).view(shape)
-        log_ratio = torch.full((shape.numel(),), torch.nan, device=self.engine.device)
-        self.log_ratio = log_ratio.view(shape)
+        per_token = {key: torch.full((shape.numel(),), torch.nan, device=self.engine.device) for key in OF_TOKENS}
+        self.per_token = {key: values.view(shape) for key, values in per_token.items()}
         self.engine.train()
         num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
         minibatch_B = groups_B % num_minibatches
         rows = [(minibatch_B == index).nonzero()[:, 0] for index in range(num_minibatches)]
-        steps = [self._step(columns[of_step], groups_B[of_step], num_groups, metrics, log_ratio) for of_step in rows]
+        steps = [self._step(columns[of_step], groups_B[of_step], num_groups, metrics, per_token) for of_step in rows]
         self.engine.step_lr_scheduler()
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
@@ -277,9 +277,9 @@ class PPOActor:
         groups_B: torch.Tensor,
         num_groups: int,
         metrics: MaskedMetrics,
-        log_ratio: torch.Tensor,
+        per_token: dict[str, torch.Tensor],
     ) -> dict[str, float]:
-        """Take one optimizer step on the sum of c (f l + KL - entropy), and fill in the log ratios of its tokens."""
+        """Take one optimizer step on the sum of c (f l + KL - entropy), and note its tokens."""
         mask_BT = columns["loss_mask"]
         columns["token_weights"] = token_weights(
             mask_BT,
@@ -302,7 +302,7 @@ class PPOActor:
 
         # The engine takes a mean over all tokens, and c already contains every denominator.
         def loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
-            loss = self._loss(logits, micro_batch, metrics, longest, log_ratio)
+            loss = self._loss(logits, micro_batch, metrics, longest, per_token)
             return loss * (num_tokens / weight(micro_batch))
 
         return self.engine.train_batch(columns[rows], loss_fn, weight) | {"skipped_tokens": num_in_all - num_tokens}
@@ -320,7 +320,7 @@ class PPOActor:
         micro_batch: TensorDict,
         metrics: MaskedMetrics,
         longest: int,
-        log_ratio: torch.Tensor,
+        per_token: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         config, mask_N = self.choices, micro_batch["loss_mask"]
         tokens, kept = self._tokens(micro_batch), kept_sets(micro_batch)
@@ -332,8 +332,7 @@ class PPOActor:
             shape = len(micro_batch["cu_seqlens"]) - 1, longest
             rows = {key: micro_batch[key].new_zeros(shape).index_put(places, micro_batch[key]) for key in keys}
             micro_batch["corrections"] = self._corrections(rows["proximal_logprobs"], rows)[places]
-        log_ratio_N = masked_log_ratio(logprobs_N.detach(), micro_batch["proximal_logprobs"], mask_N)
-        log_ratio[micro_batch["token_place"]] = torch.where(mask_N, log_ratio_N, torch.nan).to(log_ratio)
+        note_tokens(per_token, micro_batch, logprobs_N.detach())
         losses_N, statistics = self.loss_fn(logprobs_N, micro_batch)
         losses_N = micro_batch["corrections"] * torch.where(mask_N, losses_N, 0.0)
         if "ref_logprobs" in micro_batch:

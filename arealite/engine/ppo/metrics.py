@@ -13,6 +13,7 @@ from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.workflow_api import Runs, own_metrics
 from arealite.utils.stats import Reduction, reduction_of
 
+OF_TOKENS = ("log_ratio", "logprob_gap")
 _Reduce = Callable[..., torch.Tensor]
 _REDUCTIONS: dict[Reduction, tuple[_Reduce, float, _Reduce]] = {  # of values, the result of none, of two results
     "mean": (torch.sum, 0.0, torch.add),
@@ -69,6 +70,15 @@ def note_losses(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dic
     if "ratio" in statistics:
         statistics["ratio_max"] = statistics["ratio"]
     metrics.add(mask_N, {f"policy/{name}": value for name, value in statistics.items()})
+
+
+def note_tokens(per_token: dict[str, torch.Tensor], micro_batch: TensorDict, logprobs: torch.Tensor) -> None:
+    """Fill in `OF_TOKENS` of the trained tokens of a micro-batch at their `token_place`: `log_ratio`, of `logprobs [N]`
+    in the update over the proximal ones, and `logprob_gap`, of those over the server's. Nothing waits for a GPU."""
+    mask_N, proximal_N = micro_batch["loss_mask"], micro_batch["proximal_logprobs"]
+    for key, one, other in zip(OF_TOKENS, (logprobs, proximal_N), (proximal_N, micro_batch["rollout_logprobs"])):
+        values_N = torch.where(mask_N, masked_log_ratio(one, other, mask_N), torch.nan)
+        per_token[key][micro_batch["token_place"]] = values_N.to(per_token[key])
 
 
 def _merge(totals: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:

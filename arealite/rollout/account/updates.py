@@ -5,7 +5,7 @@ of mantissa that half precision has, and the range of float32. Tools that read t
 ignore what begins with `_`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,24 @@ class Update:
     numbers: dict[str, np.ndarray[Any, Any]]
 
 
-def update_of(batch: TensorDict | None, log_ratio: torch.Tensor | None, config: InferenceEngineConfig) -> Update | None:
+def update_of(
+    batch: TensorDict | None, per_token: Mapping[str, torch.Tensor], config: InferenceEngineConfig
+) -> Update | None:
     """Return what is to be stored of this rank's share of a batch; None where nothing is, on all ranks alike.
 
     That are `advantages`, `logprob_gap` (the trainer's logprob minus the server's, before the update) and `log_ratio`
-    (in the update minus before it), as far as they were computed; nan where they were not.
+    (in the update minus before it), as far as they were computed; nan where they were not. `per_token` are those of
+    the update, which leaves out what teaches nothing.
     """
     is_stored = bool(config.fileroot) and config.stored_share > 0 and not config.replay_from
     if not is_stored or batch is None or not {"advantages", "group_index"} <= set(batch.keys()):
         return None
     real, sampled = batch["attention_mask"].bool(), batch["loss_mask"].bool()
     columns = {"advantages": batch["advantages"]}
+    columns |= {key: values for key, values in per_token.items() if values.shape == real.shape}
     if "proximal_logprobs" in batch:
-        columns["logprob_gap"] = torch.where(sampled, batch["proximal_logprobs"] - batch["logprobs"], 0.0)
-    if log_ratio is not None and log_ratio.shape == real.shape:
-        columns["log_ratio"] = log_ratio
+        gap = batch["proximal_logprobs"] - batch["logprobs"]
+        columns["logprob_gap"] = torch.where(sampled, gap, torch.nan)
     numbers = {key: _rounded(values.cpu()[real.cpu()].float().numpy()) for key, values in columns.items()}
     return Update(batch["group_index"].tolist(), real.sum(1).tolist(), numbers)
 
