@@ -82,7 +82,7 @@ function refilter() {
   list.set(numbers);
   state.filteredMs = performance.now() - began;
   const all = state.rows.count + state.rows.untrained.size;
-  $("#counts").textContent = `${numbers.length.toLocaleString()} of ${all.toLocaleString()}`;
+  $("#counts").textContent = all ? `${numbers.length.toLocaleString()} of ${all.toLocaleString()}` : "No trajectory is stored. Fine-tuning has none.";
 }
 
 // Ask the server which rows hold the text, in slices, and show what is found so far.
@@ -107,12 +107,19 @@ async function searchMore(start, end) {
   }
 }
 
+// The step that trained a row or before which it was evaluated, or which part of an evaluation it is of.
+function when(n) {
+  const { rows } = state;
+  const outcome = rows.outcome(n);
+  return outcome === "trained" ? String(rows.value("step", n)) : outcome === "evaluated" ? `eval ${rows.value("step", n)}` : outcome;
+}
+
 function drawLine(n) {
   const { rows, snippets } = state;
   const cell = (key) => { const value = rows.value(key, n); return value == null || (key === "staleness" && value < 0) ? "" : shown(value); };
   const text = n >= 0 ? (snippets.get(n) ?? "") : rows.outcome(n);
   return element("div", `line ${n >= 0 ? "" : /^(failed|rejected)/.test(text) ? "dropped" : "open"}`, undefined, [
-    element("span", "", n >= 0 && rows.outcome(n) === "evaluated" ? `eval ${cell("step")}` : cell("step")), element("span", "", cell("prompt_id")), element("span", "", rows.place(n)),
+    element("span", "", n < 0 ? "" : when(n)), element("span", "", cell("prompt_id")), element("span", "", rows.place(n)),
     element("span", "", cell("reward")), element("span", "", cell("staleness")), element("span", "", cell("sampled")), element("span", "snippet", text),
   ]);
 }
