@@ -239,6 +239,8 @@ def test_a_folder_without_runs_says_so_until_there_is_one(tmp_path: Path, viewin
     write_metrics(tmp_path / "e/t0", [0])
     page.click("text=e/t0")
     page.wait_for_selector(".plot .main-svg")
+    page.click("#tab-rows")
+    counted(page, "No trajectory is stored so far. Fine-tuning stores none.")
 
 
 def test_a_run_that_trains_and_resumes(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:

@@ -34,6 +34,7 @@ async function refreshRows() {
     if (state.hits) searchMore(start, rows.count);
     refilter();
   });
+  if (rows === state.rows && !rows.count) refilter();
 }
 
 // Return the runs beside with their rows, read when a trajectory is first compared with theirs.
@@ -82,7 +83,7 @@ function refilter() {
   list.set(numbers);
   state.filteredMs = performance.now() - began;
   const all = state.rows.count + state.rows.untrained.size;
-  $("#counts").textContent = all ? `${numbers.length.toLocaleString()} of ${all.toLocaleString()}` : "No trajectory is stored. Fine-tuning has none.";
+  $("#counts").textContent = all ? `${numbers.length.toLocaleString()} of ${all.toLocaleString()}` : "No trajectory is stored so far. Fine-tuning stores none.";
 }
 
 // Ask the server which rows hold the text, in slices, and show what is found so far.
