@@ -92,7 +92,7 @@ class RunView:
     def line(self) -> dict[str, Any]:
         """Return the state of the run in a few values."""
         files = (self._run.metrics, self._run.command, self._run.config)
-        changed = {"changed_unix_s": max((file.stat().st_mtime for file in files if file.exists()), default=0.0)}
+        changed = {"changed_unix_s": max(stat.st_mtime if (stat := _stat(file)) else 0.0 for file in files)}
         try:
             with reading(self._run.metrics):
                 row = _last_row(self._run.metrics)
@@ -248,9 +248,12 @@ class MetricsTail:
 def _run_folders(folder: Path, depth: int) -> list[Path]:
     if is_run(folder):
         return [folder]
-    if depth == 0 or not os.access(folder, os.R_OK | os.X_OK):
+    if depth == 0:
         return []
-    children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+    try:
+        children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+    except OSError:  # gone meanwhile, or not ours to read
+        return []
     return [found for child in sorted(children) for found in _run_folders(child, depth - 1)]
 
 
@@ -298,10 +301,16 @@ def _is_trained(row: dict[str, Any]) -> bool:
 
 
 def _stamp(path: Path) -> str:
-    if not path.exists():
-        return ""
-    stat = path.stat()
-    return f"{stat.st_ino:x}.{stat.st_mtime_ns:x}.{stat.st_size:x}"
+    stat = _stat(path)
+    return "" if stat is None else f"{stat.st_ino:x}.{stat.st_mtime_ns:x}.{stat.st_size:x}"
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """Return the state of a file, or nothing where there is none (any more)."""
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def _is_per_token(value: Any, ids: Sequence[int] | None) -> bool:

@@ -235,7 +235,10 @@ def test_log_ratios_are_those_that_each_minibatch_met(make: Make) -> None:
     batch["logprobs"] -= 0.25 * batch["loss_mask"]
     assert actor.per_token == {}
     metrics = actor.ppo_update(batch)
-    found, gap, is_trained = *actor.per_token.values(), batch["loss_mask"].bool()
+    found, gap = (torch.full(batch["input_ids"].shape, math.nan) for _ in range(2))
+    for padded, key in ((found, "log_ratio"), (gap, "logprob_gap")):
+        padded[batch["attention_mask"]] = actor.per_token[key]
+    is_trained = batch["loss_mask"].bool()
     is_trained[4:6] = False
     assert torch.equal(found.isfinite(), is_trained) and torch.equal(gap.isfinite(), is_trained)
     torch.testing.assert_close(gap[is_trained], torch.full_like(gap[is_trained], 0.25))

@@ -154,20 +154,20 @@ class PPOActor:
         """Take `ppo_n_minibatches` optimizer steps (at most one per group) and one of the schedule; return metrics.
 
         Needs `advantages` and what they need. A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are
-        equal on all ranks. `per_token` then has what `note_tokens` says, `[B, T]`, and nan for tokens that the update
-        left out.
+        equal on all ranks. `per_token` then has what `note_tokens` says, of all real tokens of the batch in turn, and
+        nan for those that the update left out.
         """
         groups_B, num_groups = self._groups(batch)
         columns, metrics = self._columns(batch), MaskedMetrics()
-        shape = columns["input_ids"].shape
-        columns["token_place"] = torch.arange(shape.numel(), device=batch["input_ids"].device).view(shape)
-        per_token = {key: torch.full((shape.numel(),), torch.nan, device=self.engine.device) for key in OF_TOKENS}
-        self.per_token = {key: values.view(shape) for key, values in per_token.items()}
+        mask_BT = batch["attention_mask"].bool()
+        columns["token_place"] = mask_BT.flatten().cumsum(0).view_as(mask_BT) - 1
+        num_tokens = int(mask_BT.sum())
+        self.per_token = {key: torch.full((num_tokens,), torch.nan, device=self.engine.device) for key in OF_TOKENS}
         self.engine.train()
         num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
         minibatch_B = groups_B % num_minibatches
         rows = [(minibatch_B == index).nonzero()[:, 0] for index in range(num_minibatches)]
-        steps = [self._step(columns[of_step], groups_B[of_step], num_groups, metrics, per_token) for of_step in rows]
+        steps = [self._step(columns[of_step], groups_B[of_step], num_groups, metrics) for of_step in rows]
         self.engine.step_lr_scheduler()
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
@@ -272,14 +272,9 @@ class PPOActor:
         return factors_BT
 
     def _step(
-        self,
-        columns: TensorDict,
-        groups_B: torch.Tensor,
-        num_groups: int,
-        metrics: MaskedMetrics,
-        per_token: dict[str, torch.Tensor],
+        self, columns: TensorDict, groups_B: torch.Tensor, num_groups: int, metrics: MaskedMetrics
     ) -> dict[str, float]:
-        """Take one optimizer step on the sum of c (f l + KL - entropy), and note its tokens."""
+        """Take one optimizer step on the sum of c (f l + KL - entropy)."""
         mask_BT = columns["loss_mask"]
         columns["token_weights"] = token_weights(
             mask_BT,
@@ -302,8 +297,7 @@ class PPOActor:
 
         # The engine takes a mean over all tokens, and c already contains every denominator.
         def loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
-            loss = self._loss(logits, micro_batch, metrics, longest, per_token)
-            return loss * (num_tokens / weight(micro_batch))
+            return self._loss(logits, micro_batch, metrics, longest) * (num_tokens / weight(micro_batch))
 
         return self.engine.train_batch(columns[rows], loss_fn, weight) | {"skipped_tokens": num_in_all - num_tokens}
 
@@ -314,14 +308,7 @@ class PPOActor:
             return columns["attention_mask"].any(dim=1).nonzero()[:, 0]
         return ((columns["advantages"] != 0) & columns["loss_mask"]).any(dim=1).nonzero()[:, 0]
 
-    def _loss(
-        self,
-        logits: LazyLogits,
-        micro_batch: TensorDict,
-        metrics: MaskedMetrics,
-        longest: int,
-        per_token: dict[str, torch.Tensor],
-    ) -> torch.Tensor:
+    def _loss(self, logits: LazyLogits, micro_batch: TensorDict, metrics: MaskedMetrics, longest: int) -> torch.Tensor:
         config, mask_N = self.choices, micro_batch["loss_mask"]
         tokens, kept = self._tokens(micro_batch), kept_sets(micro_batch)
         logprobs_N, entropy_N = packed_logprobs_entropy(logits, *tokens, kept=kept, entropy_grad=config.entropy_ctl > 0)
@@ -332,7 +319,7 @@ class PPOActor:
             shape = len(micro_batch["cu_seqlens"]) - 1, longest
             rows = {key: micro_batch[key].new_zeros(shape).index_put(places, micro_batch[key]) for key in keys}
             micro_batch["corrections"] = self._corrections(rows["proximal_logprobs"], rows)[places]
-        note_tokens(per_token, micro_batch, logprobs_N.detach())
+        note_tokens(self.per_token, micro_batch, logprobs_N.detach())
         losses_N, statistics = self.loss_fn(logprobs_N, micro_batch)
         losses_N = micro_batch["corrections"] * torch.where(mask_N, losses_N, 0.0)
         if "ref_logprobs" in micro_batch:

@@ -37,19 +37,21 @@ def update_of(
 
     That are `advantages`, `logprob_gap` (the trainer's logprob minus the server's, before the update) and `log_ratio`
     (in the update minus before it), as far as they were computed; nan where they were not. `per_token` are those of
-    the update, which leaves out what teaches nothing.
+    the update, which leaves out what teaches nothing, for all real tokens in turn.
     """
     is_stored = bool(config.fileroot) and config.stored_share > 0 and not config.replay_from
     if not is_stored or batch is None or not {"advantages", "group_index"} <= set(batch.keys()):
         return None
     real, sampled = batch["attention_mask"].bool(), batch["loss_mask"].bool()
     columns = {"advantages": batch["advantages"]}
-    columns |= {key: values for key, values in per_token.items() if values.shape == real.shape}
     if "proximal_logprobs" in batch:
         gap = batch["proximal_logprobs"] - batch["logprobs"]
         columns["logprob_gap"] = torch.where(sampled, gap, torch.nan)
-    numbers = {key: _rounded(values.cpu()[real.cpu()].float().numpy()) for key, values in columns.items()}
-    return Update(batch["group_index"].tolist(), real.sum(1).tolist(), numbers)
+    lengths = real.sum(1).tolist()
+    numbers = {key: values for key, values in per_token.items() if len(values) == sum(lengths)}
+    numbers |= {key: values[real] for key, values in columns.items()}
+    rounded = {key: _rounded(values.float().cpu().numpy()) for key, values in numbers.items()}
+    return Update(batch["group_index"].tolist(), lengths, rounded)
 
 
 def write_update(batch: Path, updates: Sequence[Update], is_whole: Sequence[bool]) -> None:

@@ -39,7 +39,7 @@ def stored(folder: Path, sizes: list[int], num_ranks: int, share: float = 1.0) -
         store.append("step_3", [finished(index, one) for index, one in enumerate(trajectories)], 3)
         store.append("eval_step_3", [finished(index, one) for index, one in enumerate(trajectories)], None)
         shares = split_batch(trained(assemble_batch(trajectories), seed), num_ranks)
-        updates = [update_of(one, {"log_ratio": one["log_ratio"]}, CONFIG) for one in shares]
+        updates = [update_of(one, {"log_ratio": one["log_ratio"][one["attention_mask"]]}, CONFIG) for one in shares]
         store.append_update([update for update in updates if update is not None])
     store.close()
     return shares
@@ -84,7 +84,7 @@ def test_other_tools_read_the_folder_of_a_step_as_before_and_a_resume_removes_bo
 def test_what_is_unknown_stays_so_and_nothing_is_too_large(tmp_path: Path) -> None:
     batch = assemble_batch([trajectory_of(torch.Generator().manual_seed(2), 1, False)])
     batch["advantages"] = torch.full(batch["input_ids"].shape, 3e38)
-    unknown = torch.full(batch["input_ids"].shape, math.nan)
+    unknown = torch.full((int(batch["attention_mask"].sum()),), math.nan)
     update = update_of(batch, {"log_ratio": unknown, "logprob_gap": unknown - 1}, CONFIG)
     assert update is not None and all(np.isnan(update.numbers[key]).all() for key in ("log_ratio", "logprob_gap"))
     np.testing.assert_allclose(update.numbers["advantages"], 3e38, rtol=2**-10)
@@ -97,9 +97,9 @@ def test_nothing_is_stored(lacking: str) -> None:
         "folder": {"fileroot": ""}, "share": {"stored_share": 0.0}, "sampling": {"replay_from": "runs/e/t"}
     }  # fmt: skip
     batch = assemble_batch([trajectory_of(torch.Generator().manual_seed(2), 2, False)])
-    per_token = {"log_ratio": torch.zeros(batch["input_ids"].shape)}
+    per_token = {"log_ratio": torch.zeros(int(batch["attention_mask"].sum()))}
     config = InferenceEngineConfig(**(vars(CONFIG) | changed.get(lacking, {})))
     known: Any = {"batch": None, "advantages": batch}.get(lacking, trained(batch.clone()))
     assert update_of(known, per_token, config) is None
-    of_another = {"log_ratio": per_token["log_ratio"][:, :0]}
+    of_another = {"log_ratio": per_token["log_ratio"][1:]}
     assert update_of(trained(batch), of_another, CONFIG).numbers.keys() == {"advantages", "logprob_gap"}
