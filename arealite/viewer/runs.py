@@ -246,15 +246,13 @@ class MetricsTail:
 
 
 def _run_folders(folder: Path, depth: int) -> list[Path]:
-    if is_run(folder):
-        return [folder]
-    if depth == 0:
-        return []
     try:
+        if is_run(folder):
+            return [folder]
         children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
     except OSError:  # gone meanwhile, or not ours to read
         return []
-    return [found for child in sorted(children) for found in _run_folders(child, depth - 1)]
+    return [found for child in sorted(children) for found in _run_folders(child, depth - 1)] if depth else []
 
 
 def _last_row(path: Path) -> dict[str, Any]:
