@@ -96,8 +96,8 @@ class RowIndex:
 
     def rows(self, generation: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield rows in turn, with what their update computed; neighbours cost little, as they are read together."""
-        places = (self._place(generation, number) for number in numbers)
-        for (path, group), same in itertools.groupby(places, key=lambda place: (place[0].path, place[1])):
+        found = (self._place(generation, number) for number in numbers)
+        for (path, group), same in itertools.groupby(found, key=lambda place: (place[0].path, place[1])):
             (file, *_), *_ = within = [*same]
             start, problems = file.groups[group - 1] if group else 0, list[str]()
             places = [place for _, _, place in within]

@@ -41,7 +41,7 @@ def server_charts(ledger: Path) -> list[Chart]:
         ]
         charts.append(chart("Sampled by server", [*map(thinned, bars)], unit="tokens", barmode="stack", bargap=0))
     if any(interrupts.values()):
-        line = {"type": "scatter", "mode": "lines" if len(steps) > 1 else "markers", "line": {"color": "--purple"}}
-        line |= {"x": steps, "y": [interrupts[step] for step in steps], "name": "interrupted"}
+        style = {"mode": "lines" if len(steps) > 1 else "markers", "line": {"color": "--purple"}, "name": "interrupted"}
+        line = {"type": "scatter", "x": steps, "y": [interrupts[step] for step in steps], **style}
         charts.append(chart("Generations interrupted by weight updates", [thinned(line)], unit="of the step's samples"))
     return charts

@@ -16,17 +16,8 @@ function treeOf(lists) {
   }, { parent: null, shared: 0 }));
 }
 
-// The first words of what a row has beyond its first `shared` tokens: the parts of its text are runs of its mask.
-function ownWords({ tokens, segments }, shared) {
-  const mask = tokens.loss_mask;
-  let part = -1;
-  for (let i = 0, last = null; i < mask.length && i <= shared; i++) {
-    if (Boolean(mask[i]) !== last) part += 1;
-    last = Boolean(mask[i]);
-  }
-  const texts = (segments ?? []).flatMap((one) => Object.values(one));
-  return (texts[part] ?? "").trim().slice(0, 120);
-}
+// The first words of what a row has beyond its first `shared` tokens, where the tokenizer is known.
+const ownWords = ({ texts }, shared) => (texts ?? []).slice(shared, shared + 80).join("").trim().slice(0, 120);
 
 // `numbers` are the rows of the sample, `n` the one that is open; `fetchRow` reads one and `open` shows it.
 async function branchNodes(rows, numbers, n, fetchRow, open) {
