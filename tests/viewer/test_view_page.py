@@ -191,9 +191,9 @@ def test_what_the_update_made_of_a_token_and_the_branches_of_an_agent(
     page.keyboard.press("Home")
     page.wait_for_selector(".branches")
     assert [" ".join(text.split()) for text in page.locator(".branches li").all_inner_texts()] == [
-        "3.0 7 tokens 2 + 2? 3.1 8 tokens after 7 of 3.0 Sure? 3.2 4 tokens after 4 of 3.0 2 + 9?",
-        "3.1 8 tokens after 7 of 3.0 Sure?",
-        "3.2 4 tokens after 4 of 3.0 2 + 9?",
+        "3.0 7 tokens 2 + 2?4 3.1 8 tokens after 7 of 3.0 Sure?yes 3.2 4 tokens after 4 of 3.0 9?11",
+        "3.1 8 tokens after 7 of 3.0 Sure?yes",
+        "3.2 4 tokens after 4 of 3.0 9?11",
     ]
     page.click("#row .modes >> text=Tokens")
     colours = page.locator("#row .legend select option").all_text_contents()
