@@ -1,5 +1,6 @@
 """Where rows come from: the hub, files, or a function of the user's."""
 
+import csv
 import inspect
 import json
 import re
@@ -14,9 +15,9 @@ from arealite.api.cli_args import DatasetConfig
 from arealite.dataset.rows import ArrowRows, Chain, JsonLines, ListRows, Rows, Source
 from arealite.utils.files import FileError, reading
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ACCEPTED = (
-    "'gsm8k', a data set of the hub ('org/name'), a .jsonl, .json or .parquet file, a folder of such files, "
+    "'gsm8k', a data set of the hub ('org/name'), a .jsonl, .json, .parquet or .csv file, a folder of such files, "
     "'FILE.py:FUNCTION?option=value', or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
 )
 _HUB_SCHEME = "hf-dataset://"
@@ -62,7 +63,7 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
         return _read_hub(str(local), config.config_name, split)
     if path and local.exists():
         local = _file_of_split(local, split) if local.is_dir() else local
-        with reading(local):
+        with reading(local, csv.Error):
             return _read_file(local)
     if path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
         raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct the path of the data set.")
@@ -124,6 +125,23 @@ def _read_file(path: Path) -> Source:
             got = type(rows).__name__
             raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
         return ListRows(rows)
+    if path.suffix == ".csv":
+        return ListRows(_read_csv(path))
     if path.suffix != ".jsonl":
         raise FileError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
     return JsonLines(path)
+
+
+def _read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the rows below the header; each value is the text that stands there."""
+    with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets begin with a byte order mark
+        reader = csv.DictReader(file, strict=True)
+        rows = []
+        for row in reader:
+            if None in row or None in row.values():
+                raise FileError(
+                    f"{path}:{reader.line_num} must have the {len(reader.fieldnames or ())} values of the header: got "
+                    f"{'more' if None in row else 'fewer'}. Quote values with commas or line breaks."
+                )
+            rows.append(row)
+    return rows

@@ -210,6 +210,16 @@ def test_any_data_set_of_the_hub_and_parts_of_its_splits(hub) -> None:
         numbers("org/name", "train[:")
 
 
+def test_values_of_a_csv_are_the_texts_that_stand_there(tmp_path) -> None:
+    """Nothing is guessed: 007 is no 7, and a column with a gap no column of floats."""
+    (tmp_path / "train.csv").write_bytes(b'\xef\xbb\xbfquestion,answer,note\n"1, or\n""2""?",007,\nhow many?,1.50,NA\n')
+    for path in (tmp_path / "train.csv", tmp_path):
+        first, second = get_custom_dataset(str(path), type="rl")
+        assert first.pop("messages") == [{"role": "user", "content": '1, or\n"2"?'}]
+        assert first == {"question": '1, or\n"2"?', "answer": "007", "note": ""}
+        assert (second["answer"], second["note"]) == ("1.50", "NA")
+
+
 def test_a_missing_file_is_told_as_such() -> None:
     with pytest.raises(ValueError, match=r"dataset file must exist: got 'no/such/file\.jsonl'"):
         get_custom_dataset("no/such/file.jsonl", type="rl")
@@ -232,7 +242,9 @@ def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
         "b.jsonl": ("{oops\n", "b.jsonl:1 must be one JSON object"),
         "c.json": ('{"question": "?"}', "JSON list"),
         "d.jsonl": ("", "must have rows"),
-        "e.csv": ("question,answer\n", "must end in .jsonl, .json, .parquet"),
+        "e.tsv": ("question\tanswer\n", "must end in .jsonl, .json, .parquet, .csv"),
+        "g.csv": ("question,answer\n1,2\n3,4,5\n", "g.csv:3 must have the 2 values of the header: got more"),
+        "h.csv": ("question,answer\n1\n", "h.csv:2 must have the 2 values of the header: got fewer"),
         "f.jsonl": ("3\n", "got int in row 0"),
     }
     for name, (text, message) in bad.items():
@@ -248,6 +260,8 @@ def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
         pytest.param("a.jsonl", b"[" * 100_000, "RecursionError", id="nested"),
         ("a.json", b"[", "JSONDecodeError"),
         ("a.parquet", b"PAR1", "ArrowInvalid"),
+        ("a.csv", b'question,answer\n"1,2', "Error"),
+        ("a.csv", b"question,answer\n\xff,2", "UnicodeDecodeError"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name: str, content: bytes, cause: str) -> None:
