@@ -2,7 +2,8 @@
 
 Coroutine functions are awaited on the event loop. Plain functions run in worker processes, which can be killed when a
 call hangs, even inside C code; a spare one is ready to replace a worker. Workers are started afresh (never forked from
-a process that has torch) and import the module of the function only, or the entry script if it is defined there.
+a process that has torch) and import the module of the function only, or the entry script if it is defined there; they
+are sent what was typed into a notebook.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import dill
 import psutil
 
 from arealite.api.errors import RewardError
@@ -193,23 +195,20 @@ class RewardRunner:
 def start_message(function: Callable[..., Any], name: str, *, what: str = "reward_fn") -> bytes:
     """Pickle a function by reference, with what a worker needs to know of this process to import it.
 
-    Raises ValueError, about `what`, if no other process can import it.
+    What was typed into a notebook or at a prompt is in no file to import: it goes by value, with the data and functions
+    that it uses. Raises ValueError, about `what`, if no other process can have it.
     """
+    data = multiprocessing.spawn.get_preparation_data("reward")
+    is_typed = not data.keys() & set(_MAIN)
     try:
-        pickled = pickle.dumps(function)
+        pickled = dill.dumps(function, recurse=True) if is_typed else pickle.dumps(function)
     except Exception as error:
+        advice = "Let it use data and functions only" if is_typed else "Define it at module level"
         raise ValueError(
             f"{what} must be importable, because it runs in another process: got {name} ({error}). "
-            "Define it at module level, or make it an `async def`."
+            f"{advice}, or make it an `async def`."
         ) from error
-    data = multiprocessing.spawn.get_preparation_data("reward")
-    needs_main = b"__main__" in pickled
-    if needs_main and not data.keys() & set(_MAIN):
-        raise ValueError(
-            f"{what} must be defined in a file: got {name}, typed at a prompt or a notebook. "
-            "Put it into a module, or make it an `async def`."
-        )
-    keys = _PREPARATION + _MAIN if needs_main else _PREPARATION
+    keys = _PREPARATION + _MAIN if b"__main__" in pickled else _PREPARATION
     return pickle.dumps(({key: data[key] for key in keys if key in data}, pickled))
 
 

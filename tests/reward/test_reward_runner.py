@@ -526,6 +526,48 @@ def test_a_reward_of_the_entry_script_works(tmp_path: Path) -> None:
     assert process.communicate(timeout=120)[0].strip() == "6.0"
 
 
+TYPED = """
+import asyncio, re
+from arealite.reward.runner import RewardRunner
+WEIGHT, NUMBER, rest = 0.5, re.compile(r"[0-9]+"), (n for n in [1.0])
+def last(text, found=()):
+    numbers = NUMBER.findall(text)
+    return last("", numbers) if numbers else [*found][-1]
+
+def score(completions, answer, **others):
+    return WEIGHT * (last(completions) == answer)
+
+class Scaled:
+    def __init__(self, by):
+        self.by = by
+    def __call__(self, **call):
+        return self.by * score(**call)
+
+def next_one(completions, **others):
+    return next(rest)
+
+for function in (score, Scaled(6), lambda **call: 1 - score(**call)):
+    runner = RewardRunner(function, num_workers=1)
+    print([asyncio.run(runner(completions=text, answer="12")) for text in ("3 or 12", "12 or 3")])
+    runner.close()
+
+try:
+    RewardRunner(next_one)
+except ValueError as error:
+    print(str(error)[:24], str(error)[-62:])
+
+"""
+
+
+def test_functions_that_were_typed_are_sent_with_what_they_use() -> None:
+    """As notebooks have them: `__main__` is no file. What can't be sent is refused at once."""
+    done = subprocess.run([sys.executable, "-iq"], input=TYPED, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == [
+        *("[0.5, 0.0]", "[3.0, 0.0]", "[0.5, 1.0]"),
+        "reward_fn must be import Let it use data and functions only, or make it an `async def`.",
+    ], done.stderr
+
+
 def test_the_entry_script_is_imported_only_for_its_own_rewards(tmp_path: Path) -> None:
     process = run_script(
         tmp_path,
