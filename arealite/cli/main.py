@@ -30,9 +30,13 @@ def main(argv: list[str] | None = None) -> int:
         require_linux()
         match args.command:
             case "train":
+                from arealite.cli.own_data import Own
                 from arealite.cli.train import train
 
-                return train(args.overrides, config=args.config, is_dry_run=args.dry_run)
+                own = Own(args.model, args.data, args.reward, args.sft)
+                return train(
+                    args.overrides, config=args.config, is_dry_run=args.dry_run, own=own, save_as=args.save_config
+                )
             case "quickstart":
                 return int(_example("quickstart").quickstart(args.overrides))
             case "tiny-model":
@@ -118,18 +122,36 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help=f"start a ready-made trainer ({', '.join(TRAINERS)}) or one of your own",
-        usage="arealite train trainer.type=TYPE [mode=local|ray|slurm] [--config FILE.yaml] [key=value ...]",
+        help="train a model on your data and reward, or start a ready-made trainer or one of your own",
+        usage="arealite train --model M --data D (--reward FILE.py:FUNCTION | --sft) [key=value ...]\n"
+        "       arealite train trainer.type=TYPE [mode=local|ray|slurm] [--config FILE.yaml] [key=value ...]",
         description=f"Start the example script of trainer.type ({', '.join(TRAINERS)}), or a class of your own "
         "(my_module:MyTrainer), by the launcher that mode names (default local). Keys are those of the script's "
-        "config, with trainer.TYPE. before them or not; `python3 SCRIPT --help` lists them.",
+        "config, with trainer.TYPE. before them or not; `python3 SCRIPT --help` lists them. --model, --data, --reward "
+        "and --sft are such keys for GRPO and fine-tuning on your own data; the config that they make is printed.",
         epilog="exit status: that of `python3 -m arealite.launcher.MODE`, whose other options are taken too",
     )
+    train.add_argument("--model", metavar="M", help="folder or hub id of the model to train")
+    train.add_argument(
+        "--data",
+        metavar="D",
+        help=".jsonl, .json, .parquet or .csv file, folder, data set of the hub, or FILE.py:FUNCTION; columns are "
+        "question and answer, or messages, unless train_dataset.prompt_key and answer_key name others",
+    )
+    train.add_argument(
+        "--reward",
+        metavar="FILE.py:FUNCTION[=WEIGHT]",
+        action="append",
+        default=[],
+        help="function that scores a completion; several, with weights, are added",
+    )
+    train.add_argument("--sft", action="store_true", help="learn the answers of the data (supervised fine-tuning)")
+    train.add_argument("--save-config", metavar="FILE.yaml", help="also write the config, to use it with --config")
     train.add_argument(
         "--config",
         metavar="FILE.yaml",
         help="default: the example's for GPUs; its _cpu.yaml with cluster.n_gpus_per_node=0, and with mode=local where "
-        "there is no GPU",
+        "there is no GPU; own_grpo.yaml or own_sft.yaml with --model and the like",
     )
     train.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.type, mode, and keys to change")

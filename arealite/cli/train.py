@@ -1,7 +1,7 @@
 """`arealite train`: the example scripts as ready-made trainers, started by the launcher that `mode` names.
 
-`trainer.type` picks the script, and `trainer.<type>.KEY=value` is `KEY=value` of its config. Nothing else differs from
-the launcher's own command line.
+`trainer.type` picks the script, and `trainer.<type>.KEY=value` is `KEY=value` of its config; so are the options for a
+model, data and rewards of one's own. Nothing else differs from the launcher's own command line.
 """
 
 import sys
@@ -10,28 +10,53 @@ from pathlib import Path
 
 import yaml
 
+from arealite.api.config.loader import as_given
+from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.cli import own_trainer
+from arealite.cli.own_data import Own
 from arealite.cli.trainers import TRAINERS, examples_folder
 from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.start import start
 
 
-def train(words: Sequence[str], *, config: str | None, is_dry_run: bool) -> int:
+def train(
+    words: Sequence[str], *, config: str | None, is_dry_run: bool, own: Own | None = None, save_as: str | None = None
+) -> int:
     """Start what `trainer.type` names by the launcher that `mode` names, and return the launcher's exit status."""
-    kind, keys = _split(words)
+    own = own or Own()
+    kind, keys = _split([*(own.trainer(words) if own else []), *words])
     if kind in TRAINERS:
         script = examples_folder() / "arealite" / f"{TRAINERS[kind]}.py"
-        if config is None:
+        data: list[str] = []
+        if own:
+            config, data = own.keys(kind, config, keys)
+        elif config is None:
             config, data = _default_config(script, keys)
-            keys = [*data, *keys]  # of two equal keys the last one counts
+        keys = [*data, *keys]  # of two equal keys the last one counts
     else:
         script, keys = Path(own_trainer.__file__), [f"{own_trainer.TYPE}{kind}", *keys]
         if config is None:
             raise ConfigError("--config must be given for a trainer of your own: got no file. Add --config FILE.yaml.")
     print(f"{own_trainer.TYPE}{kind} is {script} with --config {config}", file=sys.stderr, flush=True)
+    _show(kind, script, config, keys, is_shown=bool(own), save_as=save_as)
     dry_run = ["--dry-run"] if is_dry_run else []
     return start(script, config, [*dry_run, *keys])
+
+
+def _show(kind: str, script: Path, config: str, keys: Sequence[str], *, is_shown: bool, save_as: str | None) -> None:
+    """Print the config that the file and the keys make, or save it for --config."""
+    text = as_given(config, [key for key in keys if not key.startswith(("-", own_trainer.TYPE))])
+    if is_shown:
+        print(text, file=sys.stderr, flush=True)
+    if save_as is None:
+        return
+    load_run_config(["--config", config, *keys], script)  # what would be refused is not saved
+    try:
+        with open(save_as, "x", encoding="utf-8") as file:
+            file.write(f"# arealite train {own_trainer.TYPE}{kind} --config {save_as}\n{text}")
+    except OSError as error:
+        raise ConfigError(f"--save-config must be a new file that can be written: got {error}. Correct it.") from error
 
 
 def _split(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config, to_yaml
 from arealite.api.config.run import last_name, script_calls
 from arealite.api.errors import ConfigError
 from arealite.cli.check.check import check
 from arealite.cli.main import main
+from arealite.cli.own_data import Own
 from arealite.cli.own_trainer import load_trainer
 from arealite.cli.trainers import TRAINERS, examples_folder
 from arealite.launcher.start import LAUNCHERS
@@ -81,6 +83,101 @@ def test_a_config_of_ones_own_is_taken_as_it_is(folder: Path, capsys: pytest.Cap
         capsys, "--config", "my.yaml", "trainer.type=dpo", "model.path=a", "trainer.dpo.model.path=b", "--dry-run"
     )
     assert told.endswith(" --config my.yaml model.path=a model.path=b\n")
+
+
+def test_options_for_ones_own_data_are_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The config that they make is printed, and saved as a file that makes the same run."""
+    words = ["--model", "some/model", "--data", "rows/my.jsonl", "--reward", "r.py:right=0.7"]
+    words += ["--reward", "pkg.mod:brief=0.3", "train_dataset.prompt_key=problem", "gconfig.n_samples=4", "--dry-run"]
+    assert main(["train", *words, "--save-config", "my.yaml"]) == 0
+    told = capsys.readouterr()
+    assert "my-grpo/trial0: lite.d1+d1 on 1 node, CPUs only" in told.out and list(folder.iterdir()) == [
+        folder / "my.yaml"
+    ]
+    keys = ["experiment_name=my-grpo", "actor.path=some/model", "train_dataset.path=rows/my.jsonl"]
+    keys += ['reward={"r.py:right": 0.7, "pkg.mod:brief": 0.3}', "train_dataset.prompt_key=problem"]
+    keys += ["gconfig.n_samples=4"]
+    same, _ = load_expr_config(["--config", str(EXAMPLES / "configs" / "own_grpo.yaml"), *keys], GRPOConfig)
+    saved, _ = load_expr_config(["--config", "my.yaml"], GRPOConfig)
+    assert to_yaml(saved) == to_yaml(same) and saved.reward == {"r.py:right": 0.7, "pkg.mod:brief": 0.3}
+    first, _, text = (folder / "my.yaml").read_text().partition("\n")
+    assert text in told.err and "grad_reduce_dtype" not in text, "what was given, without the defaults"
+    again = [*first.removeprefix("# arealite ").split(), "--dry-run"]
+    assert shown(capsys, *again).splitlines()[:4] == told.out.splitlines()[:4]
+
+
+def test_fine_tuning_on_ones_own_data(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys count more than options, and a file of one's own replaces only the file."""
+    words = ["train", "--sft", "--model", "a", "--data", "org/chats", "--dry-run", "--save-config"]
+    assert "chats-sft/trial0: d1 on 1 node" in shown(capsys, *words, "sft.yaml", "model.path=b")
+    config, _ = load_expr_config(["--config", "sft.yaml"], SFTConfig)
+    assert (config.model.path, config.train_dataset.path, config.model.optimizer.lr) == ("b", "org/chats", 2e-5)
+    own = ["train", "--sft", "--config", "sft.yaml", "--data", "other.csv", "--dry-run", "--save-config", "other.yaml"]
+    assert "chats-sft/trial0" in shown(capsys, *own)
+    assert load_expr_config(["--config", "other.yaml"], SFTConfig)[0].train_dataset.path == "other.csv"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "told"),
+    [
+        ("3,4", "--reward r.py:f", {"cluster.n_gpus_per_node": 1, "allocation_mode": "lite.d1|d1"}),
+        ("3,4", "--sft", {"cluster.n_gpus_per_node": 2, "allocation_mode": "d2"}),
+        ("3,4", "--sft cluster.n_gpus_per_node=0", {"cluster.n_gpus_per_node": 0, "allocation_mode": "d1"}),
+        ("", "--sft", {"cluster.n_gpus_per_node": 0, "allocation_mode": "d1"}),
+    ],
+)
+def test_own_data_uses_the_gpus_that_are_there(
+    gpus: str, words: str, told: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    shown(capsys, "train", "--model", "m", "--data", "d.json", *words.split(), "--dry-run", "--save-config", "c.yaml")
+    config = yaml.safe_load(Path("c.yaml").read_text())
+    found = {
+        "cluster.n_gpus_per_node": config["cluster"]["n_gpus_per_node"],
+        "allocation_mode": config["allocation_mode"],
+    }
+    assert found == told
+    block = config.get("actor") or config["model"]
+    assert block["dtype"] == ("bfloat16" if told["cluster.n_gpus_per_node"] else "float32")
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("/a b/my rows.v2.jsonl", "my-rows.v2"),
+        ("org/name", "name"),
+        ("folder/", "folder"),
+        ("x/games.py:rows?level=a/b", "games"),
+        ("hf-dataset://org/name/f.jsonl", "f"),
+        ("./.é", "own"),
+    ],
+)
+def test_an_experiment_is_named_after_its_data(data: str, name: str) -> None:
+    assert f"experiment_name={name}-sft" in Own(data=data, model="m").keys("sft", None, [])[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--data d.jsonl --sft", r"--model must be given: got nothing\. Add --model FOLDER\."),
+        ("--model m --reward r.py:f", r"--data must be given"),
+        ("--model m --data d.jsonl", r"--reward must be given: got nothing\. Add --reward FILE.py:FUNCTION, or --sft"),
+        ("--model m --data d --reward r.py:f --sft", "--reward must be left out of fine-tuning.*: got r.py:f"),
+        ("--model m --data d --reward r.py", "--reward must be FILE.py:FUNCTION .*: got r.py. Correct"),
+        ("--model m --data d --reward r.py:f=x", "got r.py:f=x"),
+        ("--model m --data d --reward r.py:f --reward r.py:f=2", "each function once: got r.py:f=2"),
+        ("--model m trainer.type=dpo", r"must go with trainer\.type=grpo, or sft .*: got dpo"),
+        ("--model m --sft trainer.type=grpo", "got grpo and --sft"),
+        ("--model m --data d --sft gconfig.n_samples=2", r"gconfig must be a key of SFTConfig"),
+        ("--model m --data d --sft --save-config used.yaml", "--save-config must be a new file .*: got .*File exists"),
+        ("--model m --data d --sft --save-config no/c.yaml", "got .*No such file or directory: 'no/c.yaml'"),
+    ],
+)
+def test_options_that_are_refused(words: str, told: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "used.yaml").touch()
+    assert main(["train", *words.split(), "--dry-run"]) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert list(folder.iterdir()) == [folder / "used.yaml"] and (folder / "used.yaml").read_text() == ""
 
 
 @pytest.mark.parametrize(
