@@ -1,7 +1,7 @@
-"""The loop that the examples of this folder share: `examples/arealite/gsm8k_grpo.py` with a workflow of their own.
+"""A loop for workflows of one's own: that of `examples/arealite/gsm8k_grpo.py`, which explains its steps.
 
-`make_workflow(config, gconfig, tokenizer)` is called for training and for evaluation. What the loop does is explained
-there; this one leaves out what those examples do not need: a reference and groups sampled anew.
+`make_workflow(config, gconfig, tokenizer)` is called for training and for evaluation. Left out are a reference and
+groups that are sampled anew.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,68 @@
+"""`arealite init NAME`: an experiment as a folder to change, put together from the examples: no loop has a copy.
+
+`examples/templates/templates.yaml` says which files a template has, and what its README says.
+"""
+
+import re
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from arealite.api.errors import ConfigError
+from arealite.cli.trainers import examples_folder
+from arealite.utils.files import writing
+
+TEMPLATES = ("rlvr", "multi-turn", "tools", "openai-agent", "sft")
+_MEANS = {
+    "train.py": "the experiment, top to bottom",
+    "loop.py": "the loop that runs the workflow of `train.py`",
+    "config.yaml": "every key that is not a default",
+    "data.jsonl": "20 rows, the last 4 of which are only evaluated",
+    "reward.py": "what a completion earns",
+    "test_reward.py": "its test: `python3 -m pytest`",
+}
+_COMMAND = re.compile(r"(?:python3 -m arealite\.launcher\.local|torchrun [\w -]+) examples/\S+ \\\n +--config \S+")
+
+
+def init(folder: str, template: str) -> int:
+    """Write an experiment into a new folder, and print what to do next."""
+    path, examples = Path(folder).expanduser(), examples_folder()
+    name = path.resolve().name
+    if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        raise ConfigError(
+            f"NAME must be made of letters, digits, '_', '-' and '.', as it names the experiment: got {name!r}. "
+            "Choose another one."
+        )
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"NAME must be a new or an empty folder: got {folder}, which is in use. Choose another one.")
+    told = yaml.safe_load((examples / "templates" / "templates.yaml").read_text(encoding="utf-8"))[template]
+    files = {file: _text(examples / source, name) for file, source in told["files"].items()}
+    files["README.md"] = _readme(examples / "templates" / "README.md", name, template, told)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (path / file).write_text(text, encoding="utf-8")
+    print(f"{folder}: {', '.join(sorted(files))}")
+    print(f"next: cd {folder}, and the commands in README.md")
+    return 0
+
+
+def _text(source: Path, name: str) -> str:
+    """Return a file of the examples, whose command and data set become the folder's."""
+    text = source.read_text(encoding="utf-8").replace(" on GSM8K", "", 1).replace("EXPERIMENT", name)
+    return _COMMAND.sub("python3 -m arealite.launcher.local train.py --config config.yaml", text)
+
+
+def _readme(source: Path, name: str, template: str, told: dict[str, Any]) -> str:
+    return Template(source.read_text(encoding="utf-8")).substitute(
+        name=name,
+        template=template,
+        title=told["title"],
+        needs=f"{told['needs']}\n" if "needs" in told else "",
+        files="\n".join(f"| `{file}` | {meaning} |" for file, meaning in _MEANS.items() if file in told["files"]),
+        learns=told["learns"],
+        change=told["change"],
+        block="model" if template == "sft" else "actor",
+    )
