@@ -1,0 +1,11 @@
+# AReaLite on a CPU, where there is no Linux; results go to the folder that is mounted:
+#
+#     docker build -t arealite .
+#     docker run --rm -it --init -v "$PWD:/work" arealite quickstart
+FROM python:3.11-slim
+COPY . /arealite
+RUN pip install --no-cache-dir -c /arealite/constraints-cpu.txt --index-url https://download.pytorch.org/whl/cpu torch \
+    && pip install --no-cache-dir -c /arealite/constraints-cpu.txt "/arealite[lora]" openai
+WORKDIR /work
+ENTRYPOINT ["arealite"]
+CMD ["--help"]
