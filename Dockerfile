@@ -5,7 +5,7 @@
 FROM python:3.11-slim
 COPY . /arealite
 RUN pip install --no-cache-dir -c /arealite/constraints-cpu.txt --index-url https://download.pytorch.org/whl/cpu torch \
-    && pip install --no-cache-dir -c /arealite/constraints-cpu.txt "/arealite[lora]" openai
+    && pip install --no-cache-dir -c /arealite/constraints-cpu.txt "/arealite[lora]" "openai>=3.0,<4"
 WORKDIR /work
 ENTRYPOINT ["arealite"]
 CMD ["--help"]

@@ -31,6 +31,7 @@ def typed(page: str, folder: Path, examples: str) -> Path:
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
     env = os.environ | {"E": str(REPOSITORY / "examples" / examples), "PATH": f"{programs}:{os.environ['PATH']}"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""}  # as on a laptop
     for commands in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
         done = subprocess.run(["sh", "-ec", commands], cwd=folder, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{commands}\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
