@@ -62,7 +62,7 @@ class Own:
         if config is None:
             config = str(examples_folder() / "arealite" / "configs" / f"own_{kind}.yaml")
             name = [f"experiment_name={_name(self.data)}-{kind}"] if self.data else []
-            keys = [*_devices(kind, names), *name, *keys]
+            keys = [*_devices(kind, given), *name, *keys]
         return config, keys
 
 
@@ -94,10 +94,15 @@ def _name(data: str) -> str:
     return re.sub(r"^[^A-Za-z0-9_]+|[^A-Za-z0-9_.-]+", "-", Path(file).stem).lstrip("-.") or "own"
 
 
-def _devices(kind: str, given: set[str]) -> list[str]:
-    """Return the keys that use the GPUs of this node, unless some are given about devices."""
-    num_gpus = len(visible_gpus())
-    if num_gpus == 0 or given & {"mode", "allocation_mode", "cluster.n_gpus_per_node"}:
+def is_local(keys: Sequence[str]) -> bool:
+    """Return whether keys leave a run on this node."""
+    return [key for key in keys if key.startswith("mode=")][-1:] in ([], ["mode=local"])
+
+
+def _devices(kind: str, given: Sequence[str]) -> list[str]:
+    """Return the keys that use the GPUs of this node, unless some about devices are given."""
+    num_gpus = len(visible_gpus()) if is_local(given) else 0
+    if num_gpus == 0 or any(key.startswith(("allocation_mode=", "cluster.n_gpus_per_node=")) for key in given):
         return []
     if kind == "sft":
         return [f"cluster.n_gpus_per_node={num_gpus}", f"allocation_mode=d{num_gpus}", "model.dtype=bfloat16"]

@@ -14,7 +14,7 @@ from arealite.api.config.loader import as_given
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.cli import own_trainer
-from arealite.cli.own_data import Own
+from arealite.cli.own_data import Own, is_local
 from arealite.cli.trainers import TRAINERS, examples_folder
 from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.start import start
@@ -67,7 +67,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     if kind not in TRAINERS and ":" not in kind:
         raise ConfigError(
             f"trainer.type must be {', '.join(TRAINERS)}, or a class of yours such as my_module:MyTrainer: "
-            f"got {kind or 'nothing'}. Add trainer.type=grpo, or correct it."
+            f"got {kind or 'nothing'}. Correct it, or give --model, --data and --reward or --sft."
         )
     prefix = f"trainer.{kind.rpartition(':')[2]}."
     for key in keys:
@@ -78,8 +78,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _default_config(script: Path, keys: Sequence[str]) -> tuple[str, list[str]]:
     """Return the example's config for GPUs or for a CPU, and where its data lies if that comes with the examples."""
-    is_local = [key for key in keys if key.startswith("mode=")][-1:] in ([], ["mode=local"])
-    has_gpus = "cluster.n_gpus_per_node=0" not in keys and (not is_local or len(visible_gpus()) > 0)
+    has_gpus = "cluster.n_gpus_per_node=0" not in keys and (not is_local(keys) or len(visible_gpus()) > 0)
     file = script.parent / "configs" / f"{script.stem}{'' if has_gpus else '_cpu'}.yaml"
     blocks = yaml.safe_load(file.read_text(encoding="utf-8")).items()
     paths = {f"{name}.path": str(block.get("path")) for name, block in blocks if isinstance(block, dict)}

@@ -121,7 +121,8 @@ def test_fine_tuning_on_ones_own_data(capsys: pytest.CaptureFixture[str]) -> Non
     ("gpus", "words", "told"),
     [
         ("3,4", "--reward r.py:f", {"cluster.n_gpus_per_node": 1, "allocation_mode": "lite.d1|d1"}),
-        ("3,4", "--sft", {"cluster.n_gpus_per_node": 2, "allocation_mode": "d2"}),
+        ("3,4", "--sft mode=local", {"cluster.n_gpus_per_node": 2, "allocation_mode": "d2"}),
+        ("3,4", "--sft mode=ray", {"cluster.n_gpus_per_node": 0, "allocation_mode": "d1"}),
         ("3,4", "--sft cluster.n_gpus_per_node=0", {"cluster.n_gpus_per_node": 0, "allocation_mode": "d1"}),
         ("", "--sft", {"cluster.n_gpus_per_node": 0, "allocation_mode": "d1"}),
     ],
