@@ -39,22 +39,21 @@ def train(
         if config is None:
             raise ConfigError("--config must be given for a trainer of your own: got no file. Add --config FILE.yaml.")
     print(f"{own_trainer.TYPE}{kind} is {script} with --config {config}", file=sys.stderr, flush=True)
-    _show(kind, script, config, keys, is_shown=bool(own), save_as=save_as)
+    given = [key for key in keys if not key.startswith("-")]
+    if own:
+        print(as_given(config, given), file=sys.stderr, flush=True)
+    if save_as is not None:
+        load_run_config(["--config", config, *given], script)  # what would be refused is not saved
+        _save(save_as, kind, as_given(config, [key for key in given if not key.startswith(own_trainer.TYPE)]))
     dry_run = ["--dry-run"] if is_dry_run else []
     return start(script, config, [*dry_run, *keys])
 
 
-def _show(kind: str, script: Path, config: str, keys: Sequence[str], *, is_shown: bool, save_as: str | None) -> None:
-    """Print the config that the file and the keys make, or save it for --config."""
-    text = as_given(config, [key for key in keys if not key.startswith(("-", own_trainer.TYPE))])
-    if is_shown:
-        print(text, file=sys.stderr, flush=True)
-    if save_as is None:
-        return
-    load_run_config(["--config", config, *keys], script)  # what would be refused is not saved
+def _save(file: str, kind: str, text: str) -> None:
+    """Write a config into a new file."""
     try:
-        with open(save_as, "x", encoding="utf-8") as file:
-            file.write(f"# arealite train {own_trainer.TYPE}{kind} --config {save_as}\n{text}")
+        with open(file, "x", encoding="utf-8") as saved:
+            saved.write(f"# arealite train {own_trainer.TYPE}{kind} --config {file}\n{text}")
     except OSError as error:
         raise ConfigError(f"--save-config must be a new file that can be written: got {error}. Correct it.") from error
 

@@ -112,9 +112,21 @@ def test_fine_tuning_on_ones_own_data(capsys: pytest.CaptureFixture[str]) -> Non
     assert "chats-sft/trial0: d1 on 1 node" in shown(capsys, *words, "sft.yaml", "model.path=b")
     config, _ = load_expr_config(["--config", "sft.yaml"], SFTConfig)
     assert (config.model.path, config.train_dataset.path, config.model.optimizer.lr) == ("b", "org/chats", 2e-5)
+    given = ["train", "--sft", "model.path=c", "train_dataset.path=d", "experiment_name=e", "--dry-run"]
+    assert "e/trial0: d1 on 1 node" in shown(capsys, *given)
     own = ["train", "--sft", "--config", "sft.yaml", "--data", "other.csv", "--dry-run", "--save-config", "other.yaml"]
     assert "chats-sft/trial0" in shown(capsys, *own)
     assert load_expr_config(["--config", "other.yaml"], SFTConfig)[0].train_dataset.path == "other.csv"
+
+
+def test_what_any_trainer_is_given_can_be_saved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "own.py").write_text(OWN)
+    (folder / "my.yaml").write_text(CONFIG)
+    words = ["train", "--config", "my.yaml", "trainer.type=own:Full", "trainer.Full.model.path=m", "--dry-run"]
+    assert "e/t: d2 on 1 node" in shown(capsys, *words, "--save-config", "saved.yaml")
+    saved = yaml.safe_load((folder / "saved.yaml").read_text())
+    assert saved == yaml.safe_load(CONFIG) | {"model": {"path": "m"}}
+    assert (folder / "saved.yaml").read_text().startswith("# arealite train trainer.type=own:Full --config saved.yaml")
 
 
 @pytest.mark.parametrize(
