@@ -6,7 +6,7 @@ What the agent asks at that address is a run, and the number that it returns the
 """
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import loop
 from openai import AsyncOpenAI
@@ -27,7 +27,8 @@ def make_workflow(config: GRPOConfig, gconfig: GenerationHyperparameters, tokeni
             reply = await client.chat.completions.create(model="policy", messages=messages)
             text = reply.choices[0].message.content or ""
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Check and answer again."}]
-        return sum(weight * float(score(completions=text, **data)) for score, weight in rewards.items())  # type: ignore[arg-type]
+        scores = [weight * cast(float, score(completions=text, **data)) for score, weight in rewards.items()]
+        return sum(scores)
 
     return AgentWorkflow(solve, gconfig, tokenizer, config=config.agent)
 
