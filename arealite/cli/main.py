@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from arealite import __version__
 from arealite.api.errors import AReaLiteError, ConfigError, require_linux
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
+        allow_abbrev=False,  # --mode is no --model
         help="train a model on your data and reward, or start a ready-made trainer or one of your own",
         usage="arealite train --model M --data D (--reward FILE.py:FUNCTION | --sft) [key=value ...]\n"
         "       arealite train trainer.type=TYPE [mode=local|ray|slurm] [--config FILE.yaml] [key=value ...]",
@@ -150,10 +152,11 @@ def _parser() -> argparse.ArgumentParser:
         "and --sft are such keys for GRPO and fine-tuning on your own data; the config that they make is printed.",
         epilog="exit status: that of `python3 -m arealite.launcher.MODE`, whose other options are taken too",
     )
-    train.add_argument("--model", metavar="M", help="folder or hub id of the model to train")
+    train.add_argument("--model", metavar="M", action=_Once, help="folder or hub id of the model to train")
     train.add_argument(
         "--data",
         metavar="D",
+        action=_Once,
         help=".jsonl, .json, .parquet or .csv file, folder, data set of the hub, or FILE.py:FUNCTION; columns are "
         "question and answer, or messages, unless train_dataset.prompt_key and answer_key name others",
     )
@@ -325,6 +328,19 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
     ledger.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: Any, option: Any = None
+    ) -> None:
+        if getattr(args, self.dest) is not None:
+            first = getattr(args, self.dest)
+            message = f"{option} must be given once: got {first} and {value}."
+            parser.error(f"{message} Remove one; train_dataset.mixed_with adds data sets.")
+        setattr(args, self.dest, value)
 
 
 def _positive(text: str) -> int:

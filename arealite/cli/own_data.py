@@ -5,6 +5,7 @@ Options name nothing that keys can't; of an option and a key the key counts. Wit
 """
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Own:
         for key, (option, value) in options.items():
             if not (config or value or key in names):
                 raise ConfigError(f"{option.split()[0]} must be given: got nothing. Add {option}.")
-        keys = [f"{key}={value}" for key, (_, value) in options.items() if value]
+        keys = [f"{key}={json.dumps(value)}" for key, (_, value) in options.items() if value]  # never read as YAML
         if config is None:
             config = str(examples_folder() / "arealite" / "configs" / f"own_{kind}.yaml")
             name = [f"experiment_name={_name(self.data)}-{kind}"] if self.data else []
@@ -69,22 +70,23 @@ class Own:
 _REWARD = "--reward FILE.py:FUNCTION, or --sft to learn the answers of the data"
 
 
-def _reward(given: Sequence[str]) -> str:
-    """Read `FILE.py:FUNCTION` or several `FILE.py:FUNCTION=WEIGHT` as a value of YAML."""
+def _reward(given: Sequence[str]) -> str | dict[str, float]:
+    """Read `FILE.py:FUNCTION`, or several `FILE.py:FUNCTION=WEIGHT`, as the value of `reward`."""
     weights: dict[str, float] = {}
     for text in given:
-        name, _, weight = text.partition("=")
+        read = re.fullmatch(r"(.+:\w+)(?:=(.+))?", text)
+        name, weight = read.groups() if read else ("", None)
         try:
             number = float(weight or 1)
         except ValueError:
             number = 0.0
-        if ":" not in name or name in weights or number == 0:
+        if not name or name in weights or number == 0 or not math.isfinite(number):
             raise ConfigError(
-                f"--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT, each function once: got {text}. "
-                "Correct it."
+                "--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT, a number but 0, each function once: "
+                f"got {text}. Correct it."
             )
         weights[name] = number
-    return next(iter(weights)) if [*weights.values()] == [1.0] else json.dumps(weights) if weights else ""
+    return next(iter(weights), "") if [*weights.values()] in ([], [1.0]) else weights
 
 
 def _name(data: str) -> str:

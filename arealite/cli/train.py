@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from arealite.api.config.loader import as_given
+from arealite.api.config.loader import as_given, masked
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.cli import own_trainer
@@ -39,12 +39,15 @@ def train(
         if config is None:
             raise ConfigError("--config must be given for a trainer of your own: got no file. Add --config FILE.yaml.")
     print(f"{own_trainer.TYPE}{kind} is {script} with --config {config}", file=sys.stderr, flush=True)
-    given = [key for key in keys if not key.startswith("-")]
-    if own:
-        print(as_given(config, given), file=sys.stderr, flush=True)
-    if save_as is not None:
-        load_run_config(["--config", config, *given], script)  # what would be refused is not saved
-        _save(save_as, kind, as_given(config, [key for key in given if not key.startswith(own_trainer.TYPE)]))
+    if own or save_as is not None:
+        given = [key for key in keys if not key.startswith("-")]
+        load_run_config(["--config", config, *given], script)  # what is refused is neither shown nor saved
+        text = as_given(config, [key for key in given if not key.startswith(own_trainer.TYPE)])
+        if own:
+            shown = yaml.safe_dump(masked(text), sort_keys=False, allow_unicode=True)
+            print(shown, file=sys.stderr, flush=True)
+        if save_as is not None:
+            _save(save_as, kind, text)
     dry_run = ["--dry-run"] if is_dry_run else []
     return start(script, config, [*dry_run, *keys])
 

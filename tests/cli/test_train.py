@@ -101,7 +101,7 @@ def test_options_for_ones_own_data_are_keys(folder: Path, capsys: pytest.Capture
     saved, _ = load_expr_config(["--config", "my.yaml"], GRPOConfig)
     assert to_yaml(saved) == to_yaml(same) and saved.reward == {"r.py:right": 0.7, "pkg.mod:brief": 0.3}
     first, _, text = (folder / "my.yaml").read_text().partition("\n")
-    assert text in told.err and "grad_reduce_dtype" not in text, "what was given, without the defaults"
+    assert yaml.safe_load(told.err.partition("\n")[2]) == yaml.safe_load(text), "what was given, without the defaults"
     again = [*first.removeprefix("# arealite ").split(), "--dry-run"]
     assert shown(capsys, *again).splitlines()[:4] == told.out.splitlines()[:4]
 
@@ -154,6 +154,34 @@ def test_own_data_uses_the_gpus_that_are_there(
     assert block["dtype"] == ("bfloat16" if told["cluster.n_gpus_per_node"] else "float32")
 
 
+@pytest.mark.parametrize("data", ["a: b.jsonl", "[x].jsonl", "007", "null", "*.csv", "a #b.json", 'it"s.json', "1e3"])
+def test_values_of_options_are_texts(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--model", data, "--data", data, "--reward", f"{data}=1.py:f=-0.5", "--dry-run"]
+    shown(capsys, *words, "--save-config", "c.yaml")
+    config, _ = load_expr_config(["--config", "c.yaml"], GRPOConfig)
+    assert (config.actor.path, config.train_dataset.path) == (data, data)
+    assert config.reward == {f"{data}=1.py:f": -0.5}
+
+
+def test_the_printed_config_has_no_secrets_and_none_if_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--model", "m", "--data", "d", "--sft", "--dry-run"]
+    assert main([*words, "launcher.trainer_env_vars=KEY=hunter2"]) == 0
+    told = capsys.readouterr()
+    assert "KEY=***" in told.err and "hunter2" not in told.err
+    assert main([*words, "total_train_epoch=1"]) == 2
+    told = capsys.readouterr()
+    assert "allocation_mode" not in told.err and "Did you mean total_train_epochs" in told.err
+
+
+def test_an_option_is_given_once_and_is_not_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--model", "m", "--data", "d.json", "--sft", "--dry-run"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--data", "e.json"])
+    assert "--data must be given once: got d.json and e.json" in capsys.readouterr().err
+    assert main([*words, "--mode=ray"]) == 2
+    assert "Write mode=ray" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("data", "name"),
     [
@@ -179,6 +207,7 @@ def test_an_experiment_is_named_after_its_data(data: str, name: str) -> None:
         ("--model m --data d --reward r.py", "--reward must be FILE.py:FUNCTION .*: got r.py. Correct"),
         ("--model m --data d --reward r.py:f=x", "got r.py:f=x"),
         ("--model m --data d --reward r.py:f --reward r.py:f=2", "each function once: got r.py:f=2"),
+        ("--model m --data d --reward r.py:f=nan", "a number but 0, .*: got r.py:f=nan"),
         ("--model m trainer.type=dpo", r"must go with trainer\.type=grpo, or sft .*: got dpo"),
         ("--model m --sft trainer.type=grpo", "got grpo and --sft"),
         ("--model m --data d --sft gconfig.n_samples=2", r"gconfig must be a key of SFTConfig"),
