@@ -3,6 +3,7 @@
 `examples/templates/templates.yaml` says which files a template has, and what its README says.
 """
 
+import os
 import re
 from pathlib import Path
 from string import Template
@@ -12,7 +13,6 @@ import yaml
 
 from arealite.api.errors import ConfigError
 from arealite.cli.trainers import examples_folder
-from arealite.utils.files import writing
 
 TEMPLATES = ("rlvr", "multi-turn", "tools", "openai-agent", "sft")
 _MEANS = {
@@ -21,7 +21,7 @@ _MEANS = {
     "config.yaml": "every key that is not a default",
     "data.jsonl": "20 rows, the last 4 of which are only evaluated",
     "reward.py": "what a completion earns",
-    "test_reward.py": "its test: `python3 -m pytest`",
+    "test_reward.py": "its test: `python3 -m pytest`, after `pip install pytest`",
 }
 _COMMAND = re.compile(r"(?:python3 -m arealite\.launcher\.local|torchrun [\w -]+) examples/\S+ \\\n +--config \S+")
 
@@ -29,21 +29,25 @@ _COMMAND = re.compile(r"(?:python3 -m arealite\.launcher\.local|torchrun [\w -]+
 def init(folder: str, template: str) -> int:
     """Write an experiment into a new folder, and print what to do next."""
     path, examples = Path(folder).expanduser(), examples_folder()
-    name = path.resolve().name
+    name = Path(os.path.abspath(path)).name
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
         raise ConfigError(
             f"NAME must be made of letters, digits, '_', '-' and '.', as it names the experiment: got {name!r}. "
             "Choose another one."
         )
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"NAME must be a new or an empty folder: got {folder}, which is in use. Choose another one.")
     told = yaml.safe_load((examples / "templates" / "templates.yaml").read_text(encoding="utf-8"))[template]
     files = {file: _text(examples / source, name) for file, source in told["files"].items()}
     files["README.md"] = _readme(examples / "templates" / "README.md", name, template, told)
-    with writing(path):
+    try:
         path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise FileExistsError(f"{folder}, which holds files")
         for file, text in files.items():
             (path / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"NAME must be a new or an empty folder that can be written: got {error}. Choose another one."
+        ) from error
     print(f"{folder}: {', '.join(sorted(files))}")
     print(f"next: cd {folder}, and the commands in README.md")
     return 0

@@ -77,8 +77,10 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     (tmp_path / "used" / "file").touch()
     (tmp_path / "empty").mkdir()
     for name, told in (
-        ("used", "NAME must be a new or an empty folder: got used, which is in use"),
-        ("used/file", "got used/file, which is in use"),
+        ("used", "NAME must be a new or an empty folder that can be written: got used, which holds files"),
+        ("used/file", "got .*File exists: 'used/file'"),
+        ("used/file/folder", "got .*Not a directory"),
+        ("x" * 300, "got .*File name too long"),
         ("my exp", "NAME must be made of letters, .*: got 'my exp'"),
         ("-", "got '-'"),
     ):
