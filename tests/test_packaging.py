@@ -1,0 +1,83 @@
+"""What is installed without a checkout: extras, the version, and a wheel that brings all that its commands use."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import arealite
+from arealite.cli.init import TEMPLATES
+
+REPOSITORY = Path(__file__).parents[1]
+TYPED = """
+arealite --version
+arealite tiny-model --out tiny
+for template in TEMPLATES; do
+    arealite init $template --template $template
+    (cd $template && ln -s ../tiny . && python3 -m arealite.launcher.local train.py --config config.yaml --dry-run)
+done
+cd rlvr && arealite train --model tiny --data data.jsonl --reward reward.py:score --dry-run
+arealite train trainer.type=sft model.path=tiny --dry-run
+"""
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    """In messages, pages, examples and Dockerfiles, and in other extras."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [REPOSITORY / name for name in ("README.md", "Dockerfile", "Dockerfile.cuda", "Makefile", "pyproject.toml")]
+    for folder, suffixes in (("arealite", "py"), ("docs", "md"), ("examples", "py md yaml")):
+        files += (path for suffix in suffixes.split() for path in (REPOSITORY / folder).rglob(f"*.{suffix}"))
+    lists = {
+        names for path in files for names in re.findall(r"(?:arealite|[ './])\[([a-z,]+)\]['\"]", path.read_text())
+    }
+    named = {name for names in lists for name in names.split(",")}
+    assert {"gpu", "lora", "torchao", "ray", "dev"} <= named <= extras.keys()
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    headings = re.findall(r"^## (.*)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"{re.escape(arealite.__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", headings[0])
+
+
+@pytest.mark.slow
+def test_a_wheel_of_what_an_image_gets_serves_outside_of_a_checkout(tmp_path: Path) -> None:
+    """It is unpacked, as an installation does, and comes first on the path."""
+    image, site, folder = (tmp_path / name for name in ("image", "site", "folder"))
+    image.mkdir()
+    for name in re.findall(r"^!(\S+)$", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE):
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, image / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(REPOSITORY / name, image)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(image)]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob(f"arealite-{arealite.__version__}-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+    assert "arealite = arealite.cli.main:main" in next(site.rglob("entry_points.txt")).read_text()
+    brought, wanted = (
+        {path.relative_to(top) for path in (top / "examples").rglob("*") if path.is_file()}
+        for top in (site / "arealite", image)
+    )
+    assert brought == wanted and len(wanted) > 50
+
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    folder.mkdir()
+    env = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""}
+    typed = TYPED.replace("TEMPLATES", " ".join(TEMPLATES))
+    done = subprocess.run(["sh", "-ec", typed], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert f"arealite {arealite.__version__}\n" in done.stdout and done.stdout.count("CPUs only") == len(TEMPLATES) + 2
+    assert f"{site}/arealite/examples/arealite/gsm8k_sft.py" in done.stderr and str(REPOSITORY) not in done.stderr
