@@ -134,13 +134,17 @@ def _read_file(path: Path) -> Source:
 
 def _read_csv(path: Path) -> list[dict[str, str]]:
     """Return the rows below the header; each value is the text that stands there."""
+    csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
     with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets begin with a byte order mark
         reader = csv.DictReader(file, strict=True)
+        names = reader.fieldnames or ()
+        if len({*names}) < len(names):
+            raise FileError(f"{path}:1 must name each column once: got {', '.join(names)}. Rename or remove one.")
         rows = []
         for row in reader:
             if None in row or None in row.values():
                 raise FileError(
-                    f"{path}:{reader.line_num} must have the {len(reader.fieldnames or ())} values of the header: got "
+                    f"{path}:{reader.line_num} must have the {len(names)} values of the header: got "
                     f"{'more' if None in row else 'fewer'}. Quote values with commas or line breaks."
                 )
             rows.append(row)

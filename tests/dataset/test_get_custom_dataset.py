@@ -218,6 +218,8 @@ def test_values_of_a_csv_are_the_texts_that_stand_there(tmp_path) -> None:
         assert first.pop("messages") == [{"role": "user", "content": '1, or\n"2"?'}]
         assert first == {"question": '1, or\n"2"?', "answer": "007", "note": ""}
         assert (second["answer"], second["note"]) == ("1.50", "NA")
+    (tmp_path / "long.csv").write_text(f"question,answer\n{'?' * 200_000},\n")
+    assert len(get_custom_dataset(str(tmp_path / "long.csv"), type="rl")[0]["question"]) == 200_000
 
 
 def test_a_missing_file_is_told_as_such() -> None:
@@ -245,6 +247,10 @@ def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
         "e.tsv": ("question\tanswer\n", "must end in .jsonl, .json, .parquet, .csv"),
         "g.csv": ("question,answer\n1,2\n3,4,5\n", "g.csv:3 must have the 2 values of the header: got more"),
         "h.csv": ("question,answer\n1\n", "h.csv:2 must have the 2 values of the header: got fewer"),
+        "i.csv": (
+            "answer,question,answer\n1,2,3\n",
+            "i.csv:1 must name each column once: got answer, question, answer",
+        ),
         "f.jsonl": ("3\n", "got int in row 0"),
     }
     for name, (text, message) in bad.items():
