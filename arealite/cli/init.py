@@ -5,6 +5,8 @@
 
 import os
 import re
+import shlex
+import textwrap
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -23,6 +25,7 @@ _MEANS = {
     "reward.py": "what a completion earns",
     "test_reward.py": "its test: `python3 -m pytest`, after `pip install pytest`",
 }
+_SHOWN = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 _COMMAND = re.compile(r"(?:python3 -m arealite\.launcher\.local|torchrun [\w -]+) examples/\S+ \\\n +--config \S+")
 
 
@@ -49,7 +52,8 @@ def init(folder: str, template: str) -> int:
             f"NAME must be a new or an empty folder that can be written: got {error}. Choose another one."
         ) from error
     print(f"{folder}: {', '.join(sorted(files))}")
-    print(f"next: cd {folder}, and the commands in README.md")
+    print(f"next, as in README.md:\n    cd {shlex.quote(folder)}")
+    print(textwrap.indent(_SHOWN.findall(files["README.md"])[0], "    "), end="")
     return 0
 
 

@@ -34,7 +34,9 @@ def test_a_template_is_whole_and_its_own(
 ) -> None:
     folder = written(template, tmp_path)
     files = {path.name: path.read_text() for path in folder.iterdir()}
-    assert ", ".join(sorted(files)) in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert ", ".join(sorted(files)) in told and f"    cd {folder}\n" in told
+    assert told.endswith("\n    python3 -m arealite.launcher.local train.py --config config.yaml\n")
     assert {*re.findall(r"^\| `(\S+)` \| \S", files["README.md"], re.M)} == files.keys() - {"README.md"}
     assert "$" not in files["README.md"] and "# my.exp-1\n" in files["README.md"]
     command = "python3 -m arealite.launcher.local train.py --config config.yaml"
