@@ -1,11 +1,12 @@
-# AReaLite on a CPU, where there is no Linux; results go to the folder that is mounted:
+# AReaLite on a CPU, where there is no Linux; results, and models of the hub, go to the folder that is mounted:
 #
 #     docker build -t arealite .
 #     docker run --rm -it --init -v "$PWD:/work" arealite quickstart
 FROM python:3.11-slim
+ENV HF_HOME=/work/.huggingface
 COPY . /arealite
 RUN pip install --no-cache-dir -c /arealite/constraints-cpu.txt --index-url https://download.pytorch.org/whl/cpu torch \
-    && pip install --no-cache-dir -c /arealite/constraints-cpu.txt "/arealite[lora]" "openai>=3.0,<4"
+    && pip install --no-cache-dir -c /arealite/constraints-cpu.txt "/arealite[lora]" "openai>=3.0,<4" pytest
 WORKDIR /work
 ENTRYPOINT ["arealite"]
 CMD ["--help"]

@@ -19,7 +19,7 @@ from arealite.utils.files import FileError
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = sys.argv[1:] if argv is None else argv
-    if words and ("=" in words[0] or words[0] in ("--config", "--dry-run")):
+    if words and ("=" in words[0] or words[0] in ("--config", "--dry-run", "--model", "--data", "--reward", "--sft")):
         words = ["train", *words]
     parser = _parser()
     args, more = parser.parse_known_args(words)

@@ -112,7 +112,7 @@ def test_fine_tuning_on_ones_own_data(capsys: pytest.CaptureFixture[str]) -> Non
     assert "chats-sft/trial0: d1 on 1 node" in shown(capsys, *words, "sft.yaml", "model.path=b")
     config, _ = load_expr_config(["--config", "sft.yaml"], SFTConfig)
     assert (config.model.path, config.train_dataset.path, config.model.optimizer.lr) == ("b", "org/chats", 2e-5)
-    given = ["train", "--sft", "model.path=c", "train_dataset.path=d", "experiment_name=e", "--dry-run"]
+    given = ["--sft", "model.path=c", "train_dataset.path=d", "experiment_name=e", "--dry-run"]
     assert "e/trial0: d1 on 1 node" in shown(capsys, *given)
     own = ["train", "--sft", "--config", "sft.yaml", "--data", "other.csv", "--dry-run", "--save-config", "other.yaml"]
     assert "chats-sft/trial0" in shown(capsys, *own)
