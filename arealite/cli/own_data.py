@@ -50,7 +50,7 @@ class Own:
     def keys(self, kind: str, config: str | None, given: Sequence[str]) -> tuple[str, list[str]]:
         """Return the config's file and the keys that the options mean; `given` are keys beside them."""
         names = {key.partition("=")[0] for key in given}
-        options = {
+        options: dict[str, tuple[str, str | dict[str, float] | None]] = {
             f"{MODELS[kind]}.path": ("--model FOLDER", self.model),
             "train_dataset.path": ("--data FILE.jsonl", self.data),
         }

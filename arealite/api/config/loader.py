@@ -87,7 +87,7 @@ def given_value(key: str, config_file: str, overrides: Sequence[str]) -> Any:
 
 def as_given(config_file: str, overrides: Sequence[str]) -> str:
     """Return the file with the overrides laid over it, as YAML: defaults are left out, and references stay."""
-    trees = (_read_yaml(config_file), _read_overrides([*overrides]))
+    trees = (read_yaml(config_file), read_overrides([*overrides]))
     return OmegaConf.to_yaml(OmegaConf.merge(*(OmegaConf.create(tree) for tree in trees)))
 
 
