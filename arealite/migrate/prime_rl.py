@@ -10,10 +10,10 @@ from arealite.api.config.schema import MISSING
 from arealite.migrate.rules import (
     NOTHING,
     Because,
+    MustDecide,
     Old,
     Rule,
     Tree,
-    WithoutCounterpart,
     at_least_one,
     name_of_run,
     name_of_trial,
@@ -171,7 +171,7 @@ def _delta(value: Any, old: Old) -> Any:
 
 def _loss(value: Any, _old: Old) -> Any:
     if value != "default":
-        raise WithoutCounterpart("losses are in docs/algorithms.md; one of your own: check-loss")
+        raise MustDecide("losses are in docs/algorithms.md; one of your own: check-loss")
     return {
         "actor.algorithm": Because(
             "dppo",
@@ -186,7 +186,7 @@ def _algorithms(value: Any, _old: Old) -> Any:
     if names == ["max_rl"]:
         return {"actor.reward_scale": "group_mean"}
     if names != ["grpo"]:
-        raise WithoutCounterpart("algorithms are in docs/algorithms.md")
+        raise MustDecide("algorithms are in docs/algorithms.md")
     return NOTHING
 
 

@@ -34,6 +34,10 @@ class WithoutCounterpart(Exception):
     """A value that nothing here stands for, and why."""
 
 
+class MustDecide(WithoutCounterpart):
+    """One without which another algorithm would be trained."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """What a key becomes: its value, or what `make(value, old)` returns, which may be several keys with values.
@@ -153,6 +157,8 @@ def _apply(new: New, old: Old, key: str, value: Any, rule: Rule) -> None:
         for ours, made, why in _made(old, value, rule):
             was = key if made == value and type(made) is type(value) else f"{key}: {shown(key, value)}"
             new.put(ours, made, f"{was}; {why}" if why else was, key)
+    except MustDecide as reason:
+        new.problems.append(f"{key} must have a counterpart here: got {shown(key, value)}, but {reason}. Choose one.")
     except WithoutCounterpart as reason:
         new.gone[f"{key}: {shown(key, value)}"] = str(reason)
     except _UNUSABLE as error:
@@ -238,12 +244,12 @@ def or_missing(value: Any, _old: Old) -> Any:
 
 
 def only(words: Mapping[Any, Any], otherwise: str) -> Callable[[Any, Old], Any]:
-    """Translate these values; any other has no counterpart, for this reason."""
+    """Translate these values; any other must be decided, for this reason."""
 
     def make(value: Any, _old: Old) -> Any:
         key = value if not isinstance(value, list) or len(value) != 1 else value[0]
         if isinstance(key, (list, dict)) or key not in words:
-            raise WithoutCounterpart(otherwise)
+            raise MustDecide(otherwise)
         return words[key]
 
     return make

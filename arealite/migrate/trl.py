@@ -125,7 +125,9 @@ GRPO: dict[str, Rule] = {
     "use_bias_correction_kl": unless(True, "the KL term is not weighed by the ratio"),
     "epsilon": Rule("actor.eps_clip", 0.2, lambda value, old: value if values.clips(old) else NOTHING),
     "epsilon_high": Rule("actor.eps_clip_higher, actor.cispo_max", None, values.upper),
-    "delta": Rule("actor.c_clip", None),
+    "delta": Rule(
+        "actor.c_clip", None, lambda value, old: NOTHING if value is None or not values.clips(old) else value
+    ),
     "loss_type": Rule("actor.aggregation, actor.objective", "dapo", values.loss),
     "importance_sampling_level": Rule("actor.importance_sampling_level", "token", values.level),
     "sapo_temperature_pos": Rule(

@@ -6,6 +6,7 @@ from arealite.api.config.schema import MISSING
 from arealite.migrate.rules import (
     NOTHING,
     Because,
+    MustDecide,
     Old,
     Tree,
     WithoutCounterpart,
@@ -103,7 +104,7 @@ def schedule(block: str) -> Any:
 
     def make(value: Any, old: Old) -> Any:
         if value not in _SCHEDULES:
-            raise WithoutCounterpart("schedules are constant, linear and cosine")
+            raise MustDecide("schedules are constant, linear and cosine")
         new: Tree = {f"{block}.optimizer.lr_scheduler_type": _SCHEDULES[value]}
         more = old["lr_scheduler_kwargs"] or {}
         if value == "cosine_with_min_lr" and isinstance(more, dict):
@@ -202,7 +203,7 @@ _LOSSES: dict[str, Tree] = {
 def loss(value: Any, _old: Old) -> Tree:
     """Choose objective and aggregation."""
     if value not in _LOSSES:
-        raise WithoutCounterpart(f"losses are those of TRL's {', '.join(_LOSSES)}, and others: docs/algorithms.md")
+        raise MustDecide(f"losses are those of TRL's {', '.join(_LOSSES)}, and others: docs/algorithms.md")
     return _LOSSES[value]
 
 
@@ -223,7 +224,7 @@ def level(value: Any, old: Old) -> Any:
     if value != "sequence":
         return NOTHING
     if old["loss_type"] != "grpo":
-        raise WithoutCounterpart("one ratio per completion goes with the mean over completions: loss_type grpo")
+        raise MustDecide("one ratio per completion goes with the mean over completions: loss_type grpo")
     return {"actor.importance_sampling_level": "sequence"}
 
 

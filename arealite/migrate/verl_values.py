@@ -6,6 +6,7 @@ from arealite.api.config.schema import MISSING
 from arealite.migrate.rules import (
     NOTHING,
     Because,
+    MustDecide,
     Old,
     Tree,
     WithoutCounterpart,
@@ -43,7 +44,7 @@ _NO_OTHER = "the ways to estimate advantages are in docs/algorithms.md"
 def estimator(value: Any, old: Old) -> Tree:
     """Choose baseline, scale and whitening."""
     if value not in _ESTIMATORS:
-        raise WithoutCounterpart(_NO_OTHER)
+        raise MustDecide(_NO_OTHER)
     new = dict(_ESTIMATORS[value])
     if value == "grpo":
         is_scaled = old["algorithm.norm_adv_by_std_in_grpo"]
@@ -67,7 +68,7 @@ def _is_gspo_or_gmpo(old: Old) -> bool:
 def aggregation(value: Any, old: Old) -> Any:
     """Choose what weighs equally in the loss."""
     if value not in _AGGREGATIONS:
-        raise WithoutCounterpart("aggregations are in docs/algorithms.md")
+        raise MustDecide("aggregations are in docs/algorithms.md")
     if _is_gspo_or_gmpo(old):  # which the loss decides
         return NOTHING
     new = dict(_AGGREGATIONS[value])
@@ -79,7 +80,7 @@ def aggregation(value: Any, old: Old) -> Any:
 def loss(value: Any, old: Old) -> Any:
     """Choose the objective."""
     if value not in _LOSSES:
-        raise WithoutCounterpart("losses are in docs/algorithms.md")
+        raise MustDecide("losses are in docs/algorithms.md")
     new = dict(_LOSSES[value])
     if value == "cispo":
         new["actor.cispo_max"] = Because(1 + old[f"{ACTOR}.clip_ratio_high"], "1 + clip_ratio_high")
@@ -117,7 +118,7 @@ def kl_in_loss(value: Any, old: Old) -> Any:
     if not value:
         return NOTHING
     if old["algorithm.use_kl_in_reward"]:
-        raise WithoutCounterpart("the KL penalty is in the rewards or in the loss: algorithm.use_kl_in_reward is true")
+        raise MustDecide("the KL penalty is in the rewards or in the loss: algorithm.use_kl_in_reward is true")
     kind = old[f"{ACTOR}.kl_loss_type"]
     if kind not in _KL:
         told = f"kl_loss_type {kind} has an expected gradient of 0 near the reference; k3 does not"

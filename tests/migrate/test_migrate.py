@@ -261,6 +261,37 @@ def test_one_of_ours_stays_as_it_is(tmp_path: Path) -> None:
         assert "recover:\n" in new and (name != "gsm8k_grpo.yaml" or "# Not of the paper:" in new)
 
 
+@pytest.mark.parametrize(
+    ("old", "key", "told"),
+    [
+        ("loss_type: luspo\nnum_generations: 8", "loss_type", "luspo, but losses are those of"),
+        ("num_generations: 8\noptim: muon", "optim", "muon, but optimizers are AdamW"),
+        (
+            "algorithm: {adv_estimator: remax}\nactor_rollout_ref: {rollout: {n: 2}}",
+            "algorithm.adv_estimator",
+            "remax, but",
+        ),
+        ("learning_rate: 1.0\noptim: adafactor", "optim", "adafactor, but"),
+    ],
+)
+def test_another_algorithm_is_never_chosen_silently(
+    tmp_path: Path, old: str, key: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    migrated(tmp_path, old, status=1)
+    assert f"to decide: {key} must have a counterpart here: got {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss", ["dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo"])
+def test_every_loss_of_trl_that_has_a_counterpart_loads(tmp_path: Path, loss: str) -> None:
+    common = (
+        f"model_name_or_path: m\nnum_generations: 8\nloss_type: {loss}\ndelta: 4.0\nepsilon_high: 0.3\nuse_vllm: true\n"
+    )
+    migrated(tmp_path, common, status=1)
+    actor = loaded(tmp_path, GRPOConfig, "reward=a:b", "train_dataset.path=d").actor
+    assert (actor.objective, actor.c_clip) == ((loss, None) if loss in ("cispo", "sapo") else ("ppo", 4.0))
+    assert actor.cispo_max == (0.3 if loss == "cispo" else None)
+
+
 def test_blocks_that_are_none(tmp_path: Path) -> None:
     text = "experiment_name: e\nactor: {path: m, optimizer: null}\nrollout: 5\ngconfig: {n_samples: null}\n"
     keys, _ = migrated(tmp_path, text, status=1)
