@@ -58,7 +58,7 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
             ],
             exponentformat="e",  # Plotly writes 8e-14 as 80f
         ),
-        chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), tickformat=".0%"),
+        chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), tickformat=".2~%"),
         chart("Entropy", _line(rows, "policy/entropy", "--purple"), unit="nats per token"),
         chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
     ]

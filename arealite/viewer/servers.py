@@ -43,5 +43,5 @@ def server_charts(ledger: Path) -> list[Chart]:
     if any(interrupts.values()):
         style = {"mode": "lines" if len(steps) > 1 else "markers", "line": {"color": "--purple"}, "name": "interrupted"}
         line = {"type": "scatter", "x": steps, "y": [interrupts[step] for step in steps], **style}
-        charts.append(chart("Generations interrupted by weight updates", [thinned(line)], unit="of the step's samples"))
+        charts.append(chart("Interrupted generations", [thinned(line)], unit="of the step's samples"))
     return charts

@@ -36,7 +36,7 @@ function numbersOf(tokens, i) {
 function colouring(tokens, key) {
   const values = tokens[RATIOS[key] ?? key];
   const sampled = (i) => Boolean(tokens.loss_mask[i]);
-  if (key === "loss_mask") return [(i) => (sampled(i) ? tint("--blue", 0.35) : ""), [["--blue", "sampled: trained on"], ["", "given"]]];
+  if (key === "loss_mask") return [(i) => (sampled(i) ? tint("--blue", 0.35) : ""), [["--blue", "sampled"], ["", "given"]]];
   if (key === "versions") {
     const versions = [...new Set(values.filter((_, i) => sampled(i)))].sort((a, b) => a - b);
     const colourOf = new Map(versions.map((version, i) => [version, VERSION_COLOURS[i % VERSION_COLOURS.length]]));
