@@ -26,7 +26,7 @@ from arealite.utils.secret import check_length, is_loopback, secret_of_environme
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Become the server, or print how; see `cli.main` for the arguments."""
+    """Become the server, or print how; see `cli.parser` for the arguments."""
     if not (args.join or args.config or args.overrides):
         raise ConfigError(
             "serve must be told what to serve: got neither --join nor --config nor keys. Add --join EXPERIMENT/TRIAL, "
