@@ -45,6 +45,7 @@ MAY_IMPORT = {
 LARGE_ROOMS: dict[str, str] = {}
 """Rooms above 3,000 lines of code, and why."""
 CROWDED_FOLDERS: dict[str, str] = {
+    "cli": "a file per command",
     "utils": "leaves that share nothing; a second level of folders would only lengthen their names",
 }
 """Folders above 15 files, and why."""
