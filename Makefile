@@ -203,5 +203,5 @@ format: $(VENV)/.installed-dev            ## let ruff format and fix
 docs: $(VENV)/.installed-docs            ## build docs/ as a site in site/, with a reference made from the code (a minute)
 	OMP_NUM_THREADS=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
 
-clean:            ## remove .venv, those of vLLM, SGLang and torchao, the site, and caches
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-torchao .mypy_cache .ruff_cache .pytest_cache .hypothesis site
+clean:            ## remove .venv, those of vLLM, SGLang, torchao and playwright, the site, and caches
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-torchao $(VENV)-playwright .mypy_cache .ruff_cache .pytest_cache .hypothesis site
