@@ -201,7 +201,8 @@ format: $(VENV)/.installed-dev            ## let ruff format and fix
 	$(VENV)/bin/ruff format .
 
 docs: $(VENV)/.installed-docs            ## build docs/ as a site in site/, with a reference made from the code (a minute)
-	OMP_NUM_THREADS=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
+	@echo "site/index.html is the first page; its search needs a server: python3 -m http.server --bind 127.0.0.1 --directory site"
 
 clean:            ## remove .venv, those of vLLM, SGLang, torchao and playwright, the site, and caches
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-torchao $(VENV)-playwright .mypy_cache .ruff_cache .pytest_cache .hypothesis site

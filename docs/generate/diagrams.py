@@ -16,6 +16,7 @@ def drawn(text: str, depth: int) -> tuple[str, dict[str, str]]:
     def picture(match: re.Match[str]) -> str:
         path = f"assets/diagrams/{hashlib.sha256(match[1].encode()).hexdigest()[:16]}.svg"
         found[path] = match[1]
-        return f"![diagram]({'../' * depth}{path}){{ .diagram }}"
+        link = "../" * depth + path
+        return f"[![diagram, larger at a click]({link}){{ .diagram }}]({link})"
 
     return _FENCE.sub(picture, text), found

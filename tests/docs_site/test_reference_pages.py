@@ -155,7 +155,7 @@ def test_diagrams_become_pictures() -> None:
     page, found = diagrams.drawn("a\n\n```mermaid\ngraph LR\n  a --> b\n```\n\nb\n", 1)
     ((path, mermaid),) = found.items()
     assert mermaid == "graph LR\n  a --> b\n" and path.endswith(".svg")
-    assert page == f"a\n\n![diagram](../{path}){{ .diagram }}\n\nb\n"
+    assert page == f"a\n\n[![diagram, larger at a click](../{path}){{ .diagram }}](../{path})\n\nb\n"
 
 
 def test_the_navigation_names_pages_once_that_exist() -> None:
