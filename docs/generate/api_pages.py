@@ -4,8 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
-PACKAGE = REPOSITORY / "arealite"
+PACKAGE = Path(__file__).parents[2] / "arealite"
 FOLDER = "reference/api"
 PROGRAMS = {"cli", "launcher", "migrate", "server", "viewer", "watchdog"}
 """Rooms that are run, not imported: their pages are those of commands."""
@@ -23,9 +22,9 @@ def pages() -> dict[str, str]:
         "Every public class and function of the rooms that programs of yours import, with types. Rooms that are run "
         f"({', '.join(f'`{room}`' for room in programs)}) have [commands](../commands.md) instead. "
         "[The floor plan](../../architecture.md#floor-plan) says what lives in which room.\n",
-        "## What the examples import\n",
+        "## `from arealite import ...`\n",
         "| name | what it is |\n|---|---|",
-        *imported(),
+        *exported(),
         "\n## Rooms\n",
         "| room | modules |\n|---|---|",
         *(f"| [`arealite.{room}`]({room}.md) | {', '.join(map(_linked, names))} |" for room, names in rooms.items()),
@@ -52,15 +51,14 @@ def definitions(file: Path) -> list[Definition]:
     return [node for node in body if isinstance(node, Definition) and not node.name.startswith("_")]
 
 
-def imported() -> Iterator[str]:
-    """Yield a row for each name that the examples import, in alphabetical order: a link, and the first line on it."""
+def exported() -> Iterator[str]:
+    """Yield a row for each name that the package itself has, in alphabetical order, with the first line on it."""
     homes = {node.name: (module, node) for module, nodes in modules() for node in nodes}
-    files = [file for folder in ("examples", "training") for file in (REPOSITORY / folder).rglob("*.py")]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    nodes = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")))
     imports = [
-        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arealite")
+        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arealite.")
     ]
-    for name in sorted({alias.name for node in imports for alias in node.names} & homes.keys(), key=str.lower):
+    for name in sorted((alias.name for node in imports for alias in node.names), key=str.lower):
         module, node = homes[name]
         line = (ast.get_docstring(node) or "").partition("\n")[0].replace("|", "\\|")
         yield f"| [`{name}`]({module.split('.')[1]}.md#{module}.{name}) | {line} |"

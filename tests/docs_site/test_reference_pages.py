@@ -15,6 +15,7 @@ import pytest
 import yaml
 from testing_metrics import undocumented
 
+import arealite
 from arealite.api.cli_args import load_expr_config, to_yaml
 from arealite.api.run_folder import RunFolder
 
@@ -93,6 +94,7 @@ def test_every_public_definition_has_a_page() -> None:
     assert listed == [*public]
     assert "publish_weights" in public["arealite.weights.publish"] and "load_datasets" in public["arealite.dataset"]
     assert sum(map(len, public.values())) > 700
+    assert len([*api_pages.exported()]) == len(arealite._MODULES)
     assert "| [`FSDPPPOActor`](engine.md#arealite.engine.ppo.actor.FSDPPPOActor) | The policy on FSDP2; with" in pages
     rooms = {file.parent.name for file in api_pages.PACKAGE.glob("*/__init__.py")}
     assert rooms == {name.split(".")[1] for name in public} | api_pages.PROGRAMS & rooms
