@@ -1,6 +1,7 @@
 """Pages of the Python interface: one per room, with every public function and class, by mkdocstrings."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +36,13 @@ def pages() -> dict[str, str]:
     return found
 
 
-def modules() -> Iterator[tuple[str, list[Definition]]]:
-    """Yield the modules of rooms that are imported, with their public functions and classes."""
+@functools.cache
+def modules() -> list[tuple[str, list[Definition]]]:
+    """Return the modules of rooms that are imported, with their public functions and classes."""
+    return [*_modules()]
+
+
+def _modules() -> Iterator[tuple[str, list[Definition]]]:
     for file in sorted(PACKAGE.rglob("*.py")):
         *parts, name = file.relative_to(PACKAGE).with_suffix("").parts
         parts += [name] if name != "__init__" else []

@@ -51,9 +51,9 @@ def _main(name: str) -> Callable[[Sequence[str]], object]:
 
 
 def _help(main: Callable[[Sequence[str]], object], words: list[str]) -> str:
-    """Return what `--help` prints after these words, 100 columns wide and without colours."""
+    """Return what `--help` prints after these words, 84 columns wide and without colours."""
     before = dict(os.environ)
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    os.environ |= {"COLUMNS": "84", "NO_COLOR": "1"}
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
             main([*words, "--help"])
