@@ -16,6 +16,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+_IN_SEARCH = "---\nsearch:\n  {}\n---\n"
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the generated pages into the navigation, and pages that it does not name at the end of the guides."""
@@ -39,14 +41,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     texts = {f"docs/{path}": text for path, text in written.items()}
     texts |= {path: root[place] for path, place in outside.PAGES.items()}
     made = {place: outside.with_inner_links(root[place], path, place) for path, place in outside.PAGES.items()}
-    for module in (config_pages, command_pages, api_pages, message_page):
+    made |= {place: _IN_SEARCH.format("boost: 2") + text for place, text in config_pages.pages().items()}
+    for module in (command_pages, api_pages, message_page):
         made |= module.pages()
     for path in sorted(outside.linked(texts)):
         if not (outside.REPOSITORY / path).exists():
             raise PluginError(f"{path} must exist, as a page links to it: got none. Correct the link.")
         if (place := outside.place_of(path)).endswith(".md"):
             files.append(
-                File.generated(config, place, content=outside.shown(path), inclusion=InclusionLevel.NOT_IN_NAV)
+                File.generated(
+                    config,
+                    place,
+                    content=_IN_SEARCH.format("exclude: true") + outside.shown(path),
+                    inclusion=InclusionLevel.NOT_IN_NAV,
+                )
             )
         else:
             files.append(File.generated(config, place, abs_src_path=str(outside.REPOSITORY / path)))
