@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
 def load_rewards(named: str | Mapping[str, float]) -> dict[RewardFunction, float]:
     """Import `FILE.py:FUNCTION` or `module:FUNCTION`, one or several with weights."""
     weights = {named: 1.0} if isinstance(named, str) else named
-    return {load_named(name, key="reward", kind="function"): weight for name, weight in weights.items()}
+    functions = [load_named(name, key="reward", kind="function") for name in weights]
+    check_names(functions)
+    return dict(zip(functions, weights.values()))
 
 
 def load_named(name: str, *, key: str, kind: str) -> Any:
@@ -40,6 +42,13 @@ def load_named(name: str, *, key: str, kind: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{place} must have a {kind} {leaf}: got none. Correct {key}.")
     return found
+
+
+def check_names(functions: Collection[RewardFunction]) -> None:
+    """Refuse functions of one name, after which their metrics are called, and none."""
+    names = [getattr(one, "__qualname__", type(one).__qualname__) for one in functions]
+    if len({*names}) < len(names) or not names:
+        raise ConfigError(f"reward functions must have names of their own: got {names}. Rename one.")
 
 
 def check_signature(reward_fn: RewardFunction) -> None:

@@ -13,11 +13,10 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.reward.functions import check_signature
+from arealite.reward.functions import check_names, check_signature
 from arealite.reward.runner import RewardRunner
 from arealite.utils.chat_template import prompt_tokens
 from arealite.workflow.trajectory import sample_group, trajectory_from_response
@@ -49,13 +48,11 @@ class RLVRWorkflow(RolloutWorkflow):
         weights = reward_fn if isinstance(reward_fn, Mapping) else {reward_fn: 1.0}
         for one in weights:
             check_signature(one)
+        check_names(weights)
         self.rewards = {
             RewardRunner(one, timeout=reward_timeout, num_workers=num_reward_workers): weight
             for one, weight in weights.items()
         }
-        if len({runner.name for runner in self.rewards}) < len(self.rewards) or not self.rewards:
-            names = [runner.name for runner in self.rewards]
-            raise ConfigError(f"reward functions must have names of their own: got {names}. Rename one.")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Sample and score the group of one prompt."""

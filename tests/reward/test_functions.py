@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from arealite.api.errors import ConfigError
 from arealite.reward import gsm8k_reward_fn, load_rewards
 from arealite.reward.runner import RewardRunner
 
@@ -28,6 +29,15 @@ def test_functions_have_weights(folder) -> None:
     rewards = load_rewards({"arealite.reward:gsm8k_reward_fn": 1, f"{folder}/own_reward.py:score": 0.1})
     assert {function.__name__: weight for function, weight in rewards.items()} == {"gsm8k_reward_fn": 1, "score": 0.1}
     assert load_rewards("arealite.reward.gsm8k:gsm8k_reward_fn") == {gsm8k_reward_fn: 1.0}
+
+
+def test_functions_of_one_name_are_refused_when_they_are_loaded(folder) -> None:
+    """Two files, or one function twice, whose weights would replace each other."""
+    (folder / "own_reward_2.py").write_text((folder / "own_reward.py").read_text())
+    for other in ("own_reward_2.py", "../" + folder.name + "/own_reward.py"):
+        with pytest.raises(ConfigError, match=r"names of their own: got \['score', 'score'\]"):
+            load_rewards({f"{folder}/own_reward.py:score": 1, f"{folder}/{other}:score": 0.1})
+    sys.modules.pop("own_reward_2", None)
 
 
 @pytest.mark.parametrize(
