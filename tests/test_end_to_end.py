@@ -89,11 +89,13 @@ def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> 
         assert row["reward/mean"] == pytest.approx(sum(sample["reward"] for sample in samples) / 24, abs=1e-6)
         updates = read_update(folder / f"rollouts/step_{step}/0.parquet", range(24))
         for sample, update in zip(samples, updates, strict=True):
-            assert len(update["advantages"]) == len(update["log_ratio"]) == len(sample["input_ids"])
+            assert {len(values) for values in update.values()} == {len(sample["input_ids"])}
+            assert ("log_ratio" in update) == ("policy/ratio" in row), "a critic may be trained first"
             assert {a for a, is_sampled in zip(update["advantages"], sample["loss_mask"]) if not is_sampled} == {0.0}
-        gaps = [gap for update in updates for gap in update["logprob_gap"] if not math.isnan(gap)]
-        mean_kl = sum(math.expm1(-gap) + gap for gap in gaps) / len(gaps)
-        assert mean_kl == pytest.approx(row["policy/mismatch_kl"], rel=0.02, abs=1e-9)
+        gaps = [gap for update in updates for gap in update.get("logprob_gap", []) if not math.isnan(gap)]
+        if gaps:
+            mean_kl = sum(math.expm1(gap) - gap for gap in gaps) / len(gaps)
+            assert mean_kl == pytest.approx(row["policy/mismatch_kl"], rel=0.005, abs=1e-9)
         if max(oldest) == 0:
             assert row["policy/mismatch_kl"] < 1e-8, "the servers' logprobs are the trainer's"
     assert len({prompt for _, prompt in prompts}) == 6 * num_steps, "no prompt is trained on twice"

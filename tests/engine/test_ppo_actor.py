@@ -246,6 +246,8 @@ def test_log_ratios_are_those_that_each_minibatch_met(make: Make) -> None:
     assert found[first][is_trained[first]].abs().max() < 1e-5
     assert found[second][is_trained[second]].abs().min() > 1e-5
     assert metrics["policy/ratio"] == pytest.approx(found[is_trained].exp().mean().item(), rel=1e-6)
+    actor.compute_advantages(batch)
+    assert actor.per_token == {}, "the next batch may not be updated on"
 
 
 def test_there_are_no_more_steps_than_groups(make: Make) -> None:

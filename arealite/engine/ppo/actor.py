@@ -109,6 +109,7 @@ class PPOActor:
         Groups compare runs: rows of one `sample_index` are one answer, and share its advantage. With `baseline: critic`
         and `none`, `turn_rewards [B, T]` take the place of `rewards`; other baselines leave them out.
         """
+        self.per_token = {}  # of an earlier batch
         if self.config.baseline == "teacher":
             batch["advantages"] = self._teacher_advantages(batch)
             return
