@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from testing_quickstart import write_tiny_model
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.cli.init import TEMPLATES
@@ -101,20 +102,29 @@ def test_templates_name_files_that_come_along() -> None:
     assert {path for path in (examples_folder() / "templates").iterdir() if path.is_file()} <= used | others
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_readme_typed(template: str, tmp_path: Path) -> None:
+def test_the_readme_typed(template: str, tiny: Path, tmp_path: Path) -> None:
     """Two steps of what it trains, in a folder that is no checkout."""
     folder = written(template, tmp_path)
+    (commands,) = re.findall(r"```sh\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     with open(folder / "config.yaml", "a") as file:
         file.write("total_train_steps: 2\n")
+        if template != "rlvr":  # whose model and check are those of all
+            file.write("launcher: {preflight: false}\n")
+            (folder / "tiny").symlink_to(tiny)
+            commands = re.sub(r"arealite tiny-model .*\n", "", commands)
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
     env = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-    (commands,) = re.findall(r"```sh\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     tests = "" if template == "sft" else "python3 -m pytest -q"
     typed = commands.replace("pip install openai", "") + tests
     done = subprocess.run(
