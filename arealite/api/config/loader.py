@@ -95,7 +95,7 @@ def to_yaml(config: Any) -> str:
     """Return the resolved config as YAML that loads to the same config. It may hold secrets: see `masked`."""
     named = vars(config).get(_FROM_ENVIRONMENT, [])
     tree = dataclasses.asdict(config)
-    return f"{_HEADER}{' '.join(named)}\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return f"{_HEADER}{' '.join(named)}\n" + OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def masked(text: str) -> Tree:
