@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import logging
@@ -199,7 +200,7 @@ def start_message(function: Callable[..., Any], name: str, *, what: str = "rewar
     that it uses. Raises ValueError, about `what`, if no other process can have it.
     """
     data = multiprocessing.spawn.get_preparation_data("reward")
-    is_typed = not data.keys() & set(_MAIN)
+    is_typed = not data.keys() & set(_MAIN) and _is_of_main(function)
     try:
         pickled = dill.dumps(function, recurse=True) if is_typed else pickle.dumps(function)
     except Exception as error:
@@ -210,6 +211,12 @@ def start_message(function: Callable[..., Any], name: str, *, what: str = "rewar
         ) from error
     keys = _PREPARATION + _MAIN if b"__main__" in pickled else _PREPARATION
     return pickle.dumps(({key: data[key] for key in keys if key in data}, pickled))
+
+
+def _is_of_main(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) == "__main__"
 
 
 class WorkerProcess:
