@@ -95,8 +95,9 @@ def test_from_the_list_of_runs_to_a_token(tmp_path: Path, viewing: Viewing, new_
     page.click("text=e/t0")
     page.wait_for_selector(".plot .main-svg")
     assert "token" not in page.url, "nobody shall read it over a shoulder"
-    page.hover(".plot .nsewdrag")
-    page.click(".plot .nsewdrag", position={"x": 8, "y": 60})  # near step 0
+    page.hover(".plot .nsewdrag", position={"x": 8, "y": 60})  # near step 0
+    page.wait_for_selector(".plot .hoverlayer > *", state="attached")  # Plotly's click is of the point it has shown
+    page.click(".plot .nsewdrag", position={"x": 8, "y": 60})
     counted(page, "5 of 13")
     page.click("button[type=reset]")
     page.click("#tab-charts")
