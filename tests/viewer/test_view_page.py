@@ -344,15 +344,15 @@ def write_large_run(run: Path) -> None:
         write_batch(path, [pa.table(columns | lists)], step)
 
 
-def best_s(limit_s: float, measure: Callable[[], float]) -> float:
-    """Return the shortest of up to five times, as others may use the machine; the first within the limit ends it."""
-    times = list[float]()
-    while len(times) < 5 and min(times, default=limit_s + 1) > limit_s:
-        times.append(measure())
-    return min(times)
+def best_ms(measure: Callable[[], float]) -> int:
+    """Return the shortest of three times in milliseconds, as others may use the machine."""
+    return round(1000 * min(measure() for _ in range(3)))
 
 
-def test_a_hundred_thousand_trajectories(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+def test_a_hundred_thousand_trajectories(
+    tmp_path: Path, viewing: Viewing, new_page: NewPage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it takes is told and not judged, since other work decides it too; docs/view.md tells more."""
     write_large_run(tmp_path)
     address = viewing(tmp_path)
     counted(opened(new_page(), address), "100,000 of 100,000")  # which has indexed them
@@ -372,15 +372,17 @@ def test_a_hundred_thousand_trajectories(tmp_path: Path, viewing: Viewing, new_p
                   document.body.offsetHeight; return performance.now() - began; }"
         return float(page.evaluate(script, number)) / 1000
 
-    assert best_s(3.0, load) <= 3.0
+    took_ms = {"load": best_ms(load)}
     for name, value in (("reward-from", "1"), ("step-from", "50"), ("prompt", "0-7"), ("staleness-from", "0")):
         page.fill(f"[name={name}]", value)
-        assert best_s(0.2, filtered) <= 0.2, name
+        took_ms[f"filter by {name}"] = best_ms(filtered)
     page.click("button[type=reset]")
     for order in ("reward-down", "sampled-up", "prompt"):
         page.select_option("[name=order]", order)
-        assert best_s(0.2, filtered) <= 0.2, order
+        took_ms[f"order {order}"] = best_ms(filtered)
     for number in (5, 77_777, 33_333, 99_999, 12_345):
-        assert best_s(0.1, partial(open_one, number)) <= 0.1, number
+        took_ms[f"open {number}"] = best_ms(partial(open_one, number))
+    with capsys.disabled():
+        print(f"milliseconds with 100,000 trajectories: {took_ms}")
     page.fill("[name=text]", "question 123")
     counted(page, "100 of 100,000")
