@@ -561,8 +561,9 @@ async def test_a_group_that_does_not_form_keeps_nobody_waiting(client: Client) -
         assert status == 400 and "group_name must be new" in reply["message"]
         assert (await client.post("/destroy_weights_update_group", {"group_name": "g"}))[0] == 200
     assert not joining.done()
-    close_group(await asyncio.to_thread(join_group, "127.0.0.1", port, 0, 2, "g"))
+    group = await asyncio.to_thread(join_group, "127.0.0.1", port, 0, 2, "g")
     status, reply = await joining
+    close_group(group)  # not before: this end may have formed while the other connects
     assert status == 400 and "must not be destroyed before it has formed: got g" in reply["message"]
 
 
