@@ -14,7 +14,7 @@ _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
 
 
 def load_rewards(named: str | Mapping[str, float]) -> dict[RewardFunction, float]:
-    """Import `FILE.py:FUNCTION` or `module:FUNCTION`, one or several with weights."""
+    """Import `FILE.py:FUNCTION` or `module:FUNCTION`, one or several with weights, or none beside a script's own."""
     weights = {named: 1.0} if isinstance(named, str) else named
     functions = [load_named(name, key="reward", kind="function") for name in weights]
     check_names(functions)
@@ -45,9 +45,9 @@ def load_named(name: str, *, key: str, kind: str) -> Any:
 
 
 def check_names(functions: Collection[RewardFunction]) -> None:
-    """Refuse functions of one name, after which their metrics are called, and none."""
+    """Refuse functions of one name, after which their metrics are called."""
     names = [getattr(one, "__qualname__", type(one).__qualname__) for one in functions]
-    if len({*names}) < len(names) or not names:
+    if len({*names}) < len(names):
         raise ConfigError(f"reward functions must have names of their own: got {names}. Rename one.")
 
 

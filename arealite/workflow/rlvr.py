@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
@@ -46,6 +47,8 @@ class RLVRWorkflow(RolloutWorkflow):
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
         weights = reward_fn if isinstance(reward_fn, Mapping) else {reward_fn: 1.0}
+        if not weights:
+            raise ConfigError("reward_fn must have a function: got none. Name one, e.g. by the key reward.")
         for one in weights:
             check_signature(one)
         check_names(weights)

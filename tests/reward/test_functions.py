@@ -29,6 +29,7 @@ def test_functions_have_weights(folder) -> None:
     rewards = load_rewards({"arealite.reward:gsm8k_reward_fn": 1, f"{folder}/own_reward.py:score": 0.1})
     assert {function.__name__: weight for function, weight in rewards.items()} == {"gsm8k_reward_fn": 1, "score": 0.1}
     assert load_rewards("arealite.reward.gsm8k:gsm8k_reward_fn") == {gsm8k_reward_fn: 1.0}
+    assert load_rewards({}) == {}, "a script may have a reward of its own"
 
 
 def test_functions_of_one_name_are_refused_when_they_are_loaded(folder) -> None:

@@ -143,7 +143,7 @@ def of_trl_by_its_type(completions, **kwargs) -> list[float]: ...
         ({gsm8k_reward_fn: 1, takes_a_completion: 1}, "takes_a_completion must take"),
         (of_trl, r"of_trl must score one completion: got .* lists as in TRL. Take prompt and completions, one text"),
         (of_trl_by_its_type, "of_trl_by_its_type must score one completion"),
-        ({}, r"reward functions must have names of their own: got \[\]"),
+        ({}, "reward_fn must have a function: got none"),
     ],
 )
 def test_rewards_that_can_not_be_called_are_refused_at_once(tokenizer, rewards, told) -> None:
