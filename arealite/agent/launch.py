@@ -249,6 +249,7 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, s
         return end.decode(errors="replace")
 
     talk = asyncio.gather(write(), tail(process.stdout, _MAX_OUTPUT_BYTES), tail(process.stderr, _SHOWN_CHARACTERS))
+    talk.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody waits for that of a cancelled run
     try:
         await in_thread(wait_gone, [process.pid], _LONGEST_S)  # `process.wait` waits for the ends of its pipes as well
         await in_thread(_kill, process.pid, False)  # what it has left in its group would hold them open
