@@ -60,7 +60,7 @@ test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py tests/utils/test_distributed.py $(ARGS)
 
 test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (11 minutes)
-	sh tests/reward/install_bubblewrap.sh
+	sh tests/install.sh bwrap:bubblewrap
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/trainer/test_bounds.py tests/launcher/supervise/test_preflight.py tests/examples $(ARGS)
 
 test-install: $(VENV)/.installed-dev            ## install the wheel outside of a checkout, and train what arealite init writes (3 minutes)
@@ -115,7 +115,7 @@ test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/place/test_ray.py $(ARGS)
 
 install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, iptables (Debian, root)
-	sh tests/cluster/install.sh
+	sh tests/install.sh slurmctld:slurm-wlm munged:munge ip:iproute2 iptables:iptables
 
 test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four nodes and lose one (3 minutes; root and Slurm, or it is skipped)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_slurm
@@ -138,11 +138,11 @@ test-options: $(VENV)/.installed-dev            ## compile a model, and train wi
 	PYTHONPATH=$(VENV)-torchao OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/engine/test_options.py $(ARGS)
 
 test-sandbox: $(VENV)/.installed-dev            ## try to break out of the sandbox for programs of models (a minute; installs bubblewrap)
-	sh tests/reward/install_bubblewrap.sh
+	sh tests/install.sh bwrap:bubblewrap
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/reward/test_sandbox.py tests/reward/test_escapes.py $(ARGS)
 
 test-view: $(VENV)/.installed-dev            ## use the viewer's page in a real Chromium (a minute; installs chromium; playwright goes to a folder of its own)
-	sh tests/viewer/install_chromium.sh
+	@command -v chromium-browser > /dev/null || sh tests/install.sh chromium:chromium
 	$(PIP) --quiet --upgrade --target $(VENV)-playwright playwright
 	PYTHONPATH=$(VENV)-playwright $(VENV)/bin/python -m pytest -q -m slow tests/viewer $(ARGS)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from arealite.api.errors import ConfigError
 from arealite.cli.own_trainer import TYPE
 from arealite.cli.trainers import examples_folder
-from arealite.launcher.plan.jobs import visible_gpus
+from arealite.utils.devices import visible_gpus
 
 MODELS = {"grpo": "actor", "sft": "model"}
 """Trainers that the options are for, and the block of the model."""

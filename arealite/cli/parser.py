@@ -6,7 +6,9 @@ import argparse
 from typing import Any, TypeAlias
 
 from arealite import __version__
+from arealite.cli.init import TEMPLATES
 from arealite.cli.trainers import TRAINERS
+from arealite.migrate import FRAMEWORKS
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -48,7 +50,7 @@ def _init(commands: Commands) -> None:
     command.add_argument("folder", metavar="NAME", help="new folder, whose name the experiment has")
     command.add_argument(
         "--template",
-        choices=("rlvr", "multi-turn", "tools", "openai-agent", "sft"),
+        choices=TEMPLATES,
         default="rlvr",
         help="what is trained: answers with a verifiable reward (default), answers that may be tried again, calls of "
         "tools, an agent on OpenAI's package, or supervised fine-tuning",
@@ -222,7 +224,7 @@ def _migrate(commands: Commands) -> None:
     command.add_argument(
         "--from",
         dest="framework",
-        choices=("areal", "trl", "verl", "prime-rl"),
+        choices=FRAMEWORKS,
         help="guessed from its keys unless given",
     )
     command.add_argument("--out", metavar="NEW.yaml", help="a new file; printed unless given")

@@ -16,8 +16,9 @@ from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends import kind_of
-from arealite.launcher.plan.jobs import server_job, visible_gpus
+from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import Placement, check_model
+from arealite.utils.devices import visible_gpus
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.files import reading
 from arealite.utils.network import LOOPBACK, address_toward, host_ip

@@ -16,8 +16,8 @@ from arealite.api.errors import ConfigError
 from arealite.cli import own_trainer
 from arealite.cli.own_data import Own, is_local
 from arealite.cli.trainers import TRAINERS, examples_folder
-from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.start import start
+from arealite.utils.devices import visible_gpus
 
 
 def train(

@@ -36,10 +36,10 @@ from arealite.core.world import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.launcher.place.ray import connect, forwarded_environment
-from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.prompts import ShouldAccept
 from arealite.rollout.trajectory import split_batch
+from arealite.utils.devices import visible_gpus
 from arealite.utils.distributed import join_default_group, leave_default_group
 from arealite.utils.files import file_lock
 from arealite.utils.secret import ensure_secret

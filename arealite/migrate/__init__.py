@@ -1,0 +1,3 @@
+"""Configs of other frameworks as ours."""
+
+FRAMEWORKS = ("areal", "trl", "verl", "prime-rl")

@@ -22,12 +22,11 @@ from arealite.api.config.algorithm import DEFAULTS, GRPO_DEFAULTS, PRESETS
 from arealite.api.config.loader import read_yaml
 from arealite.api.config.schema import config_keys
 from arealite.api.errors import ConfigError
-from arealite.migrate import areal, prime_rl, trl, verl
+from arealite.migrate import FRAMEWORKS, areal, prime_rl, trl, verl
 from arealite.migrate.page import notes_of, page
 from arealite.migrate.rules import New, Old, Rule, Tree, to_fill_in, translate
 from arealite.migrate.shell import keys_of_script
 
-FRAMEWORKS = ("areal", "trl", "verl", "prime-rl")
 _OF_AREAL = (
     *("actor", "rollout", "gconfig", "train_dataset", "valid_dataset", "cluster", "allocation_mode", "saver"),
     *(

@@ -41,11 +41,22 @@ def this_node() -> Node:
     total, free = memory.total, memory.available
     if limit is not None and limit < total:
         total, free = limit, min(free, limit - (used or 0))
-    return Node(visible_gpus(), len(os.sched_getaffinity(0)), total, max(0, free))
+    return Node(gpus(), len(os.sched_getaffinity(0)), total, max(0, free))
 
 
-def visible_gpus() -> tuple[Gpu, ...]:
-    """Ask nvidia-smi; without it, or where it fails, there are none."""
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs this process may use."""
+    if (chosen := _chosen()) is not None:
+        return chosen
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return []
+    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
+    return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Ask nvidia-smi for the visible GPUs; without it, or where it fails, there are none."""
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None:
         return ()
@@ -54,15 +65,21 @@ def visible_gpus() -> tuple[Gpu, ...]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    gpus: dict[str, Gpu] = {}
+    found: dict[str, Gpu] = {}
     for line in done.stdout.splitlines() if done.returncode == 0 else ():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(_QUERY) and fields[3].isdecimal() and fields[4].isdecimal():
             gpu = Gpu(fields[0], fields[2], int(fields[3]) * _MEBIBYTE, int(fields[4]) * _MEBIBYTE)
-            gpus |= {fields[0]: gpu, fields[1]: gpu}
+            found |= {fields[0]: gpu, fields[1]: gpu}
+    chosen = _chosen()
+    names = [name for name in found if name.isdecimal()] if chosen is None else chosen
+    return tuple(found[name] for name in names if name in found)
+
+
+def _chosen() -> list[str] | None:
+    """Return what CUDA_VISIBLE_DEVICES names; None if it is not set."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in gpus if name.isdecimal()] if chosen is None else chosen.split(",")
-    return tuple(gpus[name.strip()] for name in names if name.strip() in gpus)
+    return None if chosen is None else [name.strip() for name in chosen.split(",") if name.strip()]
 
 
 def _bytes_of(name: str) -> int | None:

@@ -54,6 +54,12 @@ def test_mistakes_are_marked(text: str, marked: list[str]) -> None:
     assert [key.removesuffix(".path") for key in dict.fromkeys(found)] == marked
 
 
+def test_the_command_offers_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["schema", "another"])
+    assert f"(choose from {', '.join(map(repr, CLASSES))})" in capsys.readouterr().err
+
+
 def test_every_key_has_its_description_and_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "schema.json"
     assert main(["schema", "ppo", "--out", str(out)]) == 0

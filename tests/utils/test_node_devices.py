@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from arealite.utils import devices
-from arealite.utils.devices import Gpu, this_node, visible_gpus
+from arealite.utils.devices import Gpu, gpus, this_node
 
 TWO = "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 81000\n1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 1024\n"
 FIRST, SECOND = (
@@ -31,10 +31,10 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_gpus_are_those_that_cuda_shows(says, monkeypatch: pytest.MonkeyPatch) -> None:
     says(TWO)
-    assert visible_gpus() == (FIRST, SECOND)
-    for chosen, gpus in (("1,0", (SECOND, FIRST)), ("GPU-bb", (SECOND,)), ("", ()), ("7", ())):
+    assert gpus() == (FIRST, SECOND)
+    for chosen, expected in (("1,0", (SECOND, FIRST)), ("GPU-bb", (SECOND,)), ("", ()), ("7", ())):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert visible_gpus() == gpus, chosen
+        assert gpus() == expected, chosen
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_gpus_are_those_that_cuda_shows(says, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_no_gpu_is_made_up(says, text: str, status: int) -> None:
     says(text, status)
-    assert visible_gpus() == ()
+    assert gpus() == ()
 
 
 def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

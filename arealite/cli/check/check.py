@@ -24,9 +24,10 @@ from arealite.cli.check.script import check_graph, check_outputs, check_reward, 
 from arealite.inference.backends import kind_of
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.jobs import environment, samples_in_trainer, visible_gpus
+from arealite.launcher.plan.jobs import environment, samples_in_trainer
 from arealite.launcher.plan.plan import Plan, checked_plan, entry_script
 from arealite.launcher.plan.servers import foreign_servers
+from arealite.utils.devices import visible_gpus
 from arealite.utils.secret import secret_of_environment
 
 _PROGRAM_S = 300.0  # for a server's parser to answer; importing SGLang or vLLM for the first time takes a minute

@@ -13,8 +13,8 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, Place, Slot
-from arealite.launcher.plan.jobs import visible_gpus
 from arealite.launcher.plan.plan import Placement, Plan
+from arealite.utils.devices import visible_gpus
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.processes import exit_status
 

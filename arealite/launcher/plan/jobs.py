@@ -7,9 +7,7 @@ import contextlib
 import hashlib
 import os
 import shlex
-import shutil
 import site
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,18 +118,6 @@ def _group_lines(run: Run) -> Iterator[str]:
         threads = group.threads or trainer_threads(config, plan, num_ranks=plan.num_workers)
         needs = f"{gpus}{threads} {'thread' if threads == 1 else 'threads'} each, {group.strategy}"
         yield f"  {name:<14} {needs}, for {', '.join(group.roles)}  log {name}.log"
-
-
-def visible_gpus() -> list[str]:
-    """Return the names of the GPUs this process may use."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name for name in chosen.split(",") if name]
-    nvidia_smi = shutil.which("nvidia-smi")
-    if nvidia_smi is None:
-        return []
-    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
-    return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
 
 
 def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int) -> int:

@@ -15,8 +15,9 @@ from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job, visible_gpus
+from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
 from arealite.launcher.plan.plan import Plan, Run, checked_plan, make_plan
+from arealite.utils.devices import visible_gpus
 
 COMMON = """
 experiment_name: e

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Installs what the suites on clusters need and this machine lacks: Slurm and network namespaces' tools.
+# Installs what a suite needs and this machine lacks:  install.sh COMMAND:PACKAGE ...
 # Debian and Ubuntu, as root; no service is started.
 set -eu
 
 missing=
-for pair in slurmctld:slurm-wlm munged:munge ip:iproute2 iptables:iptables; do
+for pair in "$@"; do
     command -v "${pair%%:*}" >/dev/null 2>&1 || [ -x "/usr/sbin/${pair%%:*}" ] || missing="$missing ${pair#*:}"
 done
 [ -n "$missing" ] || exit 0
@@ -14,6 +14,7 @@ if ! command -v apt-get >/dev/null 2>&1 || [ "$(id -u)" != 0 ]; then
 fi
 echo "installing$missing"
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
+wait_s=300  # another suite may be installing
+apt-get -o "DPkg::Lock::Timeout=$wait_s" update -qq
 # shellcheck disable=SC2086
-apt-get install -y -qq --no-install-recommends $missing
+apt-get -o "DPkg::Lock::Timeout=$wait_s" install -y -qq --no-install-recommends $missing
