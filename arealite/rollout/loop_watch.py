@@ -80,32 +80,31 @@ class LoopWatch:
         self._loop.call_at(self._due, self._beat)
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._blocking_call_s / 4):
+        report_s = min(self._blocking_call_s, self._max_blocked_s)
+        while not self._ended.wait(report_s / 4):
             overdue_s = self._overdue_s()
-            if overdue_s < self._blocking_call_s:
+            if overdue_s < report_s:
                 self.blocking = None
-            else:
-                self._look(overdue_s)
-            if overdue_s > self._max_blocked_s and not self.given_up.done():
-                line = self.blocking or "code that has no Python frame"
+            elif (line := self._look(overdue_s)) and overdue_s > self._max_blocked_s and not self.given_up.done():
                 message = f"the {self._what} must turn within {self._max_blocked_s:g} s: {line} blocks it. "
                 message += "Await there, or call it through asyncio.to_thread."
                 self.given_up.set_exception(EpisodeTimeoutError(message))
 
-    def _look(self, overdue_s: float) -> None:
-        """Record the line that blocks; a thread in select() is not blocking the loop, it is waiting for CPU time."""
+    def _look(self, overdue_s: float) -> SourceLine | None:
+        """Return the line that blocks, if any: a thread in select() does not block, it waits for CPU time."""
         lines, passed = lines_of_frame(sys._current_frames().get(self._loop_thread)), self._passing
         if not lines or lines[0].function.endswith("Selector.select"):
-            return
+            return None
         line, self._passing = users_line(lines), lines[0]
         if line is None and self._passing != passed:  # asyncio itself, between two calls that block
-            return
+            return None
         line = line or lines[0]
         self.blocking = line
         if line not in self._reported:
             self._reported.add(line)
             advice = "no other episode runs meanwhile. Await it, or call it through asyncio.to_thread."
             logger.warning("%s blocks the %s for %.1f s already: %s", line, self._what, overdue_s, advice)
+        return line
 
 
 _runs: dict[asyncio.Task[Any], tuple[str, float]] = {}  # name and start of the episodes, oldest first

@@ -270,8 +270,9 @@ async def test_the_failure_of_a_server_is_counted_and_asks_nobody_again(serve) -
     service.engine.model.errors = [ServerError("no server is left")]
     status, _ = await service.post("/v1/chat/completions", ASKED, session["api_key"])
     assert status in (400, 409), "the run may end before the answer is written"
-    await until(lambda: service.ledger("failed_server_error") == 1)
+    await until(lambda: service.count("dropped") == 1)
     assert (await service.post(f"/sessions/{session['id']}/end"))[0] == 409
+    await until(lambda: service.ledger("failed_server_error") == 1)
     assert service.ledger("running") == 0 and not service.ledger("retried_server_error")
 
 

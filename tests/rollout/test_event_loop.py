@@ -148,6 +148,23 @@ def test_waiting_for_a_blocked_loop_ends() -> None:
     loop.close(10)
 
 
+def test_a_loop_that_waits_for_cpu_time_is_not_given_up(monkeypatch) -> None:
+    looks, ended = [], threading.Event()
+
+    def look(_: object) -> list[SourceLine]:
+        looks.append(1)
+        return [SourceLine("selectors.py", 1, "EpollSelector.select")]
+
+    loop = EventLoopThread("starved-loop", blocking_call_s=1.0, max_blocked_s=0.2)
+    monkeypatch.setattr(loop_watch, "lines_of_frame", look)
+    late = loop.submit(_wait(ended))
+    wait_for(lambda: len(looks) >= 5)  # each after 0.2 s
+    assert loop.watch.blocking is None and not loop.watch.given_up.done()
+    ended.set()
+    late.result(120)
+    loop.close(10)
+
+
 def test_closing_a_blocked_loop_names_the_line(caplog) -> None:
     loop = EventLoopThread("blocked-loop", blocking_call_s=0.1)
     ended = threading.Event()
@@ -374,7 +391,7 @@ class Stuck(WaitingWorkflow):
 
 def train_in_vain(pipe: Connection) -> None:
     """Finish a run as a trainer does, while calls of its workflow still run."""
-    config = InferenceEngineConfig(consumer_batch_size=1, episode_timeout=0.5, episode_retries=0, max_failed_share=0)
+    config = InferenceEngineConfig(consumer_batch_size=1, episode_timeout=3.0, episode_retries=0, max_failed_share=0)
     executor = IdleEngine(config).executor
     try:
         executor.prepare_batch([[{}]], Stuck())
