@@ -97,9 +97,9 @@ class RolloutExecutor:
         batch_size = self.config.consumer_batch_size
         should_accept = should_accept or (lambda trajectory: True)
         source = self._begin_with(dataloader, workflow, should_accept)
-        while num_prompts := self._wait_for(self._wait_until(self._num_wanted, batch_size)):
+        while num_prompts := self._wait_for(self._wait_until, self._num_wanted, batch_size):
             self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
-        return self._hand_out(self._wait_for(self._take(batch_size)))
+        return self._hand_out(self._wait_for(self._take, batch_size))
 
     def reserve_batch(
         self,
@@ -158,7 +158,7 @@ class RolloutExecutor:
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         """Return `count` accepted trajectories, oldest first."""
-        return self._hand_out(self._wait_for(self._take(count, timeout, should_accept)))
+        return self._hand_out(self._wait_for(self._take, count, timeout, should_accept))
 
     def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
         """Run one episode per row now, also while paused, and return what was accepted.
@@ -187,10 +187,9 @@ class RolloutExecutor:
             ledger = Ledger(None, self._account)
             here = LocalAttempts(self.config, self._engine, is_evaluation=True)
             runner = EpisodeRunner(self.config, here, ledger, runner.budgets)
-            run = self._unthrottled.evaluate(runner, prompts, keep)
+            episodes = self._wait_for(self._unthrottled.evaluate, runner, prompts, keep)
         else:
-            run = self._unthrottled.train(runner, prompts, version=self._account.version)
-        episodes = self._wait_for(run)
+            episodes = self._wait_for(self._unthrottled.train, runner, prompts, self._account.version)
         causes = ", ".join(f"{name} {count}" for name, count in runner.ledger.causes().items())
         what = f"{len(rows)} {'evaluation' if is_evaluation else 'training'} prompts"
         if not episodes and keep is None:
@@ -203,12 +202,12 @@ class RolloutExecutor:
             logger.warning("%d of %s have no result (%s)", len(rows) - len(episodes), what, causes)
         return episodes
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for what the loop does, and let servers catch up whenever they ask for it; RunStopped ends the wait."""
+    def _wait_for(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Run it in the loop, and let servers catch up whenever they ask for it; RunStopped ends the wait."""
         self.loop.ask()  # some may have joined when nobody waited
         try:
-            wait: Any = stop.unless_asked(coroutine)
-            wait.__qualname__ = cast("Any", coroutine).__qualname__  # which a stall verdict shows
+            wait: Any = stop.unless_asked(function, *args)
+            wait.__qualname__ = function.__qualname__  # which a stall verdict shows
             return cast("T", self.loop.run(wait, self.catch_up))
         except stop.Interrupted:
             raise stop.stopped() from None

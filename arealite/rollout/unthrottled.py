@@ -23,7 +23,7 @@ class UnthrottledBatches:
         self._num_running = 0
         self._has_failed = False  # whether an episode of the batch has raised, not only failed
 
-    async def train(self, runner: EpisodeRunner, prompts: list[Prompt], *, version: int) -> list[Episode]:
+    async def train(self, runner: EpisodeRunner, prompts: list[Prompt], version: int) -> list[Episode]:
         """Run episodes whose accepted results are trained on at this version."""
         episodes = await self._run(runner, prompts, head_version=version)
         runner.ledger.train([one.prompt for one in episodes], version)

@@ -64,8 +64,8 @@ def stopped() -> RunStopped:
     return RunStopped(128 + (_asked_by or signal.SIGTERM))
 
 
-async def unless_asked(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine; cancel it and raise Interrupted if the run is to stop before it has ended."""
+async def unless_asked(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    """Run a coroutine function; cancel it and raise Interrupted if the run is to stop before it has ended."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:  # called by a signal handler
@@ -74,9 +74,8 @@ async def unless_asked(coroutine: Coroutine[Any, Any, T]) -> T:
     _wakes.append(wake)
     if is_asked():
         _wakes.remove(wake)
-        coroutine.close()
         raise Interrupted
-    task, order = loop.create_task(coroutine), loop.create_task(asked.wait())
+    task, order = loop.create_task(function(*args)), loop.create_task(asked.wait())
     try:
         await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

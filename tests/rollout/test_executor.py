@@ -865,6 +865,7 @@ def test_evaluations_may_have_keys_of_their_own(start: Callable[..., IdleEngine]
         assert name in engine.executor.run_all(rows(1), workflow, is_evaluation=True)
 
 
+@pytest.mark.filterwarnings("error:coroutine .* was never awaited", "error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_in_a_group", [False, True])
 def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine], is_in_a_group: bool) -> None:
     engine = start(consumer_batch_size=1)

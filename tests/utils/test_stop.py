@@ -37,7 +37,7 @@ def test_sigterm_ends_a_wait_and_what_waits() -> None:
 
     def run() -> None:
         try:
-            asyncio.run(stop.unless_asked(wait()))
+            asyncio.run(stop.unless_asked(wait))
         except stop.Interrupted as error:
             thread_result.append(error)
 
@@ -57,6 +57,6 @@ def test_a_wait_that_ends_by_itself_returns_or_raises() -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
-    assert asyncio.run(stop.unless_asked(answer())) == 42
+    assert asyncio.run(stop.unless_asked(answer)) == 42
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(stop.unless_asked(fail()))
+        asyncio.run(stop.unless_asked(fail))
