@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from typing import Any
 
 PATH = "reference/commands.md"
 PROGRAMS = (
@@ -44,7 +45,7 @@ def commands(text: str) -> list[str]:
     return re.findall(r"^    ([a-z][\w-]*)", text.partition("\ncommands:")[2], re.MULTILINE)
 
 
-def _main(name: str) -> Callable[[Sequence[str]], object]:
+def _main(name: str) -> Any:
     """Return what parses the command line of a module."""
     module = import_module(name)
     return module.parse_args if hasattr(module, "parse_args") else module.main

@@ -55,7 +55,7 @@ def _of_file(file: Path) -> Iterator[Message]:
         if isinstance(node, ast.Expr):
             seen.add(node.value)  # a docstring
         text = None if node in seen else _text(node)
-        if text is not None:
+        if text is not None and isinstance(node, ast.expr):
             seen.update(ast.walk(node))
             if is_message(text):
                 path = file.relative_to(REPOSITORY).as_posix()
