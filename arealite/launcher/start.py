@@ -35,9 +35,10 @@ def launched(
 ) -> int:
     """Run `main` in a process of a launcher or of torchrun, else start the script `file` by a launcher.
 
-    `check` gets the same arguments before anything starts, also for --dry-run, and raises ConfigError if the run would
-    fail; `arealite check` calls it too. Returns the exit status. Without --config the config is `configs/<script>.yaml`
-    beside the script; that of main_sync_ppo.py may be called sync-ppo.yaml.
+    `check`, a function of the script, gets the same arguments and raises ConfigError if the run would fail. Every
+    launcher finds it by its name and calls it before anything starts, also for --dry-run; so does `arealite check`.
+    Returns the exit status. Without --config the config is `configs/<script>.yaml` beside the script; that of
+    main_sync_ppo.py may be called sync-ppo.yaml.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "RANK" in os.environ or not {"-h", "--help"}.isdisjoint(words):
@@ -49,8 +50,6 @@ def launched(
     script = Path(file).resolve()
     try:
         config = args.config or _config_beside(script)
-        if check is not None:
-            check(["--config", config, *(word for word in others if not word.startswith("-"))])
         return start(script, config, others)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)

@@ -260,6 +260,8 @@ if __name__ == "__main__":
     assert status == 1 and "PROBLEM graph the graph must fit" in shown
     status, shown = check(tiny, entry=entry)
     assert status == 0 and "ok graph what the script declares fits the config" in shown
+    status, shown = check(tiny, entry=entry.replace("check=fits", "check=lambda argv: fits(argv)"))
+    assert status == 1 and "PROBLEM graph check of launched must be a function of the script: got lambda argv" in shown
 
 
 def test_memory_that_is_not_there(check, tiny) -> None:

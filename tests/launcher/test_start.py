@@ -8,10 +8,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
-from arealite.api.errors import ConfigError
+from arealite.launcher import local
 from arealite.launcher.start import launched
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,6 +30,27 @@ def main(argv):
 
 if __name__ == "__main__":
     sys.exit(launched(__file__, main))
+"""
+GRAPH = """
+import sys
+if __name__ == "__main__":
+    sys.exit("it must only be imported")
+
+from arealite.core.graph import MFC, DataFlowGraph
+from arealite.launcher.start import launched
+
+class Engine:
+    def train(self, batch): ...
+
+def fits(argv):
+    calls = [
+        MFC("data", "data", "generate", outputs=("input_ids", "loss_mask")),
+        MFC("train", "model", "train_step", Engine.train, ("input_ids", "los_mask", "loss_mask")),
+    ]
+    DataFlowGraph(calls, {"model": Engine}, publishes="model")
+
+def main():
+    launched(__file__, fits, check=fits)
 """
 CONFIG = """
 experiment_name: e
@@ -109,16 +131,21 @@ def test_a_dry_run_starts_nothing(script: Path, capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().out.startswith(f"e/other: d1 on 1 node, CPUs only ({name})\n")
 
 
-def test_what_a_script_declares_is_checked_before_anything_starts(
-    script: Path, capsys: pytest.CaptureFixture[str]
+def test_a_graph_that_can_not_be_is_refused_by_the_launcher_itself(
+    script: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fits(argv: list[str]) -> None:
-        raise ConfigError(f"it must fit: got {argv}.")
-
-    words = ["--config", str(script.parent / "configs" / "sync-sft.yaml"), "trial_name=t"]
-    for more in ([], ["--dry-run"]):
-        assert launched(str(script), refuse, ["trial_name=t", *more], check=fits) == 2
-        assert capsys.readouterr() == ("", f"ConfigError: it must fit: got {words}.\n")
+    """Before it prints a plan, and whoever has called it: the script, or the launcher's own command line."""
+    script.write_text(GRAPH)
+    words = ["trial_name=t", "--dry-run", "workers={}"]
+    assert launched(str(script), refuse, [*words, "launcher.preflight=true"]) == 2
+    given = [str(script), "--config", str(script.parent / "configs" / "sync-sft.yaml"), *words]
+    assert local.main([*given, "launcher.preflight=false"]) == 0
+    assert capfd.readouterr() == (
+        ANY,
+        "checking what the script declares (launcher.preflight=false skips it)\n"
+        "problem: graph: an input must be made by a call: got los_mask of train. Did you mean loss_mask?\n"
+        "ConfigError: the problems above must be solved: nothing was started.\n",
+    )
     assert not (script.parent / "e").exists()
 
 

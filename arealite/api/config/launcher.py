@@ -68,6 +68,6 @@ class LauncherConfig(ConfigBase):
     stall_timeout: Positive = 1800.0
     """Seconds without progress of any process after which a run is called stalled."""
     preflight: bool = True
-    """Whether the launcher looks at model, tokenizer, data and reward before it starts anything."""
+    """Whether the launcher looks at model, tokenizer, data, reward and declared graph before it starts anything."""
     on_stall: Literal["stop", "continue"] = "stop"
     """What the launcher does after its verdict on a stalled run."""

@@ -115,6 +115,13 @@ def _nodes(entry: Path) -> list[ast.AST]:
         raise ConfigError(f"the entry script must be Python: got {entry}, {error}. Correct it there.") from error
 
 
+def declared_check(entry: Path) -> str | None:
+    """Return the name of the function that a script passes as `launched(..., check=NAME)`; None if it passes none."""
+    launches = [call for call in script_calls(entry) if last_name(call.func) == "launched"]
+    checks = [keyword.value for call in launches for keyword in call.keywords if keyword.arg == "check"]
+    return last_name(checks[0]) if checks else None
+
+
 def last_name(node: ast.expr) -> str:
     """Return `b` of `b` and of `a.b`."""
     return ast.unparse(node).rpartition(".")[2]

@@ -17,10 +17,11 @@ from transformers.utils import logging as transformers_logging
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import last_name, load_run_config, script_calls
 from arealite.cli import own_trainer
+from arealite.cli.check.declared import check_declared
 from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer, check_weights
-from arealite.cli.check.script import check_graph, check_outputs, check_reward, check_trainer
+from arealite.cli.check.script import check_outputs, check_reward, check_trainer
 from arealite.inference.backends import kind_of
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace
@@ -48,10 +49,7 @@ def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False) -> int
     config, found = load_run_config(argv, script), Findings(is_brief=is_preflight)
     if script == Path(own_trainer.__file__):
         found.look("trainer", check_trainer, argv)
-    launches = [keyword for call in calls if last_name(call.func) == "launched" for keyword in call.keywords]
-    for keyword in launches:
-        if keyword.arg == "check":
-            found.look("graph", check_graph, argv, script, last_name(keyword.value))
+    found.look("graph", check_declared, argv, script)
     if not is_preflight:
         plan = found.look("processes", _check_processes, config)
         if plan is not None:

@@ -60,7 +60,8 @@ class Findings:
         """Print a finding of the check that is being made."""
         self.all.append(Finding(level, text, fix))
         if self.is_brief and level != "ok":
-            told = f"{level}: {self._topic}: {text.rstrip('.')}. {fix}"
+            end = "" if text.endswith("?") else "."
+            told = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"
             print(" ".join(told.split()), file=sys.stderr, flush=True)
         mark, style = _STYLES[level]
         line = Table.grid(Column(width=len("PROBLEM")), Column(width=9), Column(overflow="fold"), padding=(0, 1))

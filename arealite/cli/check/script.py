@@ -47,13 +47,6 @@ def check_trainer(found: Findings, argv: Sequence[str]) -> None:
     found.add("ok", f"{trainer.__qualname__} takes a {trainer.config_class.__name__}")
 
 
-def check_graph(found: Findings, argv: Sequence[str], script: Path, check: str) -> None:
-    """What the script declares must fit the config, as it says itself."""
-    with running(script):
-        runpy.run_path(str(script), run_name="__mp_main__")[check](list(argv))
-    found.add("ok", "what the script declares fits the config")
-
-
 def check_reward(
     found: Findings, config: Config, script: Path, calls: Sequence[ast.Call], row: dict[str, Any] | None, tokenizer: Any
 ) -> None:

@@ -1,10 +1,11 @@
-"""Looks at model, tokenizer, data and reward before anything starts, in a process of its own: launchers stay light."""
+"""Looks at a script's declaration, model, tokenizer, data and reward, in a process of its own: launchers stay light."""
 
 import os
 import signal
 import subprocess
 import sys
 
+from arealite.api.config.run import declared_check
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import environment
 from arealite.launcher.plan.plan import Run, setup_timeout_s
@@ -13,15 +14,21 @@ from arealite.utils.processes import describe_exit, die_with_parent, exit_status
 _PROBLEMS = 1  # exit status of the check
 
 
-def preflight(run: Run) -> None:
+def preflight(run: Run, *, is_dry_run: bool = False) -> None:
     """Raise ConfigError if the cheap half of `arealite check` finds a problem, which it has printed.
 
-    A check that does not come to its end is no problem of the run: it may start.
+    A check that does not come to its end is no problem of the run: it may start. For a dry run only what the script
+    declares is checked.
     """
     if not (run.config.launcher.preflight and run.plan.trainers):
         return
-    print("checking model, data and reward (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
-    command, ours = [sys.executable, "-P", "-m", "arealite.cli.check", str(run.entry), *run.argv], os.getpid()
+    if is_dry_run and declared_check(run.entry) is None:
+        return
+    topics, program = "model, data and reward", "arealite.cli.check"
+    if is_dry_run:
+        topics, program = "what the script declares", "arealite.cli.check.declared"
+    print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
+    command, ours = [sys.executable, "-P", "-m", program, str(run.entry), *run.argv], os.getpid()
     env = os.environ | environment(run.config.launcher.trainer_env_vars) | {"CUDA_VISIBLE_DEVICES": ""}
     check = subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=lambda: die_with_parent(ours)
@@ -40,4 +47,5 @@ def preflight(run: Run) -> None:
     if status == _PROBLEMS:
         raise ConfigError("the problems above must be solved: nothing was started.")
     if status != 0:
-        print(f"the check {end}: the run starts without it", file=sys.stderr, flush=True)
+        told = "nothing was checked" if is_dry_run else "the run starts without it"
+        print(f"the check {end}: {told}", file=sys.stderr, flush=True)

@@ -67,7 +67,10 @@ def command(
         require_linux()
         script, words = entry_script(args.entry), ["--config", args.config, *unknown, *args.overrides]
         config = load_run_config(words, script)
-        return act(Run(config, checked_plan(config), script, words), args)
+        run = Run(config, checked_plan(config), script, words)
+        if args.dry_run:
+            preflight(run, is_dry_run=True)
+        return act(run, args)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return CONFIG_FAILED

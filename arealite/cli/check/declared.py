@@ -1,0 +1,35 @@
+"""Checks what a script declares by `launched(..., check=NAME)`, e.g. the graph of a master.
+
+python -m arealite.cli.check.declared ENTRY.py --config FILE.yaml ...
+"""
+
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from arealite.api.config.run import declared_check
+from arealite.api.errors import ConfigError
+from arealite.api.script import running
+from arealite.cli.check.findings import Findings
+
+
+def check_declared(found: Findings, argv: Sequence[str], script: Path) -> None:
+    """What the script declares must fit the config, as its own function says."""
+    if (check := declared_check(script)) is None:
+        return
+    with running(script):
+        top_level = runpy.run_path(str(script), run_name="__mp_main__")
+        if not callable(top_level.get(check)):
+            change = "Define it at module level, as launchers and `arealite check` call it in processes of their own."
+            raise ConfigError(f"check of launched must be a function of the script: got {check} in {script}. {change}")
+        top_level[check](list(argv))
+    found.add("ok", "what the script declares fits the config")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher says what Ctrl-C means
+    findings = Findings(is_brief=True)
+    findings.look("graph", check_declared, sys.argv[2:], Path(sys.argv[1]))
+    sys.exit(1 if findings.summarize() else 0)
