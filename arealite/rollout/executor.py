@@ -52,11 +52,11 @@ class RolloutExecutor:
         self, config: InferenceEngineConfig, engine: InferenceEngine, attempts: Attempts | None = None
     ) -> None:
         """`attempts` runs training episodes elsewhere; None runs them here, as evaluations always are."""
-        self.config, self._engine, batch_size = config, engine, config.consumer_batch_size
-        self._max_concurrent = config.max_concurrent_rollouts or batch_size
+        self.config, self._engine, self._batch_size = config, engine, config.consumer_batch_size
+        self._max_concurrent = config.max_concurrent_rollouts or self._batch_size
         self._queue_size = config.queue_size or 16 * self._max_concurrent
         self._account = StalenessAccount(
-            batch_size=batch_size,
+            batch_size=self._batch_size,
             max_head_offpolicyness=config.max_head_offpolicyness,
             max_concurrent=self._max_concurrent,
             version=engine.get_version(),
@@ -94,12 +94,11 @@ class RolloutExecutor:
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         """Return the next batch of bounded staleness; prompts are pulled in the caller's thread as they are wanted."""
-        batch_size = self.config.consumer_batch_size
         should_accept = should_accept or (lambda trajectory: True)
         source = self._begin_with(dataloader, workflow, should_accept)
-        while num_prompts := self._wait_for(self._wait_until, self._num_wanted, batch_size):
+        while num_prompts := self._wait_for(self._wait_until, self._num_wanted, self._batch_size):
             self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
-        return self._hand_out(self._wait_for(self._take, batch_size))
+        return self._hand_out(self._wait_for(self._take, self._batch_size))
 
     def reserve_batch(
         self,
@@ -113,7 +112,6 @@ class RolloutExecutor:
 
         Its episodes count as accepted until `train_reserved`, which must come before any other batch.
         """
-        batch_size = self.config.consumer_batch_size
         should_accept = should_accept or (lambda trajectory: True)
         source = self._begin_with(dataloader, workflow, should_accept)
         for future in until:
@@ -126,11 +124,11 @@ class RolloutExecutor:
             return num_prompts if num_prompts is not None or self._running else _TOO_LATE
 
         # Neither servers that join nor a request to stop end this wait: the weights are being changed.
-        while num_prompts := self.loop.run(self._wait_until(num_wanted, batch_size)):
+        while num_prompts := self.loop.run(self._wait_until(num_wanted, self._batch_size)):
             if num_prompts == _TOO_LATE:
                 return None
             self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
-        return assemble_batch([one.trajectory for one in self.loop.run(self._ready.reserve(batch_size))])
+        return assemble_batch([one.trajectory for one in self.loop.run(self._ready.reserve(self._batch_size))])
 
     def train_reserved(self) -> None:
         """Note that the step of the reserved batch begins."""
@@ -138,13 +136,12 @@ class RolloutExecutor:
 
     def _num_wanted(self, *, ahead: int = 0) -> int | None:
         """Return how many prompts to queue, 0 when a batch can be taken, None when neither is possible yet."""
-        batch_size = self.config.consumer_batch_size
         # Asynchronous training asks for one batch more than may start now, so that rejected episodes are replaced.
-        spare = batch_size if self.config.max_head_offpolicyness else 0
+        spare = self._batch_size if self.config.max_head_offpolicyness else 0
         num_prompts = min(self._account.room() + spare, self._queue_size) - len(self._queue)
         if num_prompts > 0 and not self._is_open:
             return num_prompts
-        return 0 if self._account.can_take(batch_size, ahead=ahead) else None
+        return 0 if self._account.can_take(self._batch_size, ahead=ahead) else None
 
     def submit(self, row: Row, workflow: RolloutWorkflow) -> None:
         """Queue one episode and return at once."""
@@ -359,8 +356,10 @@ class RolloutExecutor:
             outcome = OVERDUE
         if self._runner.end(episode, outcome):
             self._queue.appendleft(episode.prompt)
-        if isinstance(outcome, TensorDict):
+        elif isinstance(outcome, TensorDict):
             self._ready.add(episode)
+        elif isinstance(outcome, BaseException):
+            self._runner.budgets.fail(outcome)
         self._advance()
 
     async def _set_paused(self, is_paused: bool) -> None:

@@ -16,7 +16,7 @@ _MIN_FIRST = 4  # episodes that fail alike before anything else end the run, or 
 
 
 class Budgets:
-    """Limits on the share of recent episodes that fail, and on rejections with nothing accepted in between."""
+    """Limits on the share of recent episodes that fail, and on those in a row of which none is accepted."""
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         self.failure_window = config.failure_window
@@ -25,7 +25,7 @@ class Budgets:
         # The cause of each failure, None for an episode that ended otherwise.
         self._recent: deque[str | None] = deque([None] * config.failure_window, maxlen=config.failure_window)
         self._examples: dict[str, BaseException] = {}  # the last failure of each cause
-        self._rejected: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()  # episodes without an accepted one in between, by what became of them
         self._attempts: Counter[str] = Counter()  # that failed, by cause
         self._num_first = max(_MIN_FIRST, config.consumer_batch_size)
         self._num_ended = 0
@@ -48,11 +48,16 @@ class Budgets:
     def reject(self, reason: str) -> None:
         """Count a rejection by the workflow or a filter; age, and who leaves, say nothing about them."""
         if reason in (BY_WORKFLOW, BY_FILTER):
-            self._rejected[reason] += 1
+            self._in_a_row[f"rejected by {reason}"] += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Count a failure for which another prompt is tried, on and on; servers that can't be reached may come back."""
+        if not isinstance(error, UnreachableError):
+            self._in_a_row["failed"] += 1
 
     def accept(self) -> None:
         """Count an episode that was accepted for good."""
-        self._rejected.clear()
+        self._in_a_row.clear()
 
     def check(self) -> None:
         num_failed = self.failure_window - self._recent.count(None)
@@ -68,13 +73,14 @@ class Budgets:
             raise EpisodeError(
                 f"the first {self._num_ended} episodes must not all fail: got one cause for all. Fix it.{causes}"
             ) from example
-        if self._rejected.total() > self.max_rejected_in_a_row:
-            reasons = ", ".join(f"{count} by {reason}" for reason, count in self._rejected.most_common())
+        if self._in_a_row.total() > self.max_rejected_in_a_row:
+            ends = ", ".join(f"{count} {end}" for end, count in self._in_a_row.most_common())
+            causes, example = self.causes()
             raise EpisodeError(
-                f"at most {self.max_rejected_in_a_row} episodes must be rejected with none accepted in between: got "
-                f"{self._rejected.total()} ({reasons}). Look at what rejects them, or raise "
-                "rollout.max_rejected_in_a_row."
-            )
+                f"at most {self.max_rejected_in_a_row} episodes must be rejected or fail with none accepted in "
+                f"between: got {self._in_a_row.total()} ({ends}). Look at why, or raise "
+                f"rollout.max_rejected_in_a_row.{causes}"
+            ) from example
 
     def causes(self) -> tuple[str, BaseException | None]:
         """Return why recent episodes failed, the commonest cause first and below each other, and one of its errors."""

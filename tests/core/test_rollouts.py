@@ -208,8 +208,10 @@ def test_the_episodes_of_a_worker_that_dies_are_issued_again(
     assert (found.trained, found.lost, found.repeated) == (12, 0, 0)
 
 
-def test_an_error_of_a_workflow_reaches_the_master_with_its_line(connect: Connect) -> None:
-    engine, _ = connect(ScriptedServer(), FailingWorkflow, episode_retries=0)
+@pytest.mark.parametrize("max_failed_share", [0.1, 1.0])
+def test_an_error_of_a_workflow_reaches_the_master_with_its_line(connect: Connect, max_failed_share: float) -> None:
+    """Also if any number may fail: a batch that never fills is not waited for."""
+    engine, _ = connect(ScriptedServer(), FailingWorkflow, episode_retries=0, max_failed_share=max_failed_share)
     with pytest.raises(EpisodeError) as raised:
         engine.prepare_batch(loader(), FailingWorkflow())
     assert "the disk is full" in str(raised.value) and 'raise OSError("the disk is full")' in str(raised.value)

@@ -430,7 +430,7 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(start: Callable[..., IdleE
 def test_rejecting_everything_ends_in_an_error(start: Callable[..., IdleEngine], by: str) -> None:
     engine = start(consumer_batch_size=2, max_rejected_in_a_row=7)
     workflow = WaitingWorkflow((lambda engine, row: None) if by == "workflow" else WaitingWorkflow().act)
-    with pytest.raises(EpisodeError, match=rf"at most 7 episodes must be rejected .* got 8 \(8 by {by}\)"):
+    with pytest.raises(EpisodeError, match=rf"at most 7 episodes must be rejected .* got 8 \(8 rejected by {by}\)"):
         engine.executor.prepare_batch([rows(4)], workflow, should_accept=lambda one: False)
     with pytest.raises(EpisodeError, match="got 8"):
         engine.executor.wait(1)
@@ -665,6 +665,27 @@ def test_first_episodes_that_fail_otherwise_leave_the_rest_to_the_budget(
     engine = start(consumer_batch_size=4, max_failed_share=0.9, episode_retries=0)
     with pytest.raises(EpisodeError, match="got none"):
         engine.executor.run_all(rows(8), WaitingWorkflow(act))
+
+
+def test_failures_that_a_budget_allows_for_ever_end_with_their_cause(start: Callable[..., IdleEngine]) -> None:
+    """Also in turn with rejections; who has never reached a server is not counted."""
+
+    def act(engine: InferenceEngine, row: Row) -> None:
+        if row["prompt_id"].index % 3 == 0:
+            raise UnreachableError("no server")
+        if row["prompt_id"].index % 3 == 1:
+            raise OSError("the disk is full")
+
+    engine = start(consumer_batch_size=2, max_failed_share=1.0, episode_retries=0, max_concurrent_rollouts=1)
+    loader = (rows(3, first) for first in itertools.count(0, 3))
+    with pytest.raises(EpisodeError) as caught:
+        engine.executor.prepare_batch(loader, WaitingWorkflow(act))
+    told, *causes = str(caught.value).split("\n")
+    assert told == (
+        "at most 40 episodes must be rejected or fail with none accepted in between: got 41 (21 failed, 20 rejected by "
+        "workflow). Look at why, or raise rollout.max_rejected_in_a_row."
+    )
+    assert any("OSError: the disk is full" in cause for cause in causes)
 
 
 def test_an_episode_has_a_deadline(start: Callable[..., IdleEngine]) -> None:

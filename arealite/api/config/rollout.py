@@ -161,7 +161,7 @@ class InferenceEngineConfig(FolderBlock):
     max_failed_share: Fraction = 0.1
     """Share of the last `failure_window` episodes that may fail; above it the run stops."""
     max_rejected_in_a_row: PositiveInt | None = None
-    """Consecutive rejected episodes after which the run stops; None is 20 batches."""
+    """Consecutive rejected or failed episodes after which the run stops; None is 20 batches."""
     overdue: Literal["wait", "drop", "train"] = "wait"
     """What happens to a running episode that would exceed the staleness bound: wait for it before training on others,
     drop and count it, or train on it late, which gives up the bound."""
