@@ -27,6 +27,7 @@ from arealite.core.worker import Outcome, RoleName, Run
 from arealite.core.world import Call, Redo
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
+from arealite.rollout.account.updates import KEYS, Update, update_of
 from arealite.utils import heartbeat
 from arealite.utils.files import FileEntry
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
@@ -196,6 +197,13 @@ class RemoteEngine:
     def describe(self, batch: RemoteBatch) -> dict[str, float]:
         """Return the metrics of the batch itself."""
         return self.call("describe", batch)
+
+    def updates_of(self, batch: RemoteBatch) -> list[Update]:
+        """Return what each worker computed per token of the batch that it was trained on last."""
+        name = f"{self.role}.update_of"
+        reply = self.submit(name, update_of, batch, KEYS, redo="until_done")
+        self.wait(reply, name)
+        return [outcome.value for outcome in reply.values.result() if outcome.value is not None]
 
     # Weights
 

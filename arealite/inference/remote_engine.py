@@ -9,12 +9,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import torch
 from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -33,7 +32,7 @@ from arealite.inference.http import open_session
 from arealite.inference.pool import PoolView, ServerPool, parse_addresses
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
-from arealite.rollout.account.updates import update_of
+from arealite.rollout.account.updates import is_stored, updates_of
 from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.episode import Attempts, Episode
 from arealite.rollout.evaluation import evaluation_metrics
@@ -113,7 +112,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._reserved: Any = None  # the next batch, as `hand_out` has made it
-        self._training: TensorDict | None = None  # this rank's share of the batch that is trained on
+        self._training: Any = None  # this rank's share of the batch that is trained on, or a master's batch
         self._exchange = RankZeroExchange()
         self._showing = BackgroundTasks("showing the servers to other clients", logger)
         self.canary_gap: float | None = None  # largest one per token, of servers' and trainer's logprobs, last update
@@ -314,9 +313,9 @@ class RemoteInferenceEngine(InferenceEngine):
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         if self._reserved is not None:
-            batch, self._reserved = self._reserved, None
+            self._training, self._reserved = self._reserved, None
             self._require_executor().train_reserved()
-            return batch
+            return self._training
 
         @activity.waiting()
         def collect() -> TensorDict:
@@ -344,13 +343,14 @@ class RemoteInferenceEngine(InferenceEngine):
         """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""
         split = functools.partial(split_batch, num_minibatches=self.config.num_minibatches)
         share: Any = self._exchange.share(lambda: self._hand_out(collect()), split, self.catch_up)
-        self._training = share if isinstance(share, TensorDict) else None  # a master's is elsewhere
+        self._training = share
         return share
 
-    def record_update(self, per_token: Mapping[str, torch.Tensor]) -> None:
-        """Store what the trainer computed per token of the last batch (collective); `per_token` is its actor's."""
-        update, self._training = update_of(self._training, per_token, self.config), None
-        if update is not None and (updates := self._exchange.gather(update)):
+    def record_update(self, actor: Any) -> None:
+        """Store what an actor computed per token of the last batch (collective)."""
+        batch, self._training = self._training, None
+        is_wanted = batch is not None and is_stored(self.config)
+        if is_wanted and (updates := updates_of(actor, batch, self._exchange.gather)):
             self._require_executor().store.append_update(updates)
 
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:

@@ -32,7 +32,7 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     left or none can be updated for `rollout.setup_timeout` seconds; one try ends within thrice
     `rollout.weight_update_timeout` and a minute.
     """
-    rollout.record_update(getattr(actor, "per_token", {}))  # only a policy has it
+    rollout.record_update(actor)
     if rollout.config.replay_from:
         _compare(actor, rollout.config, version)
     else:

@@ -14,6 +14,7 @@ from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 from testing_rollouts import stored_rows
 
 from arealite.core.records import read_calls
+from arealite.rollout.account.rollout_file import read_columns, read_update
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"
@@ -75,7 +76,16 @@ def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) 
         "rollouts": {
             path.name: sorted(map(without_server, stored_rows(path))) for path in sorted((run / "rollouts").iterdir())
         },
+        "updates": {path.parent.name: updates_of(path) for path in (run / "rollouts").glob("step_*/0.parquet")},
     }
+
+
+def updates_of(batch: Path) -> list[str]:
+    """Return what the update computed for each row of a stored batch."""
+    rows, _ = read_columns(batch, ["reward"])
+    updates = read_update(batch, range(len(rows)))
+    assert all(update.keys() >= {"advantages"} for update in updates)
+    return [json.dumps(update, sort_keys=True) for update in updates]
 
 
 def without_server(row: dict[str, Any]) -> str:
@@ -84,7 +94,7 @@ def without_server(row: dict[str, Any]) -> str:
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     """Return the parts of two results that differ, metrics by key."""
-    found = [part for part in ("weights", "rollouts") if left[part] != right[part]]
+    found = [part for part in ("weights", "rollouts", "updates") if left[part] != right[part]]
     for one, other in zip(left["metrics"], right["metrics"], strict=True):
         found += [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
     return sorted(set(found))
@@ -106,6 +116,7 @@ def test_script_migrated_script_and_graph_have_equal_numbers(
     assert differences(script, beside) == []
     graph = train(tmp_path, "graph", TRAINING / "main_grpo.py", "gsm8k_grpo", *keys, apart)
     assert differences(script, graph) == []
+    assert all('"log_ratio": [' in row for rows in graph["updates"].values() for row in rows)
     calls = read_calls(tmp_path / "core" / "graph" / "calls.jsonl")
     steps = [one.step for one in calls if one.call == "actor_train"]
     assert steps == list(range(STEPS))

@@ -5,10 +5,10 @@ of mantissa that half precision has, and the range of float32. Tools that read t
 ignore what begins with `_`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -30,17 +30,24 @@ class Update:
     numbers: dict[str, np.ndarray[Any, Any]]
 
 
-def update_of(
-    batch: TensorDict | None, per_token: Mapping[str, torch.Tensor], config: InferenceEngineConfig
-) -> Update | None:
+KEYS = ("attention_mask", "loss_mask", "group_index", "advantages", "logprobs", "proximal_logprobs")
+"""What `update_of` reads of a batch, as far as it is there."""
+
+
+def is_stored(config: InferenceEngineConfig) -> bool:
+    """Tell whether a run stores what its updates compute."""
+    return bool(config.fileroot) and config.stored_share > 0 and not config.replay_from
+
+
+def update_of(actor: Any, batch: TensorDict) -> Update | None:
     """Return what is to be stored of this rank's share of a batch; None where nothing is, on all ranks alike.
 
     That are `advantages`, `logprob_gap` (the trainer's logprob minus the server's, before the update) and `log_ratio`
-    (in the update minus before it), as far as they were computed; nan where they were not. `per_token` are those of
-    the update, which leaves out what teaches nothing, for all real tokens in turn.
+    (in the update minus before it), as far as they were computed; nan where they were not. `per_token` of a policy are
+    those of its update, which leaves out what teaches nothing, for all real tokens in turn.
     """
-    is_stored = bool(config.fileroot) and config.stored_share > 0 and not config.replay_from
-    if not is_stored or batch is None or not {"advantages", "group_index"} <= set(batch.keys()):
+    per_token: Mapping[str, torch.Tensor] = getattr(actor, "per_token", {})
+    if not {"advantages", "group_index"} <= set(batch.keys()):
         return None
     real, sampled = batch["attention_mask"].bool(), batch["loss_mask"].bool()
     columns = {"advantages": batch["advantages"]}
@@ -52,6 +59,14 @@ def update_of(
     numbers |= {key: values[real] for key, values in columns.items()}
     rounded = {key: _rounded(values.float().cpu().numpy()) for key, values in numbers.items()}
     return Update(batch["group_index"].tolist(), lengths, rounded)
+
+
+def updates_of(actor: Any, batch: Any, gather: Callable[[Update], list[Update]]) -> list[Update]:
+    """Return what all ranks computed of their shares of a batch, on rank 0 (collective), or all workers of a master."""
+    if not isinstance(batch, TensorDict):
+        return cast("list[Update]", actor.updates_of(batch))
+    update = update_of(actor, batch)
+    return [] if update is None else gather(update)
 
 
 def write_update(batch: Path, updates: Sequence[Update], is_whole: Sequence[bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from testing_rollouts import stored_rows
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.rollout.account.rollout_file import read_update
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.account.updates import update_of
+from arealite.rollout.account.updates import is_stored, update_of
 from arealite.rollout.trajectory import assemble_batch, split_batch
 
 CONFIG = InferenceEngineConfig(fileroot="runs", experiment_name="e", trial_name="t")
@@ -31,6 +32,11 @@ def trained(batch: TensorDict, seed: int = 0) -> TensorDict:
     return batch
 
 
+def actor_with(**per_token: torch.Tensor) -> SimpleNamespace:
+    """Return what the store sees of a policy."""
+    return SimpleNamespace(per_token=per_token)
+
+
 def stored(folder: Path, sizes: list[int], num_ranks: int, share: float = 1.0) -> list[TensorDict]:
     """Store two batches and their updates; return the second as its ranks had it."""
     store, generator = RolloutStore(folder, share), torch.Generator().manual_seed(1)
@@ -39,7 +45,7 @@ def stored(folder: Path, sizes: list[int], num_ranks: int, share: float = 1.0) -
         store.append("step_3", [finished(index, one) for index, one in enumerate(trajectories)], 3)
         store.append("eval_step_3", [finished(index, one) for index, one in enumerate(trajectories)], None)
         shares = split_batch(trained(assemble_batch(trajectories), seed), num_ranks)
-        updates = [update_of(one, {"log_ratio": one["log_ratio"][one["attention_mask"]]}, CONFIG) for one in shares]
+        updates = [update_of(actor_with(log_ratio=one["log_ratio"][one["attention_mask"]]), one) for one in shares]
         store.append_update([update for update in updates if update is not None])
     store.close()
     return shares
@@ -85,21 +91,19 @@ def test_what_is_unknown_stays_so_and_nothing_is_too_large(tmp_path: Path) -> No
     batch = assemble_batch([trajectory_of(torch.Generator().manual_seed(2), 1, False)])
     batch["advantages"] = torch.full(batch["input_ids"].shape, 3e38)
     unknown = torch.full((int(batch["attention_mask"].sum()),), math.nan)
-    update = update_of(batch, {"log_ratio": unknown, "logprob_gap": unknown - 1}, CONFIG)
+    update = update_of(actor_with(log_ratio=unknown, logprob_gap=unknown - 1), batch)
     assert update is not None and all(np.isnan(update.numbers[key]).all() for key in ("log_ratio", "logprob_gap"))
     np.testing.assert_allclose(update.numbers["advantages"], 3e38, rtol=2**-10)
 
 
-@pytest.mark.parametrize("lacking", ["folder", "share", "advantages", "sampling", "batch"])
-def test_nothing_is_stored(lacking: str) -> None:
-    """Of runs without a folder, replays, no batch, and one that nobody trained on."""
-    changed: dict[str, dict[str, Any]] = {
-        "folder": {"fileroot": ""}, "share": {"stored_share": 0.0}, "sampling": {"replay_from": "runs/e/t"}
-    }  # fmt: skip
+@pytest.mark.parametrize("change", [{"fileroot": ""}, {"stored_share": 0.0}, {"replay_from": "runs/e/t"}])
+def test_runs_that_store_no_updates(change: dict[str, Any]) -> None:
+    assert is_stored(CONFIG) and not is_stored(InferenceEngineConfig(**(vars(CONFIG) | change)))
+
+
+def test_what_was_not_trained_on_has_no_update_and_what_another_batch_left_is_no_part_of_one() -> None:
     batch = assemble_batch([trajectory_of(torch.Generator().manual_seed(2), 2, False)])
-    per_token = {"log_ratio": torch.zeros(int(batch["attention_mask"].sum()))}
-    config = InferenceEngineConfig(**(vars(CONFIG) | changed.get(lacking, {})))
-    known: Any = {"batch": None, "advantages": batch}.get(lacking, trained(batch.clone()))
-    assert update_of(known, per_token, config) is None
-    of_another = {"log_ratio": per_token["log_ratio"][1:]}
-    assert update_of(trained(batch), of_another, CONFIG).numbers.keys() == {"advantages", "logprob_gap"}
+    values = torch.zeros(int(batch["attention_mask"].sum()))
+    assert update_of(actor_with(log_ratio=values), batch) is None
+    update = update_of(actor_with(log_ratio=values[1:]), trained(batch))
+    assert update is not None and update.numbers.keys() == {"advantages", "logprob_gap"}
