@@ -1,7 +1,7 @@
 """The user's script as a program: how its uncaught errors are shown, and what it must not do while it is imported.
 
-An error whose message is a sentence of ours is one line; any other shows the user's own lines, innermost first. The
-launcher keeps the whole traceback in the log of the process.
+An error whose message is a sentence of ours is one line, and one more names its page; any other shows the user's own
+lines, innermost first. The launcher keeps the whole traceback in the log of the process.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.api.pages import TROUBLESHOOTING, more, page_of
 from arealite.utils.source_lines import SourceLine, lines_of_error
 
 TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"
@@ -59,13 +60,22 @@ def refuse_import() -> None:
             )
 
 
+def show_refusal(error: Exception, *, name: str = "") -> None:
+    """Print an error that ends a command, and the page that says more."""
+    print("\n".join([f"{name or type(error).__name__}: {error}", *_more(error)]), file=sys.stderr, flush=True)
+
+
+def _more(error: BaseException) -> list[str]:
+    return [] if isinstance(error, AReaLiteError) and error.is_explained else more(page_of(error))
+
+
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """An excepthook. It writes past the one of torch.distributed, which would prefix each line with the rank."""
     whole = [line for text in traceback.format_exception(kind, error, trace) for line in text.splitlines()]
     lines = brief(error) or whole
     if os.environ.get(TRACEBACK_VARIABLE) == "log":
         lines = [*(FOR_LOG + line for line in whole), *lines]
-    elif len(lines) < len(whole):
+    elif lines is not whole:
         lines.append(f"({TRACEBACK_VARIABLE}=1 shows the whole traceback)")
     print("\n".join(lines), file=sys.__stderr__, flush=True)
 
@@ -82,19 +92,20 @@ def brief(error: BaseException) -> list[str]:
         error = error.exceptions[0]
     notes = [line for one in (error, error.__cause__) for line in _notes(one)][:_MAX_LINES]  # e.g. of Core's workers
     if is_sentence(error):
-        return [f"{type(error).__name__}: {error}", *notes]
+        return [f"{type(error).__name__}: {error}", *notes, *_more(error)]
     users = users_code(error)
     if not users:
         return []
     message = "".join(traceback.format_exception_only(error)).splitlines()
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     after = [] if before is None else traceback.format_exception_only(before)[-1].splitlines()[:1]
+    is_memory = isinstance(error, MemoryError) or any(one in str(error) for one in _OUT_OF_MEMORY)
     return [
         *message[: len(message) - len(_notes(error))][:_MAX_LINES],
         *notes,
         *users,
         *(f"  after {line}" for line in after),
-        *([_LESS_MEMORY] if isinstance(error, MemoryError) or any(one in str(error) for one in _OUT_OF_MEMORY) else []),
+        *([_LESS_MEMORY, *more(f"{TROUBLESHOOTING}#out-of-memory")] if is_memory else []),
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from arealite.api.errors import AReaLiteError, ConfigError, require_linux
+from arealite.api.script import show_refusal
 from arealite.cli.parser import make_parser
 from arealite.cli.trainers import examples_folder
 from arealite.utils.files import FileError
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
                 return view(args.folder, port=args.port)
     except (AReaLiteError, FileError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        show_refusal(error)
         return 2
     return 0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from arealite.api.config.loader import given_value
 from arealite.api.errors import ConfigError
+from arealite.api.script import show_refusal
 from arealite.launcher import local, ray, slurm
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED
 
@@ -52,7 +53,7 @@ def launched(
         config = args.config or _config_beside(script)
         return start(script, config, others)
     except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
+        show_refusal(error)
         return CONFIG_FAILED
 
 

@@ -32,7 +32,7 @@ def normalised(text: str, folder: Path) -> str:
     text = text.replace(f"{folder}/", "").replace(str(folder), "FOLDER").replace(str(_PACKAGE), "REPOSITORY")
     for pattern, name in (
         (r"\x1b\[[0-9;]*m", ""),
-        (r"(\.py):\d+", r"\1:N"),
+        (r"(\.(?:py|md)):\d+", r"\1:N"),
         (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
         (r"\b\d+(\.\d+)? s\b", "N s"),
         (r"\d+\.\d (GiB|MiB)", r"N \1"),

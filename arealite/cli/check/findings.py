@@ -11,12 +11,28 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from arealite.api.pages import TROUBLESHOOTING, more, page_of_message
 from arealite.api.script import is_sentence
 from arealite.utils.source_lines import lines_of_error, users_line
 
 Level = Literal["ok", "warning", "problem"]
 _STYLES = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold white on red")}
 _SHOWN_CHARS = 600
+PAGES = {
+    "trainer": "trainers.md#a-trainer-of-your-own",
+    "graph": "core.md#a-declared-graph",
+    "processes": f"{TROUBLESHOOTING}#more-devices-than-there-are",
+    "server": "compatibility.md#starting-them",
+    "outputs": "how-to.md#log-to-wb-tensorboard-swanlab-or-trackio",
+    "model": f"{TROUBLESHOOTING}#the-model-is-not-supported",
+    "weights": f"{TROUBLESHOOTING}#the-model-is-not-supported",
+    "tokenizer": f"{TROUBLESHOOTING}#the-model-is-not-supported",
+    "template": "compatibility.md#chat-templates-and-agents",
+    "data": "data-and-rewards.md#keys-of-train_dataset-and-valid_dataset",
+    "reward": "data-and-rewards.md#data-and-a-reward",
+    "memory": "one-gpu.md#does-it-fit",
+}
+"""The page of each topic, for problems that the one on troubleshooting does not quote."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +56,7 @@ class Findings:
         self.console = Console(highlight=False, quiet=is_brief)
         self.all: list[Finding] = []
         self._topic = ""
+        self._pages: dict[str, None] = {}  # of the problems, in their order
 
     def look(
         self, topic: str, check: Callable[Concatenate[Findings, P], T], *args: P.args, **kwargs: P.kwargs
@@ -59,6 +76,8 @@ class Findings:
     def add(self, level: Level, text: str, fix: str = "") -> None:
         """Print a finding of the check that is being made."""
         self.all.append(Finding(level, text, fix))
+        if level == "problem":
+            self._pages.setdefault(page_of_message(text) or PAGES[self._topic])
         if self.is_brief and level != "ok":
             end = "" if text.endswith("?") else "."
             told = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"
@@ -71,10 +90,12 @@ class Findings:
         self.console.print(line)
 
     def summarize(self) -> bool:
-        """Print how many problems and warnings there are, and return whether there are problems."""
+        """Print how many problems and warnings there are and the pages on them; return whether there are problems."""
         problems, warnings = (sum(finding.level == level for finding in self.all) for level in ("problem", "warning"))
         told = f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
         self.console.print(Text(told, style="bold red" if problems else "bold green"))
+        for line in (line for page in self._pages for line in more(page)):
+            print(line, file=sys.stderr if self.is_brief else sys.stdout, flush=True)
         return problems > 0
 
 

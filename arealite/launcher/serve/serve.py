@@ -27,6 +27,7 @@ import aiohttp
 import psutil
 
 from arealite.api.errors import ConfigError
+from arealite.api.script import show_refusal
 from arealite.inference.backends import KINDS
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import JobRun
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_run(args))
     except ConfigError as error:
-        print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
+        show_refusal(error, name=f"{ConfigError.__module__}.ConfigError")
         return REFUSED
 
 

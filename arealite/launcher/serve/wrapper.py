@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping, Seq
 from typing import Any, NoReturn, TypeVar
 
 from arealite.api.errors import ConfigError
+from arealite.api.script import show_refusal
 from arealite.utils.secret import is_authorized, refusal, secret_of_environment
 
 _REFUSED = 2
@@ -26,13 +27,13 @@ def wrap(
     argv: Sequence[str] | None, check: Callable[[list[str]], tuple[T, dict[str, object]]], serve: Callable[[T], None]
 ) -> int:
     """Check flags, then become the server; `--check` starts nothing and prints what was found as one line of JSON. A
-    refusal is the last line on stderr and exit status 2, before a model is loaded."""
+    refusal ends what is on stderr, and the exit status is 2, before a model is loaded."""
     flags = list(sys.argv[1:] if argv is None else argv)
     is_check = "--check" in flags
     try:
         checked, description = check([flag for flag in flags if flag != "--check"])
     except ConfigError as error:
-        print(f"{ConfigError.__module__}.ConfigError: {error}", file=sys.stderr)
+        show_refusal(error, name=f"{ConfigError.__module__}.ConfigError")
         return _REFUSED
     if is_check:
         print(json.dumps(description))

@@ -45,7 +45,9 @@ def preflight(run: Run, *, is_dry_run: bool = False) -> None:
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status == _PROBLEMS:
-        raise ConfigError("the problems above must be solved: nothing was started.")
+        refusal = ConfigError("the problems above must be solved: nothing was started.")
+        refusal.is_explained = True
+        raise refusal
     if status != 0:
         told = "nothing was checked" if is_dry_run else "the run starts without it"
         print(f"the check {end}: {told}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import yaml
@@ -16,6 +15,7 @@ from arealite.api.cli_args import to_yaml
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError, require_linux
 from arealite.api.run_folder import OF_TRIAL
+from arealite.api.script import show_refusal
 from arealite.launcher.place.base import Place
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
@@ -72,7 +72,7 @@ def command(
             preflight(run, is_dry_run=True)
         return act(run, args)
     except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
+        show_refusal(error)
         return CONFIG_FAILED
     except KeyboardInterrupt:  # before the run, which has handlers of its own
         return 128 + signal.SIGINT
@@ -112,6 +112,8 @@ def launch(
             if not is_checked:
                 preflight(run)
             secret = _prepare_folder(run, is_restart=restart is not None)
+        except ConfigError:
+            raise
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(str(error)) from error
         return asyncio.run(_run(run, place, secret, restart))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import ConfigError
+from arealite.api.pages import TROUBLESHOOTING, more
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
@@ -35,6 +36,11 @@ CONFIG_FAILED = 2
 SERVER_FAILED = 3
 STALLED = 4
 NODE_LOST = 5
+_PAGES = {
+    SERVER_FAILED: f"{TROUBLESHOOTING}#servers-do-not-become-ready",
+    STALLED: "stalls.md",
+    NODE_LOST: "cluster.md",
+}
 _GRACE_S = 5.0
 _CLEAN_UP_S = 15.0
 _WORD_S = 10.0  # between two words on what is waited for
@@ -141,6 +147,9 @@ class Supervisor:
                 for line in output.unseen:
                     self._console.line(f"    {line}")
                 self._say(f"the whole log of {output.name}: {output.path}")
+            if not (output and any(line.startswith("  more: ") for line in output.tail)):
+                for line in more(_PAGES.get(reason.status, "")):
+                    self._say(line.strip())
             if self._signal.done() and self._plan.trainers:
                 self._say_what_is_kept()
         finally:

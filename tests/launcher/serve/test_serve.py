@@ -220,7 +220,7 @@ def test_a_server_that_lets_other_nodes_in_without_the_secret_is_never_ready(
 ) -> None:
     one = serve("--host", outside)
     assert one.end() == REFUSED
-    assert "must refuse requests without the secret: got status 404" in one.lines[-1]
+    assert "must refuse requests without the secret: got status 404" in one.lines[-2]
     assert not any("is ready" in line for line in one.lines) and one.record is None
 
 
@@ -341,7 +341,9 @@ def test_refusals_come_before_the_server_starts(serve: Callable[..., Serve], out
         }
         for message, one in flags.items():
             assert one.end() == REFUSED, one.lines
-            assert len(one.lines) == 1 and one.lines[0].startswith("arealite.api.errors.ConfigError: "), one.lines
+            assert one.lines[0].startswith("arealite.api.errors.ConfigError: "), one.lines
+            (page,) = one.lines[1:]
+            assert re.fullmatch(r"  more: .*/docs/compatibility\.md:\d+ \(Starting them\)\n", page)
             assert message in one.lines[0]
 
 

@@ -12,6 +12,8 @@ from testing_quickstart import make_tiny_model
 
 from arealite.cli.check.check import check
 
+DOCS = Path(__file__).parents[3] / "docs"
+
 ENTRY = """
 import sys
 if __name__ == "__main__":
@@ -64,11 +66,13 @@ def launch(
 def test_problems_are_one_line_each_and_nothing_starts(folder: Path) -> None:
     status, lines = launch(folder, "train_dataset.batch_size=9", "stats_logger.wandb.mode=online", body="return data")
     assert status == 2
-    assert len(lines) == 4, lines
+    assert len(lines) == 6, lines
     assert lines[0] == "checking model, data and reward (launcher.preflight=false skips it)"
     assert lines[1].startswith("problem: outputs: stats_logger.wandb.mode must name a service whose package is inst")
     assert lines[2].startswith("problem: data: batch_size must lie in 1..8, the rows of the dataset: got 9")
-    assert lines[3] == "ConfigError: the problems above must be solved: nothing was started."
+    titles = [line.rpartition(" (")[2] for line in lines[3:5] if line.startswith(f"  more: {DOCS}/")]
+    assert titles == ["Log to W&B, Tensorboard, SwanLab or Trackio)", "The batch is larger than the data)"]
+    assert lines[5] == "ConfigError: the problems above must be solved: nothing was started."
     assert {path.name for path in (folder / "runs").rglob("*")} <= {"e", "t", ".launcher.lock"}
 
 
@@ -80,7 +84,7 @@ def test_torchruns_commands_come_after_a_call_of_the_reward_with_the_first_row(f
     assert lines[-1] == "ConfigError: the problems above must be solved: nothing was started."
     assert not [*(folder / "runs").rglob(".secret")]
     place = f"{folder}/train.py"
-    assert lines[1:-1] == [
+    assert lines[1:-2] == [
         f"problem: reward: reward function score at {place}:11 in score must not raise: got NameError: name 'data' is "
         f"not defined, at {place}:12 in score."
     ]
@@ -106,8 +110,9 @@ def test_rewards_that_the_config_names_are_called(
     several = f"reward={{{own}:own: 1.0, arealite.reward:gsm8k_reward_fn: 0.5}}"
     assert check(str(script), ["--config", str(folder / "c.yaml"), several], is_preflight=True) == 1
     shown = capfd.readouterr()
-    (line,) = (shown.out + shown.err).splitlines()
+    line, page = (shown.out + shown.err).splitlines()
     assert line.startswith("problem: reward: ") and told in line
+    assert page.startswith((f"  more: {DOCS}/data-and-rewards.md:", f"  more: {DOCS}/troubleshooting"))
 
 
 @pytest.mark.parametrize("override", ["launcher.preflight=true", "launcher.preflight=false"])
