@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -14,7 +15,7 @@ import yaml
 from arealite.api.cli_args import to_yaml
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError, require_linux
-from arealite.api.run_folder import OF_TRIAL
+from arealite.api.run_folder import OF_TRIAL, RunFolder
 from arealite.api.script import show_refusal
 from arealite.launcher.place.base import Place
 from arealite.launcher.plan.jobs import plan_lines
@@ -103,6 +104,7 @@ def launch(
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
+            held.callback(_leave_no_empty, run.folder)
             if restart is None and _is_done(run):
                 print(
                     f"this run has finished: {run.folder.report}. trial_name=... starts another one, more "
@@ -117,6 +119,15 @@ def launch(
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(str(error)) from error
         return asyncio.run(_run(run, place, secret, restart))
+
+
+def _leave_no_empty(folder: RunFolder) -> None:
+    """Remove the folder, and that of the experiment, if a refused run has left nothing in it but the lock we hold."""
+    with contextlib.suppress(OSError):
+        if os.listdir(folder.path) == [folder.launcher_lock.name]:
+            folder.launcher_lock.unlink()
+            folder.path.rmdir()
+            folder.path.parent.rmdir()
 
 
 def _is_done(run: Run) -> bool:
