@@ -4,9 +4,10 @@
 
 One trainer and one embedded server, each a process with one thread, which generates 16 completions without end
 meanwhile. A round measures, in turn: `alone`, the same tensors broadcast over gloo from this process to another one
-that does nothing else; and `publish_weights` by broadcast, through the disk, and by broadcast without a canary:
-`whole`, its seconds; `pause`, for how long requests were held. Models in float32, of 0.2, 4.6 and 53 million
-parameters. Medians over the rounds; `pause_of_alone` is the median of ratios within a round.
+that does nothing else; and `publish_weights` by broadcast, through the disk, by broadcast without a canary, and of a
+policy with LoRA on q_proj and v_proj in both ways: `whole`, its seconds; `pause`, for how long requests were held;
+`sent_mib`, the tensors sent. Models in float32, of 0.2, 4.6 and 53 million parameters. Medians over the rounds;
+`pause_of_alone` is the median of ratios within a round.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ WAYS = {
     "broadcast": ["rollout.weight_update=broadcast"],
     "disk": ["rollout.weight_update=disk"],
     "no canary": ["rollout.weight_update=broadcast", "rollout.weight_check.canary_tokens=0"],
+    "lora": ["rollout.weight_update=broadcast"],
+    "lora disk": ["rollout.weight_update=disk"],
 }
+LORA = ["actor.lora.rank=16", "actor.lora.target_modules=[q_proj, v_proj]"]
 RUNNING = 16
 WARM_UP = 1
 
@@ -80,19 +84,21 @@ def measure(name: str, size: dict[str, int], folder: Path, rounds: int) -> dict[
     make_tiny_model(model, **size)
     found: dict[str, list[float]] = defaultdict(list)
     with served(model) as (address, _):
-        actor = make_actor(model)
+        actor, adapted = make_actor(model), make_actor(model, *LORA)
         specs = [spec for bucket in actor.get_param_specs() for spec in bucket]
         try:
             with receiver(specs) as send, engines(model, address, folder) as rollouts:
                 for number in range(WARM_UP + rounds):
                     one = {"alone_s": send()}
                     for way, rollout in rollouts.items():
-                        one |= {f"{way}_{key}": value for key, value in updated(actor, rollout, number).items()}
+                        policy = adapted if "lora" in way else actor
+                        one |= {f"{way}_{key}": value for key, value in updated(policy, rollout, number).items()}
                         one[f"{way}_pause_of_alone"] = one[f"{way}_pause_s"] / one["alone_s"]
                     for key, value in one.items() if number >= WARM_UP else ():
                         found[key].append(value)
         finally:
             actor.destroy()
+            adapted.destroy()
     medians = {key: statistics.median(values) for key, values in found.items()}
     spread = {key: [min(values), max(values)] for key, values in found.items()}
     mib = sum(spec.size for spec in specs) / 2**20
@@ -178,14 +184,15 @@ def updated(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -
     metrics = rollout.metrics()
     is_ended.set()
     thread.join()
-    return {"whole_s": whole_s, "pause_s": metrics["weights/pause_s"]}
+    return {"whole_s": whole_s, "pause_s": metrics["weights/pause_s"], "sent_mib": metrics["weights/sent_mib"]}
 
 
 def report(result: dict[str, Any]) -> None:
     """Print what each way costs."""
     for way in WAYS:
+        sent_mib, whole_s = result[f"{way}_sent_mib"], result[f"{way}_whole_s"]
         print(
-            f"{result['model']:10} {result['mib']:6.1f} MiB {way:9} whole {1e3 * result[f'{way}_whole_s']:6.0f} ms, "
+            f"{result['model']:10} {sent_mib:6.1f} MiB {way:9} whole {1e3 * whole_s:6.0f} ms, "
             f"generation pauses for {1e3 * result[f'{way}_pause_s']:5.0f} ms, {result[f'{way}_pause_of_alone']:.2f} of "
             f"the transfer alone ({1e3 * result['alone_s']:.0f} ms; {result['cores']} cores, load {result['load']})",
             flush=True,

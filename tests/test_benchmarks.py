@@ -78,9 +78,10 @@ def test_asynchronous_is_compared_with_synchronous(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_weight_updates_are_measured(tmp_path: Path) -> None:
     (found,) = measured(tmp_path / "found.jsonl", "weight_sync.py", "--model", "quickstart", "--rounds", "1")
-    for way in ("broadcast", "disk", "no canary"):
+    for way in ("broadcast", "disk", "no canary", "lora", "lora disk"):
         assert 0 < found[f"{way}_pause_s"] < found[f"{way}_whole_s"]
         assert found[f"{way}_pause_of_alone"] == pytest.approx(found[f"{way}_pause_s"] / found["alone_s"])
+    assert found["lora_sent_mib"] < 0.5 * found["broadcast_sent_mib"] == 0.5 * found["mib"]
     assert found["no canary_pause_s"] < found["broadcast_pause_s"], "8 tokens and a forward pass less"
 
 

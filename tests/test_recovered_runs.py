@@ -108,10 +108,10 @@ def make_run(model: Path, tmp_path: Path) -> Iterator[Callable[[str, str], Run]]
 
 
 def assert_same_run(found: Run, expected: Run) -> None:
-    """Weights, optimizer, generators, prompts and every metric that does not measure time."""
+    """Weights, optimizer, generators, prompts and every metric that measures neither time nor bytes sent."""
     assert [row["step"] for row in found.rows] == list(range(STEPS + 1))
     for row, other in zip(found.rows, expected.rows):
-        clocks = ("time/", "perf/", "wait/", "bound/", "weights/pause_s")
+        clocks = ("time/", "perf/", "wait/", "bound/", "weights/pause_s", "weights/sent_mib")
         keys = {key for key in row.keys() | other.keys() if not key.startswith(clocks)}
         assert {key: row.get(key) for key in keys} == {key: other.get(key) for key in keys}
     for step in range(STEPS):

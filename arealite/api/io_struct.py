@@ -125,6 +125,14 @@ class ParamSpec(NamedTuple):
         return math.prod(self.shape) * bytes_per_element
 
 
+class FrozenWeights(NamedTuple):
+    """Weights that training never changes, such as those beside the adapters of LoRA."""
+
+    fingerprint: str
+    names: frozenset[str]
+    """As in a checkpoint."""
+
+
 @dataclass
 class SaveLoadMeta:
     """Where and how a TrainEngine saves or loads. `weight_format` is Hugging Face safetensors."""
@@ -167,7 +175,7 @@ class WeightUpdateMeta:
     nccl_master_address: str = "127.0.0.1"
     nccl_master_port: int = 0
     nccl_param_specs: list[list[ParamSpec]] = field(default_factory=list)
-    """Buckets in send order."""
+    """Buckets of all tensors in send order."""
     nccl_group_name: str = "update_weight_group"
     sender_group: str | None = None
     """Broadcast group that the sender is in, "" if it is in none, as one that was started anew; None if unknown."""
@@ -182,6 +190,10 @@ class WeightUpdateMeta:
     """Whether this is for servers that lack the newest version, while the others continue."""
     also_disk: bool = False
     """Whether a broadcast has receivers that read a checkpoint at `path`; the receiving engine fills it in."""
+    frozen: FrozenWeights | None = None
+    """What need not be sent again; None sends every tensor each time."""
+    is_partial: bool = False
+    """Whether every receiver holds what is `frozen`, which is left out; the receiving engine fills it in."""
     wants_fingerprints: bool = False
     """Whether the receivers verify what they get; the receiving engine fills it in."""
     fingerprints: dict[str, str] = field(default_factory=dict)
@@ -203,8 +215,7 @@ class WeightUpdateMeta:
     @classmethod
     def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:
         """Send through a checkpoint folder in the run folder, removed once every server has loaded it."""
-        path = str(RunFolder(saver).weight_update)
-        return cls(type="disk", path=path, version=version, timeout_s=timeout_s)
+        return cls("disk", version, path=str(RunFolder(saver).weight_update), timeout_s=timeout_s)
 
     @classmethod
     def from_fsdp_nccl(
@@ -226,13 +237,8 @@ class WeightUpdateMeta:
                 f"servers that receive weights by broadcast must have p = 1: got {allocation_mode.gen_pp_size}. "
                 "Use WeightUpdateMeta.from_disk or an allocation_mode with p1 on the server side."
             )
-        return cls(
-            type="nccl",
-            version=version,
-            nccl_param_specs=engine.get_param_specs(weight_chunked_mem_mb),
-            nccl_group_name=nccl_group_name,
-            timeout_s=timeout_s,
-        )
+        specs = engine.get_param_specs(weight_chunked_mem_mb)
+        return cls("nccl", version, nccl_param_specs=specs, nccl_group_name=nccl_group_name, timeout_s=timeout_s)
 
 
 @dataclass

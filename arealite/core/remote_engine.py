@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from arealite.api.errors import CheckpointError, GroupLostError
-from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch
 from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.worker import Outcome, RoleName, Run
@@ -215,6 +215,12 @@ class RemoteEngine:
         """Return a checksum of the parameters."""
         return str(self._value("fingerprint"))
 
+    @property
+    def frozen_weights(self) -> FrozenWeights | None:
+        """What training never changes, with LoRA."""
+        frozen: FrozenWeights | None = self._value(_frozen_weights)
+        return frozen
+
     def meeting_point(self, toward: str) -> tuple[str, int, bool]:
         """Return where rank 0 of the group will listen for servers on a host, and whether it has a GPU."""
         return self._value(_meeting_point, toward)
@@ -256,6 +262,11 @@ class RemoteEngine:
 
 def _model_config(engine: Any) -> Any:
     return engine.model_config
+
+
+def _frozen_weights(engine: Any) -> FrozenWeights | None:
+    frozen: FrozenWeights | None = engine.frozen_weights
+    return frozen
 
 
 def _num_changes(engine: Any) -> int:

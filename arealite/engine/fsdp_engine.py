@@ -27,7 +27,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError
-from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightSharing, WeightUpdateMeta
+from arealite.api.io_struct import (
+    FinetuneSpec,
+    FrozenWeights,
+    ParamSpec,
+    SaveLoadMeta,
+    WeightSharing,
+    WeightUpdateMeta,
+)
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora, output_layer, sharding
 from arealite.engine.checkpointing import CheckpointedEngine
@@ -86,6 +93,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._shares: WeightSharing | None = None  # a server that samples from our own parameters
         self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._frozen: dict[str, str] = {}  # what adapters add to, as checkpoints name it
+        self.frozen_weights: FrozenWeights | None = None  # with LoRA: what no update of servers changes
         self._attention: str
         self._outputs: Callable[[torch.Tensor], Any]  # of hidden states: what losses get
         self.model: PreTrainedModel
@@ -159,6 +167,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         if self.config.lora is not None:  # names of parameters tell which layers are adapted
             frozen = fsdp_weights.fingerprint_shards(self.model, only_frozen=True)
             self._frozen = {"frozen": f"{frozen} with adapters of alpha {self.config.lora.alpha}"}
+            self.frozen_weights = FrozenWeights(frozen, fsdp_weights.frozen_names(self.model))
 
     def destroy(self) -> None:
         if self._transfer is not None:
@@ -396,13 +405,16 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         Resolves `meta.uploaded` on rank 0; a failure raises on every rank.
         """
         try:
+            if meta.frozen is not None:  # on rank 0 alone the receiving half has decided
+                (is_partial,) = distributed.all_reduce_numbers([meta.is_partial], dist.ReduceOp.MAX, self._group)
+                meta.is_partial = bool(is_partial)
             if meta.type == "disk":
-                fsdp_weights.publish_whole_model(self.model, meta, self.dtype)
+                fsdp_weights.publish_checkpoint(self.model, meta, self.dtype)
             elif meta.type == "shared":
                 self._shares = meta.shares
                 fsdp_weights.share_whole_model(self.model, meta, self.dtype)
             else:
-                self._transfer = fsdp_weights.send_whole_model(self.model, meta, self.dtype, self._transfer)
+                self._transfer = fsdp_weights.send_weights(self.model, meta, self.dtype, self._transfer)
         except BaseException as error:
             self._transfer = None
             if not meta.uploaded.done():

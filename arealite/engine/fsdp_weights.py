@@ -26,7 +26,7 @@ from arealite.engine.optimizer import optimizer_state
 from arealite.utils.distributed import all_reduce, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
-from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, send_bucket
+from arealite.utils.weight_transfer import BroadcastGroup, buckets_without, close_group, join_group, send_bucket
 
 OPTIMIZER_FOLDER = "optimizer"
 
@@ -44,9 +44,10 @@ def write_whole_adapter(model: PreTrainedModel, path: str) -> None:
     on_rank_0(lambda: write_adapter(model, state, path))
 
 
-def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
-    """Write a checkpoint that appears whole at `meta.path`, in place of an existing one (collective)."""
-    state = _gather(model, dtype)
+def publish_checkpoint(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
+    """Write a checkpoint, of all tensors or of those that can change, that appears at once at `meta.path`, in place of
+    an existing one (collective)."""
+    state = _gather(model, dtype, is_partial=meta.is_partial)
 
     def publish() -> None:
         _publish(model, state, meta, dtype)
@@ -56,10 +57,10 @@ def publish_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: t
     on_rank_0(publish)
 
 
-def _gather(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return all tensors on rank 0, none on others (collective)."""
+def _gather(model: PreTrainedModel, dtype: torch.dtype, *, is_partial: bool = False) -> dict[str, torch.Tensor]:
+    """Return all tensors, or those that can change, on rank 0, none on others (collective)."""
     # A tensor may be a view of padded storage or of fused experts, which safetensors refuses: copy it out.
-    params = iter_full_params(model, dtype)
+    params = iter_full_params(model, dtype, is_partial=is_partial)
     return {name: tensor.to("cpu", copy=True) for name, tensor in params if dist.get_rank() == 0}
 
 
@@ -73,18 +74,19 @@ def _publish(
     publish_folder(Path(partial), Path(meta.path))
 
 
-def send_whole_model(
+def send_weights(
     model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype, group: BroadcastGroup | None
 ) -> BroadcastGroup | None:
-    """Send all buckets (collective) over `group`, or over the one in `meta` if that has a new name.
+    """Send the buckets (collective) over `group`, or over the one in `meta` if that has a new name.
 
     Receivers outside of the group get a checkpoint. Returns rank 0's group for the next time. A failure closes it, so
     that the receivers fail at once.
     """
     error: Exception | None = None
     state: dict[str, torch.Tensor] = {}
-    params = iter_full_params(model, dtype)
-    for specs in meta.nccl_param_specs:
+    params = iter_full_params(model, dtype, is_partial=meta.is_partial)
+    buckets = buckets_without(meta.nccl_param_specs, frozen_names(model) if meta.is_partial else ())
+    for specs in buckets:
         tensors = [tensor for _, tensor in (next(params) for _ in specs)]
         if dist.get_rank() == 0 and error is None:
             try:
@@ -95,7 +97,7 @@ def send_whole_model(
                     meta.fingerprints |= fingerprints({spec.name: one for spec, one in zip(specs, tensors)})
                 if meta.also_disk:
                     state |= {spec.name: one.to("cpu", copy=True) for spec, one in zip(specs, tensors)}
-                    if specs is meta.nccl_param_specs[-1]:
+                    if specs is buckets[-1]:
                         _publish(model, state, meta, dtype)
             except Exception as caught:
                 error = caught
@@ -168,6 +170,11 @@ def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[li
         buckets[-1].append(spec)
         free -= spec.size
     return buckets
+
+
+def frozen_names(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names, as in a checkpoint, of the tensors that partial updates leave out."""
+    return frozenset(checkpoint_shapes(model).keys() - checkpoint_shapes(model, is_partial=True).keys())
 
 
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num_steps: int, path: str) -> None:

@@ -26,7 +26,7 @@ from transformers.conversion_mapping import PrefixChange, get_model_conversion_m
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from arealite.engine.lora import ADAPTER, HEAD, base_parameters, is_adapter
+from arealite.engine.lora import ADAPTER, HEAD, base_parameters, changing_parameters, is_adapter
 from arealite.engine.packed_attention import check_packable
 from arealite.engine.vision import attention_of_parts
 from arealite.utils.files import writing
@@ -150,10 +150,12 @@ def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, devic
 
 
 @torch.no_grad()
-def iter_full_params(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole on every rank, as in a checkpoint, adapters merged (collective). Tied embeddings come
-    once."""
-    for name, parameter, layer in base_parameters(model):
+def iter_full_params(
+    model: PreTrainedModel, dtype: torch.dtype, *, is_partial: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter, or those alone that can change, whole on every rank, as in a checkpoint, adapters merged
+    (collective). Tied embeddings come once."""
+    for name, parameter, layer in (changing_parameters if is_partial else base_parameters)(model):
         whole = gathered(parameter, dtype if layer is None else parameter.dtype)
         if layer is not None:
             a, b = (gathered(one[ADAPTER].weight, torch.float32) for one in (layer.lora_A, layer.lora_B))
@@ -170,9 +172,10 @@ def gathered(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return whole
 
 
-def checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(model: PreTrainedModel, *, is_partial: bool = False) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters as in a checkpoint, in the order of `iter_full_params`."""
-    meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter, _ in base_parameters(model)}
+    parameters = (changing_parameters if is_partial else base_parameters)(model)
+    meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter, _ in parameters}
     return {name: tuple(tensor.shape) for name, tensor in as_in_checkpoint(model, meta).items()}
 
 

@@ -90,6 +90,15 @@ def base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
             yield name.replace(_BASE, "."), parameter, layers[layer] if layer and leaf == "weight" else None
 
 
+def changing_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
+    """Yield those of `base_parameters` that servers must get again: what is trained, and with an adapted layer all
+    layers beside it, of which vLLM fuses some (query, key and value) and can only load them together."""
+    blocks = {name.rpartition(".")[0] for name in _adapted_layers(model)}
+    for name, parameter, layer in base_parameters(model):
+        if parameter.requires_grad or name.rpartition(".")[0].rpartition(".")[0] in blocks:
+            yield name, parameter, layer
+
+
 def adapter_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return what is trained, by its names in PEFT's files."""
     trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)

@@ -139,16 +139,22 @@ class GenerationEngine:
         return self.call(lambda: self._hold(None))
 
     def update_weights(
-        self, weights: Mapping[str, torch.Tensor], version: str | None = None, *, shares: bool = False
+        self,
+        weights: Mapping[str, torch.Tensor],
+        version: str | None = None,
+        *,
+        shares: bool = False,
+        is_partial: bool = False,
     ) -> Future[None]:
         """Replace all weights between two steps; requests in flight have a new cache then, unless `allow_stale_kv`.
+        With `is_partial` those that are absent stay.
 
         With `shares` the tensors themselves are the weights, where dtype and device allow; their owner may change them
         after `await_weights`."""
 
         def update() -> None:
             with trace.span("load weights", version=version):
-                self._runner.load_weights(weights, shares=shares)
+                self._runner.load_weights(weights, shares=shares, is_partial=is_partial)
             self._awaits_weights = False
             if self._allow_stale_kv:
                 for sequence in self._scheduler.running:

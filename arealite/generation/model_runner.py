@@ -171,9 +171,11 @@ class ModelRunner:
                 f"{difference:.2g}, where {bound:.2g} could be rounding. Serve it with SGLang or vLLM."
             )
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], *, shares: bool = False) -> None:
+    def load_weights(
+        self, weights: Mapping[str, torch.Tensor], *, shares: bool = False, is_partial: bool = False
+    ) -> None:
         """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing.
-        A tied weight may be absent, or equal to the one it is tied to.
+        A tied weight may be absent, or equal to the one it is tied to. With `is_partial` any may be absent, and stays.
 
         With `shares` a tensor of the dtype and device of a parameter becomes its storage; from then on the caller
         changes it, passing it again copies nothing, and weights from elsewhere are refused."""
@@ -183,13 +185,13 @@ class ModelRunner:
                 "load them, and publish."
             )
         missing = sorted(self._required - weights.keys())
-        if missing:
+        if missing and not is_partial:
             raise ValueError(
                 f"weights must be complete: got {len(missing)} missing, {missing[:3]}. Send every parameter."
             )
         check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, self.weight_shapes)
         for name, source in self._tied.items():
-            if name in weights and not torch.equal(weights[name], weights[source]):
+            if name in weights and not (source in weights and torch.equal(weights[name], weights[source])):
                 raise ValueError(f"{name} must equal {source}, to which it is tied: got other values. Leave it out.")
         for name, parameter in self._parameters.items():
             if name in weights and shares and name not in self._shared:
@@ -200,7 +202,8 @@ class ModelRunner:
                 # What becomes of the positions of its elements tells where those of the checkpoint belong.
                 positions = torch.arange(parameter.numel(), device=self.device).view(parameter.shape)
                 for part, here in as_in_checkpoint(self.model, {name: positions}).items():
-                    parameter.view(-1)[here] = weights[part].to(parameter)
+                    if part in weights:
+                        parameter.view(-1)[here] = weights[part].to(parameter)
 
     def _share(self, name: str, weight: torch.Tensor) -> None:
         """Let a tensor be a parameter from now on, or copy it if it can't be."""

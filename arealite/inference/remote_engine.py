@@ -422,6 +422,7 @@ class RemoteInferenceEngine(InferenceEngine):
         (began, num_before), now = self._rate_from, (time.monotonic(), self._completions.num_tokens)
         self._rate_from, membership = now, self._membership
         held_s, self._completions.held_s = self._completions.held_s, 0.0
+        num_bytes, self.receiver.num_bytes = self.receiver.num_bytes, 0
         waits = {f"wait/{kind}_s": seconds for kind, seconds in activity.take_waits().items()}
         metrics = (
             self._executor.metrics()
@@ -434,6 +435,7 @@ class RemoteInferenceEngine(InferenceEngine):
                 "rollout/generated_tokens": float(self._completions.num_tokens),
                 "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
                 "weights/pause_s": held_s,
+                "weights/sent_mib": num_bytes / 2**20,
                 "weights/mismatched_tensors": float(self.receiver.num_mismatched),
             }
         )

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segme
 from arealite.inference.completions import Completions
 from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server
+from arealite.inference.update_state import FrozenHolders, WeightUpdate
 from arealite.utils import trace
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 from arealite.utils.threads import in_thread
@@ -38,30 +39,15 @@ _LAST_WORD_S = 1.0  # in which servers may say what went wrong when the sender h
 _LEAVE_S = 5.0  # deadline for servers to leave a group that is no longer used
 
 
-@dataclass(eq=False)
-class WeightUpdate:
-    """State of one update."""
-
-    meta: WeightUpdateMeta
-    version: int
-    deadline: float
-    serving: set[Server]  # servers that served before it
-    asked: Sequence[Server] = ()  # servers that were to take part
-    members: Sequence[Server] = ()  # servers that take part, once paused
-    failures: dict[Server, ServerError] = field(default_factory=dict)  # why servers failed
-    is_torn: bool = False  # whether a server may hold some of the new weights
-    has_dropped: bool = False  # whether servers were dropped from it, or none could be paused
-    has_lost_sender: bool = False  # whether the sender's workers were lost, which others replace
-    is_wrong: bool = False  # whether wrong weights arrived at a server that served
-
-
 class WeightReceiver:
     """Brings weight updates to the servers of a run, and keeps their broadcast group from one update to the next."""
 
     def __init__(self, completions: Completions) -> None:
         self.num_mismatched = 0  # tensors that a server kept although their fingerprints differed
+        self.num_bytes = 0  # of the tensors that were sent, to however many servers
         self._completions, self._config = completions, completions.config
         self._backend, self._servers = completions.backend, completions.servers
+        self._holders = FrozenHolders(completions.servers)
         self._plan: BroadcastPlan | None = None
         self._has_joined = False  # whether the servers of the plan are in its group
         self._port_holder: socket.socket | None = None  # keeps the plan's port until the sender listens there
@@ -75,11 +61,13 @@ class WeightReceiver:
         """Start an update by finding out who takes part; those that stage no weights pause, but for the disk."""
         assert meta.version is not None, "the version must be known before servers are told"
         meta.wants_fingerprints = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
-        meta.fingerprints = {}
+        meta.fingerprints, meta.is_partial = {}, False
         self._completions.update_timeout_s = meta.timeout_s
         self._is_unverified = False
         self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s), set(self._servers.healthy))
-        if meta.type != "disk":
+        if meta.type == "disk":
+            meta.is_partial = self._may_be_partial(self._servers.updatable)
+        else:
             async with self._undone_on_failure():
                 await self._gather()
                 if meta.type == "nccl":
@@ -128,6 +116,7 @@ class WeightReceiver:
         """Route requests to the updated servers, once verified or when verification is off."""
         if self._is_unverified:
             self._servers.advance(self._update.members, self._update.version)
+            self._holders.note(self._update.members, self._update.meta)
         self._is_unverified, self._failing_since = False, None
 
     async def release(self) -> None:
@@ -152,6 +141,8 @@ class WeightReceiver:
         update.asked = self._servers.updatable or reachable or self._servers.servers
         if update.meta.only_joining:
             update.asked = self._servers.joining
+        if update.meta.is_partial:  # from disk: a server that joined meanwhile gets all weights afterwards
+            update.asked = self._holders.among(update.asked, update.meta)
         if self._stages:
             await self._reach(self._backend.resume, update.asked)
         else:
@@ -185,7 +176,9 @@ class WeightReceiver:
         meta, path, version = self._update.meta, self._update.meta.path, self._update.version
         assert path is not None, "an update through the disk needs a path"
         self._update.is_torn = True
-        await self._verify(lambda one: self._backend.load(one, path, version, meta.fingerprints), servers)
+        self.num_bytes += await in_thread(lambda: sum(one.stat().st_size for one in Path(path).glob("*.safetensors")))
+        sent = self._holders.sent(meta)
+        await self._verify(lambda one: self._backend.load(one, path, version, sent), servers)
         await in_thread(shutil.rmtree, path)
 
     # By broadcast
@@ -201,6 +194,7 @@ class WeightReceiver:
                 f"every server must take weights by broadcast: got {unable}, which can't. Set "
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
             )
+        meta.is_partial = self._may_be_partial(members)
         has_left = any(one.version == NO_VERSION for one in servers)  # a server that started anew is in no group
         if self._plan is None or self._plan.servers != servers or has_left or not self._is_of_sender(meta):
             await self._drop_plan()
@@ -222,6 +216,13 @@ class WeightReceiver:
         plan = self._plan
         meta.nccl_group_name, meta.nccl_backend, meta.nccl_world_size = plan.name, plan.backend, plan.world_size
         meta.nccl_master_address, meta.nccl_master_port = plan.address, plan.port
+
+    def _may_be_partial(self, servers: Sequence[Server]) -> bool:
+        """Tell whether these servers hold what the update may leave out, and their kind lets it."""
+        meta = self._update.meta
+        ways = {meta.type, "disk"} if meta.also_disk else {meta.type}
+        holders = self._holders.among(servers, meta)
+        return ways <= self._backend.takes_partial and len(holders) == len(servers) > 0
 
     def _is_of_sender(self, meta: WeightUpdateMeta) -> bool:
         """Tell whether the sender is in the group of the last update, as far as it says."""
@@ -245,17 +246,18 @@ class WeightReceiver:
         self._has_joined = True
         await self._on_all(self._backend.begin, plan.servers)
         update.is_torn = True  # from the first bucket on a server may hold a mix of old and new layers
-        buckets = update.meta.nccl_param_specs
+        buckets = self._holders.buckets(update.meta)
         for index, specs in enumerate(buckets):
             bucket: Json = {"names": [one.name for one in specs], "dtypes": [one.dtype for one in specs]}
             bucket |= {"shapes": [list(one.shape) for one in specs]}
             version = update.version if index == len(buckets) - 1 else None
             receive = functools.partial(self._backend.receive, group=plan.name, bucket=bucket, version=version)
             await self._on_all(receive, plan.servers)
+            self.num_bytes += sum(one.size for one in specs) if plan.servers else 0
         if update.meta.wants_fingerprints:
             await self._wait_for_sender()  # fingerprints are known only when the last bucket has been sent
-        fingerprints = update.meta.fingerprints
-        await self._verify(lambda one: self._backend.end(one, update.version, fingerprints), plan.servers)
+        sent = self._holders.sent(update.meta)
+        await self._verify(lambda one: self._backend.end(one, update.version, sent), plan.servers)
 
     async def _join(self, plan: BroadcastPlan) -> None:
         """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
@@ -366,7 +368,8 @@ class WeightReceiver:
         update = self._update
         for server, why in failures.items():
             error = update.failures.get(server)
-            refused = isinstance(error, StatusError) and error.status < 500
+            refused = isinstance(error, StatusError) and error.status < 500 and not update.meta.is_partial
+            self._holders.forget(server)
             if self._is_unverified:
                 self._servers.mark_weights_lost(server, server.version)
             pause_s = self._servers.back_off(server, refused=refused)

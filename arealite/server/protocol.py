@@ -133,6 +133,7 @@ class VerifiedBody(Body):
     fingerprints: dict[str, str] | None = None  # the sender's, by tensor (`utils.fingerprint`); None does not verify
     on_mismatch: Literal["refuse", "accept"] = "refuse"  # keep the old weights, or take the new and say which differ
     only_stage: bool = False  # serve the old weights until the next /end_weight_update
+    is_partial: bool = False  # what did not come stays as the updates before have brought it
 
 
 class DiskUpdateBody(VerifiedBody):

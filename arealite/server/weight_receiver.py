@@ -1,6 +1,6 @@
 """Receives new weights for the engine, all or none: tensors are staged and swapped in at the end, so the old weights
 survive a sender that dies half-way and tensors whose fingerprints differ. A failed transfer closes the group, which
-fails the sender too."""
+fails the sender too. Fingerprints are of all weights, also those of an earlier update that a partial one keeps."""
 
 import asyncio
 import contextlib
@@ -28,6 +28,9 @@ class WeightReceiver:
         self._groups: dict[str, BroadcastGroup | None] = {}  # None while it forms
         self._staged: dict[str, torch.Tensor] | None = None  # None outside begin/end
         self._version: str | None = None
+        self._is_partial = False  # whether weights that are not staged stay
+        self._found: dict[str, str] = {}  # fingerprints of what the engine will have; empty if nobody verifies
+        self._held: dict[str, str] | None = None  # of what updates brought to the engine; None before the first
         self._lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -40,8 +43,8 @@ class WeightReceiver:
     async def load_from_disk(self, body: protocol.DiskUpdateBody) -> list[str]:
         """Load a checkpoint folder; return the tensors whose fingerprints differ from the sender's."""
         async with self._turn():
-            self._staged = await in_thread(read_checkpoint, body.model_path)
-            self._version = body.weight_version
+            self._staged, self._version = await in_thread(read_checkpoint, body.model_path), body.weight_version
+            self._is_partial, self._found = False, {}
             return await self._finish(body, aborts=body.abort_all_requests)
 
     async def join(self, body: protocol.JoinGroupBody) -> None:
@@ -71,6 +74,7 @@ class WeightReceiver:
         """Start an update, dropping an unfinished one."""
         async with self._turn():
             self._staged, self._version = {}, None
+            self._is_partial, self._found = False, {}
 
     async def stage(self, body: protocol.BucketBody) -> None:
         """Receive one bucket."""
@@ -98,13 +102,36 @@ class WeightReceiver:
         staged, self._staged = self._staged, None
         if staged is None:
             raise ValueError("/begin_weight_update must come first: got the end of no update.")
-        wrong = await _verify(staged, body)
+        wrong = await self._verify(staged, body)
         if body.only_stage:
             self._staged = staged
             return wrong
         if aborts:
             await asyncio.wrap_future(self._engine.abort())
-        await asyncio.wrap_future(self._engine.update_weights(staged, self._version))
+        update = self._engine.update_weights(staged, self._version, is_partial=self._is_partial)
+        await asyncio.wrap_future(update)
+        self._held = self._found
+        return wrong
+
+    async def _verify(self, staged: dict[str, torch.Tensor], body: protocol.VerifiedBody) -> list[str]:
+        """Return the tensors whose fingerprints differ; ValueError if the sender wants those refused, or keeps weights
+        that nobody has sent."""
+        if body.is_partial:
+            if self._held is None:
+                raise ValueError(
+                    "a partial update must follow a whole one: got none since this server started. Send every tensor."
+                )
+            self._is_partial = True
+        if body.fingerprints is None:
+            return []
+        kept = (self._held or {}) if self._is_partial else {}
+        self._found = kept | await in_thread(fingerprints, staged)
+        wrong = differing(self._found, body.fingerprints)
+        if wrong and body.on_mismatch == "refuse":
+            raise MismatchError(
+                f"tensors must arrive as they were sent: got {len(wrong)} of {len(body.fingerprints)} with other "
+                f"fingerprints, {', '.join(wrong[:5])}. The old weights stay; send them again."
+            )
         return wrong
 
     async def leave_all(self, _: object) -> None:
@@ -124,16 +151,3 @@ def _refusing() -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(str(error)) from error
-
-
-async def _verify(weights: dict[str, torch.Tensor], body: protocol.VerifiedBody) -> list[str]:
-    """Return the tensors whose fingerprints differ; ValueError if the sender wants those refused."""
-    if (expected := body.fingerprints) is None:
-        return []
-    wrong = await in_thread(lambda: differing(fingerprints(weights), expected))
-    if wrong and body.on_mismatch == "refuse":
-        raise MismatchError(
-            f"tensors must arrive as they were sent: got {len(wrong)} of {len(expected)} with other fingerprints, "
-            f"{', '.join(wrong[:5])}. The old weights stay; send them again."
-        )
-    return wrong

@@ -7,10 +7,10 @@ rules but was not run: it connects at the first transfer, and a peer that dies t
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,14 @@ from arealite.utils.network import LOOPBACK, host_ip
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _LOOPBACKS = (LOOPBACK, "localhost", "::1")
 _FORMED = "formed"  # key that rank 0 sets when every rank is there
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Spec = TypeVar("Spec", bound=_Named)
 
 
 @dataclass
@@ -89,6 +97,12 @@ def join_group(
             f"Check that all {world_size} ranks joined with the same name, address and port."
         ) from error
     return BroadcastGroup(name, rank, world_size, timeout_s, device, transport, store)
+
+
+def buckets_without(buckets: Iterable[Iterable[Spec]], left_out: Container[str]) -> list[list[Spec]]:
+    """Return the specs, by bucket, of the tensors that are sent if those of these names are not."""
+    kept = ([spec for spec in bucket if spec.name not in left_out] for bucket in buckets)
+    return [bucket for bucket in kept if bucket]
 
 
 def send_bucket(group: BroadcastGroup, tensors: Iterable[torch.Tensor], *, timeout_s: float | None = None) -> None:

@@ -68,6 +68,7 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
         timeout_s=config.weight_update_timeout,
         holds_requests=True,  # until servers are verified; they are idle until then and answer at once
         only_joining=only_joining,
+        frozen=actor.frozen_weights,
         meeting_point=actor.meeting_point,
     )
     try:

@@ -69,7 +69,7 @@ def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) 
     run = folder / "core" / trial
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert not undocumented({key for row in rows for key in row})
-    of_clocks = ("time/", "perf/", "core/", "wait/", "bound/", "weights/pause_s")
+    of_clocks = ("time/", "perf/", "core/", "wait/", "bound/", "weights/pause_s", "weights/sent_mib")
     return {
         "weights": (run / "weights.jsonl").read_text(),
         "metrics": [{key: row[key] for key in row if not key.startswith(of_clocks)} for row in rows],

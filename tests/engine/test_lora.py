@@ -74,6 +74,10 @@ def logprobs(engine: FSDPEngine, batch: TensorDict = BATCH) -> torch.Tensor:
     )
 
 
+def plain_weights(path: str) -> list[tuple[str, torch.Tensor]]:
+    return list(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+
+
 def plain_logprobs(model: torch.nn.Module, batch: TensorDict = BATCH) -> torch.Tensor:
     """Return what `logprobs` does, by transformers alone, row by row."""
     out_BT = torch.zeros(batch["input_ids"].shape)
@@ -219,6 +223,8 @@ def test_some_layers_only(make: Make, path: str, tmp_path: Path) -> None:
         engine = trained_engine(make, lora=LoRAConfig(rank=2, target_modules=targets))
         names = {name.split(".")[4] for name in params(engine, trained=True)}
         assert names == {"q_proj", "v_proj"}
+        assert engine.frozen_weights is not None
+        assert all(("self_attn" in name) != (name in engine.frozen_weights.names) for name, _ in plain_weights(path))
         engine.save(SaveLoadMeta(str(tmp_path / "a")))
         torch.testing.assert_close(
             plain_logprobs(peft_model(path, tmp_path / "a")), logprobs(engine), atol=1e-5, rtol=0

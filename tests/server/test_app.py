@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 import torch
 from aiohttp import web
+from safetensors.torch import save_file
 from testing_ports import held_port
 from tiny_models import EOS, VOCAB_SIZE, build, config, save_qwen3, tokenizer
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
+from arealite.utils.fingerprint import fingerprints
 from arealite.utils.hf import load_causal_lm
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 
@@ -397,6 +399,34 @@ async def test_what_is_only_staged_is_served_from_the_next_end_on(client: Client
     expected = logprobs_by(build(config(), seed=5), [5, 6], reply["output_ids"])
     assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
     assert (await client.post("/end_weight_update"))[0] == 400, "it is used once"
+
+
+async def test_a_partial_update_keeps_what_updates_have_brought(client: Client, tmp_path: Path) -> None:
+    """Its fingerprints are of all weights."""
+    old, new = ({name: p.detach() for name, p in build(config(), seed=seed).named_parameters()} for seed in (5, 6))
+    mixed = old | {name: new[name] for name in list(new)[:3]}
+    for name, weights in {"old": old, "part": {name: new[name] for name in list(new)[:3]}}.items():
+        (tmp_path / name).mkdir()
+        save_file(weights, tmp_path / name / "model.safetensors")
+    part = {"model_path": str(tmp_path / "part"), "is_partial": True, "fingerprints": fingerprints(mixed)}
+    status, reply = await client.post("/update_weights_from_disk", part)
+    assert status == 400 and "a partial update must follow a whole one" in reply["error"]["message"]
+    whole = {"model_path": str(tmp_path / "old"), "fingerprints": fingerprints(old)}
+    assert (await client.post("/update_weights_from_disk", whole))[0] == 200
+    status, reply = await client.post("/update_weights_from_disk", part | {"fingerprints": fingerprints(new)})
+    num_kept = sum(not torch.equal(mixed[name], one) for name, one in new.items())
+    assert status == 409 and f"got {num_kept} of {len(new)} with other" in reply["error"]["message"]
+    assert (await client.post("/update_weights_from_disk", part | {"is_partial": False}))[0] == 409
+    assert (await client.post("/update_weights_from_disk", part | {"only_stage": True}))[0] == 200
+    assert (await client.post("/end_weight_update"))[0] == 200
+    reply = await client.generate([5, 6], max_new_tokens=30)
+    model = build(config(), seed=5)
+    model.load_state_dict(mixed, strict=False)
+    expected = logprobs_by(model, [5, 6], reply["output_ids"])
+    assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
+    assert (await client.post("/update_weights_from_disk", part | {"fingerprints": None, "is_partial": False}))[
+        0
+    ] == 400
 
 
 async def test_a_checkpoint_that_does_not_fit_keeps_the_old_weights(client: Client, tmp_path: Path) -> None:

@@ -23,15 +23,25 @@ from safetensors.torch import load_file
 from testing_quickstart import PAD, ROLES
 from transformers import AutoTokenizer
 
+from arealite.api.cli_args import LoRAConfig, OptimizerConfig, PPOActorConfig
 from arealite.api.errors import ContextOverflowError, ServerError, WeightUpdateError
-from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
+from arealite.api.io_struct import (
+    FinetuneSpec,
+    ModelRequest,
+    ModelResponse,
+    ParamSpec,
+    SaveLoadMeta,
+    WeightUpdateMeta,
+)
+from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.fingerprint import fingerprints
 from arealite.utils.tensors import concat_padded_tensors
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 from arealite.weights.canary import check_canary
+from arealite.weights.publish import publish_weights
 from arealite.workflow.trajectory import trajectory_from_response
-from servers.models import Scored, end_ids
+from servers.models import Reference, Scored, end_ids
 from servers.programs import CONTEXT, REPOSITORY
 from servers.subject import Flight, Subject, prompt, requests
 
@@ -424,6 +434,44 @@ def update_by(way: str) -> Callable[[Subject], str]:
     return check
 
 
+def adapters_by(way: str) -> Callable[[Subject], str]:
+    """Make the check of publications with LoRA: the first sends all weights, others those that can change."""
+
+    def check(subject: Subject) -> str:
+        if subject.program.name == "colocated":
+            raise NotApplicable("")
+        laboratory, base = subject.laboratory, subject.other
+        lora = LoRAConfig(rank=4, target_modules=["q_proj"], merge_on_save=True)
+        actor = FSDPPPOActor(
+            PPOActorConfig(
+                path=str(laboratory.models[base]), dtype="float32", optimizer=OptimizerConfig(), lora=lora, seed=3
+            )
+        )
+        actor.initialize(None, FinetuneSpec(1, 10, 1))
+        sent = []
+        try:
+            with subject.client(weight_update=way) as engine:
+                for number, name in enumerate((base, f"{way}-1", f"{way}-2")):
+                    if number:
+                        for one in (p for p in actor.model.parameters() if p.requires_grad):
+                            one.detach().to_local().normal_(0, 0.2)
+                        folder = laboratory.folder / name
+                        actor.save(SaveLoadMeta(str(folder)))
+                        laboratory.models[name], laboratory.references[name] = folder, Reference(folder)
+                    publish_weights(actor, engine, version=subject.version + 1)
+                    subject.history.append(name)
+                    subject.num_updates += 1
+                    gap = _agree(subject.score(subject.complete(engine, requests(4, 24, greedy=True))))
+                    sent.append(engine.metrics()["weights/sent_mib"])
+                is_partial = {"disk": "disk", "broadcast": "nccl"}[way] in engine._backend.takes_partial
+        finally:
+            actor.destroy()
+        assert sent[1] == sent[2] and (sent[1] < 0.5 * sent[0]) == is_partial, f"sent {sent} MiB"
+        return f"{sent[1] / sent[0]:.2f} of the bytes, {gap}"
+
+    return check
+
+
 def canary(subject: Subject) -> str:
     """A server that was given other weights than the trainer holds is found out."""
     if subject.program.name == "colocated":
@@ -528,6 +576,8 @@ CHECKS = (
     Check("pause: wait", pause_mode("wait"), may_refuse=True),
     Check("weights through the disk", update_by("disk")),
     Check("weights by broadcast", update_by("broadcast")),
+    Check("adapters through the disk", adapters_by("disk")),
+    Check("adapters by broadcast", adapters_by("broadcast")),
     Check("canary finds wrong weights", canary),
     Check("fingerprint finds a wrong tensor", fingerprint),
     Check("sender dies in a broadcast", dying_sender),

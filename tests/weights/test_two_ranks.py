@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -36,6 +37,10 @@ def test_two_ranks_publish(tmp_path: Path, lora: LoRAConfig | None) -> None:
     moved = {name for name, tensor in before.items() if (served[name] - tensor).abs().max() > 0.01}
     assert moved >= {name for name, tensor in before.items() if (tensor.ndim > 1 if lora is None else "proj" in name)}
     assert lora is None or not any("proj" not in name for name in moved)
+    whole = sum(one.nbytes for one in expected.values())
+    left_out = sum(one.nbytes for name, one in expected.items() if lora and not ("mlp" in name or "self_attn" in name))
+    first, second = json.loads((tmp_path / "sent.json").read_text())
+    assert (first, left_out > 0) == (whole, lora is not None) and 0 <= second - (whole - left_out) < 2**13
 
 
 def publish_twice(_: Connection, model_path: str, address: str, out: Path, lora: LoRAConfig | None) -> None:
@@ -53,11 +58,13 @@ def publish_twice(_: Connection, model_path: str, address: str, out: Path, lora:
     batch = TensorDict(
         {"input_ids": torch.tensor([[5, 9, 13, 4, 7, 8]]), "attention_mask": torch.ones(1, 6, dtype=torch.bool)}, [1]
     )
+    sent = []
     for version, way in enumerate(("broadcast", "disk"), start=1):
         rollout.config.weight_update = way
         actor.train()
         actor.train_batch(batch, lambda logits, mb: logits.dense().log_softmax(-1)[:, 7].mean().neg(), lambda mb: 1.0)
         publish_weights(actor, rollout, version=version)
+        sent.append(rollout.metrics().get("weights/sent_mib", 0.0) * 2**20)
     params = {name: one.full_tensor().detach().clone() for name, one in actor.model.named_parameters()}
     expected = {name.replace(".base_layer", ""): one for name, one in params.items() if "lora_" not in name}
     for name in [name for name in params if name.endswith("lora_A.default.weight")]:
@@ -65,5 +72,6 @@ def publish_twice(_: Connection, model_path: str, address: str, out: Path, lora:
         expected[f"{layer}weight"] = torch.addmm(expected[f"{layer}weight"], b, params[name], alpha=2.0)
     if dist.get_rank() == 0:
         torch.save(expected, out / "params.pt")
+        (out / "sent.json").write_text(json.dumps(sent))
     rollout.destroy()
     actor.destroy()

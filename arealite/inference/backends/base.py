@@ -19,7 +19,14 @@ from arealite.inference.pool import Server, ServerFacts
 from arealite.utils.placeholders import collapse
 
 Finish = Literal["stop", "length", "abort"]
-Sums = Mapping[str, str]  # the sender's fingerprint of each tensor (`utils.fingerprint`); empty if nobody verifies
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What servers must hold after an update."""
+
+    fingerprints: Mapping[str, str]  # the sender's, of each tensor (`utils.fingerprint`); empty if nobody verifies
+    is_partial: bool = False  # whether they keep tensors of updates before, which were not sent
 
 
 class MismatchError(ServerError):
@@ -140,6 +147,7 @@ class Backend(abc.ABC):
     program: ClassVar[str]  # whose protocol it is
     overflow: ClassVar[re.Pattern[str]]  # what a server says that refuses a prompt or completion as too long
     verifies: ClassVar[Set[str]] = frozenset()  # types of weight updates in which servers compare fingerprints
+    takes_partial: ClassVar[Set[str]] = frozenset()  # types in which tensors that a server holds may be left out
     stages = False  # whether a server generates with its old weights until `swap`, also after a failed update
     is_on_cpu = False  # whether broadcasts use gloo even if the trainer has GPUs
 
@@ -215,7 +223,7 @@ class Backend(abc.ABC):
         """Continue generating."""
 
     @abc.abstractmethod
-    async def load(self, server: ServerConnection, path: str, version: int, fingerprints: Sums) -> list[str]:
+    async def load(self, server: ServerConnection, path: str, version: int, sent: Sent) -> list[str]:
         """Load the weights of a folder as `version`; return the tensors that are kept although they differ."""
 
     @abc.abstractmethod
@@ -235,7 +243,7 @@ class Backend(abc.ABC):
         """Receive a bucket of tensors, whose names, dtypes and shapes are given; the last comes with the version."""
 
     @abc.abstractmethod
-    async def end(self, server: ServerConnection, version: int, fingerprints: Sums) -> list[str]:
+    async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:
         """Finish an update by broadcast; return the tensors that are kept although they differ."""
 
     async def swap(self, server: ServerConnection) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from arealite.inference.backends.base import MismatchError, Sums
+from arealite.inference.backends.base import MismatchError, Sent
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import Json, ServerConnection, StatusError
@@ -32,12 +32,15 @@ class LiteBackend(SGLangBackend):
     async def swap(self, server: ServerConnection) -> None:
         await server.request("POST", "/end_weight_update")
 
-    async def _verified(self, server: ServerConnection, endpoint: str, payload: Json, expected: Sums) -> list[str]:
-        payload |= {"only_stage": True}
-        if expected:
-            payload |= {"fingerprints": expected, "on_mismatch": "accept" if self._accepts_mismatch else "refuse"}
+    async def _verified(self, server: ServerConnection, endpoint: str, payload: Json, sent: Sent) -> list[str]:
+        payload |= {"only_stage": True, "is_partial": sent.is_partial}
+        if sent.fingerprints:
+            payload |= {
+                "fingerprints": sent.fingerprints,
+                "on_mismatch": "accept" if self._accepts_mismatch else "refuse",
+            }
         try:
-            return await super()._verified(server, endpoint, payload, expected)
+            return await super()._verified(server, endpoint, payload, sent)
         except StatusError as error:
             if error.status != _MISMATCH:
                 raise

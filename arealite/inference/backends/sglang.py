@@ -7,7 +7,7 @@ from dataclasses import replace
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, Segment, Sums, are_names, prompt_ids, require
+from arealite.inference.backends.base import Backend, Segment, Sent, are_names, prompt_ids, require
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import ServerFacts
@@ -20,6 +20,7 @@ class SGLangBackend(Backend):
 
     program = "SGLang"
     overflow = re.compile("context length|maximum allowed (input )?length|larger context")  # at three places, and ours
+    takes_partial = frozenset({"disk", "nccl"})
 
     def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
         super().__init__(pause_mode=pause_mode, accepts_mismatch=accepts_mismatch)
@@ -110,9 +111,9 @@ class SGLangBackend(Backend):
     async def resume(self, server: ServerConnection) -> None:
         await server.request("POST", "/continue_generation")
 
-    async def load(self, server: ServerConnection, path: str, version: int, fingerprints: Sums) -> list[str]:
+    async def load(self, server: ServerConnection, path: str, version: int, sent: Sent) -> list[str]:
         payload = {"model_path": path, "weight_version": str(version), "flush_cache": self._flushes_cache}
-        return await self._verified(server, "/update_weights_from_disk", payload, fingerprints)
+        return await self._verified(server, "/update_weights_from_disk", payload, sent)
 
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await server.request("POST", "/init_weights_update_group", place)
@@ -140,13 +141,13 @@ class SGLangBackend(Backend):
         }
         await server.request("POST", "/update_weights_from_distributed", payload)
 
-    async def end(self, server: ServerConnection, version: int, fingerprints: Sums) -> list[str]:
+    async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:
         if server.address not in self._begun:
             return []
         self._begun.remove(server.address)
-        return await self._verified(server, "/end_weight_update", {}, fingerprints)
+        return await self._verified(server, "/end_weight_update", {}, sent)
 
-    async def _verified(self, server: ServerConnection, endpoint: str, payload: Json, expected: Sums) -> list[str]:
+    async def _verified(self, server: ServerConnection, endpoint: str, payload: Json, sent: Sent) -> list[str]:
         """Let a server use new weights, verified if it can; return the tensors that it kept although they differ."""
         reply = await server.request("POST", endpoint, payload)
         if not are_names(names := reply.get("mismatched", [])):

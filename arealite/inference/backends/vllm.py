@@ -11,7 +11,7 @@ from typing import Any
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, MismatchError, Segment, Sums, are_names, prompt_ids, require
+from arealite.inference.backends.base import Backend, MismatchError, Segment, Sent, are_names, prompt_ids, require
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
@@ -29,6 +29,7 @@ class VLLMBackend(Backend):
     program = "vLLM"
     overflow = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
     verifies = frozenset({"nccl"})
+    takes_partial = frozenset({"nccl"})  # from a folder only a new vLLM would, and complain of every layer
 
     def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
         super().__init__(pause_mode=pause_mode, accepts_mismatch=accepts_mismatch)
@@ -142,7 +143,7 @@ class VLLMBackend(Backend):
     async def resume(self, server: ServerConnection) -> None:
         await server.request("POST", "/resume")
 
-    async def load(self, server: ServerConnection, path: str, version: int, fingerprints: Sums) -> list[str]:
+    async def load(self, server: ServerConnection, path: str, version: int, sent: Sent) -> list[str]:
         try:
             await _call_workers(server, "reload_weights", weights_path=path)
         except ServerError:
@@ -170,9 +171,10 @@ class VLLMBackend(Backend):
     async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
         await server.request("POST", "/update_weights", {"update_info": bucket})
 
-    async def end(self, server: ServerConnection, version: int, fingerprints: Sums) -> list[str]:
+    async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:
         differing: list[str] = []
-        if fingerprints:
+        if sent.fingerprints:
+            fingerprints = dict(sent.fingerprints)
             by_worker = await _call_workers(server, "mismatched_weights", fingerprints=fingerprints)
             if not all(map(are_names, by_worker)):  # a worker replied to an earlier call
                 raise ServerError(

@@ -31,6 +31,7 @@ from arealite.utils.fingerprint import differing, fingerprints
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
 BACKEND = "arealite"  # name of the engine in vLLM's --weight-transfer-config
+_log = logging.getLogger(finalize_layerwise_reload.__module__)
 
 
 @dataclass
@@ -64,7 +65,8 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._group: BroadcastGroup | None = None
-        self.received: dict[str, str] = {}  # fingerprints of the last update's tensors
+        self.received: dict[str, str] = {}  # fingerprint of each tensor, of the last update that brought it
+        self._num_received = 0  # tensors of this update
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join a group, leaving the old one."""
@@ -83,7 +85,7 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def start_weight_update(self) -> None:
         """Make vLLM buffer the tensors of each layer until the layer is complete."""
-        self.received = {}
+        self._num_received = 0
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -100,11 +102,16 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         specs = zip(update_info.names, update_info.shapes, update_info.dtypes, strict=True)
         bucket = receive_bucket(self._group, specs)
         self.received |= fingerprints(bucket)
+        self._num_received += len(bucket)
         self.model.load_weights(bucket.items())
 
     def finish_weight_update(self) -> None:
-        """Finish the layers that vLLM loads last."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Finish the layers that vLLM loads last; those that a partial update leaves out keep their weights."""
+        _log.disabled = self._num_received < len(self.received)  # else it complains of each of them
+        try:
+            finalize_layerwise_reload(self.model, self.model_config)
+        finally:
+            _log.disabled = False
 
     def abandon(self) -> None:
         """Restore the old weights of incomplete layers. Idempotent."""
@@ -148,7 +155,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def mismatched_weights(self, fingerprints: dict[str, str]) -> list[str]:
-        """Return the tensors whose fingerprints in the last update differ from the sender's."""
+        """Return the tensors whose fingerprints differ from the sender's, also those that earlier updates brought."""
         return differing(self.weight_transfer_engine.received, fingerprints)
 
     def abandon_weight_update(self) -> None:
@@ -163,5 +170,5 @@ def _is_news(record: logging.LogRecord) -> bool:
     return record.args != ("RotaryEmbedding",)
 
 
-logging.getLogger(finalize_layerwise_reload.__module__).addFilter(_is_news)
+_log.addFilter(_is_news)
 WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeightEngine)

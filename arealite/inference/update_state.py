@@ -1,0 +1,70 @@
+"""What weight updates remember: the state of one, and which servers need not get again what training never changes.
+
+Invariant: an update leaves out frozen weights only where every server that takes part got them in an earlier one, and
+has had every version since. A server that joins, comes back or missed a version gets all weights.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+from arealite.api.errors import ServerError
+from arealite.api.io_struct import FrozenWeights, ParamSpec, WeightUpdateMeta
+from arealite.inference.backends.base import Sent
+from arealite.inference.pool import Server, ServerPool
+from arealite.utils.weight_transfer import buckets_without
+
+
+@dataclass(eq=False)
+class WeightUpdate:
+    """State of one update."""
+
+    meta: WeightUpdateMeta
+    version: int
+    deadline: float
+    serving: set[Server]  # servers that served before it
+    asked: Sequence[Server] = ()  # servers that were to take part
+    members: Sequence[Server] = ()  # servers that take part, once paused
+    failures: dict[Server, ServerError] = field(default_factory=dict)  # why servers failed
+    is_torn: bool = False  # whether a server may hold some of the new weights
+    has_dropped: bool = False  # whether servers were dropped from it, or none could be paused
+    has_lost_sender: bool = False  # whether the sender's workers were lost, which others replace
+    is_wrong: bool = False  # whether wrong weights arrived at a server that served
+
+
+class FrozenHolders:
+    """The servers that hold the frozen weights of a sender."""
+
+    def __init__(self, servers: ServerPool) -> None:
+        self._servers = servers
+        self._frozen: FrozenWeights | None = None
+        self._holders: WeakSet[Server] = WeakSet()
+        self._fingerprints: dict[str, str] = {}  # of the tensors that brought them
+
+    def among(self, servers: Iterable[Server], meta: WeightUpdateMeta) -> list[Server]:
+        """Return the servers that need not get what is frozen in `meta`."""
+        if meta.frozen is None or meta.frozen != self._frozen:
+            return []
+        return [one for one in servers if one in self._holders and one.version == self._servers.version]
+
+    def note(self, servers: Iterable[Server], meta: WeightUpdateMeta) -> None:
+        """Record that an update has reached these servers."""
+        if meta.is_partial or meta.frozen is None:
+            return
+        if meta.frozen != self._frozen:
+            self._holders.clear()
+        self._frozen, self._fingerprints = meta.frozen, dict(meta.fingerprints)
+        self._holders.update(servers)
+
+    def forget(self, server: Server) -> None:
+        """Send all weights to a server the next time."""
+        self._holders.discard(server)
+
+    def buckets(self, meta: WeightUpdateMeta) -> list[list[ParamSpec]]:
+        """Return what a broadcast sends."""
+        return buckets_without(meta.nccl_param_specs, meta.frozen.names if meta.is_partial and meta.frozen else ())
+
+    def sent(self, meta: WeightUpdateMeta) -> Sent:
+        """Return what servers must hold, once the sender is done."""
+        kept = self._fingerprints if meta.is_partial else {}
+        return Sent(kept | meta.fingerprints, meta.is_partial)
