@@ -11,6 +11,7 @@ from testing_groups import strike
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine import fsdp_weights
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.utils.files import FileEntry
 
 PLACES = "AREAL_TEST_FAULTS"
 """Variable: a folder with an empty file for each place, `<role>-<call>-<version>-<rank>-<fault>`, which is removed."""
@@ -35,6 +36,11 @@ class FaultyActor(FSDPPPOActor):
     def save(self, meta: SaveLoadMeta) -> None:
         self._maybe("save")
         super().save(meta)
+
+    def _write_files(self, folder: Path, state: dict[str, Any], rng: dict[str, Any]) -> dict[str, FileEntry]:
+        files = super()._write_files(folder, state, rng)
+        self._maybe("write")  # its part is on the disk, and the checkpoint has no manifest yet
+        return files
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         self._maybe("upload")

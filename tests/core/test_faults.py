@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -46,6 +47,14 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     return folder
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what four steps come to whom nothing befalls."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_tiny_model(out=folder / "model", corpus=None, seed=1)
+    return train(folder, "calm", migrated(folder), "gsm8k_grpo", *overrides("total_train_steps=4"))
 
 
 def faulty(script: Path) -> Path:
@@ -95,12 +104,16 @@ def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(
     assert len(incidents) == len(FAULTS)
 
 
+@pytest.mark.xdist_group("core_faults")
 def test_a_node_of_a_cluster_is_lost(
-    tmp_path: Path, faults: Path, monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]
+    tmp_path: Path,
+    faults: Path,
+    calm: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    measured: Callable[..., None],
 ) -> None:
     """The policy's workers come back on another node; the run is started by one that is no part of the cluster."""
     script, told = faulty(migrated(tmp_path)), overrides("total_train_steps=4", "workers.actor.strategy=STRICT_PACK")
-    calm = train(tmp_path, "calm", script, "gsm8k_grpo", *told)
     (faults / "actor-update-2-0-hangs").touch()
     with ray_cluster("one", "two") as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
@@ -114,22 +127,46 @@ def test_a_node_of_a_cluster_is_lost(
     measured(lost_nodes=1, equal_versions=shaken["weights"].count("\n"))
 
 
-@pytest.mark.parametrize("victim", ["master", "launcher"])
-def test_nothing_is_left_of_a_run_whose_master_or_launcher_is_killed(tmp_path: Path, faults: Path, victim: str) -> None:
-    told = overrides("total_train_steps=50", "recover.retries=0")
-    script = migrated(tmp_path)
-    command = launch_command(tmp_path, "killed", script, "gsm8k_grpo", *told)
-    with (tmp_path / "output.txt").open("wb") as output:
-        launcher = subprocess.Popen(command, stdout=output, stderr=output)
+def kill(victim: str, command: list[str], *, output: Path, once: Callable[[], bool]) -> None:
+    """Start a run, kill its master or its launcher once something has happened, and see that nothing is left of it."""
+    with output.open("wb") as file:
+        launcher = subprocess.Popen(command, stdout=file, stderr=file)
     try:
-        metrics = tmp_path / "core" / "killed" / "metrics.jsonl"
-        wait_until("a step", lambda: launcher.poll() is not None or (metrics.exists() and metrics.read_text()), 300)
+        wait_until("what the killing waits for", lambda: launcher.poll() is not None or once(), 300)
         processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
         names = {name for one in processes for name in ("raylet", "gcs_server", "ray::Worker") if name in one.name()}
-        assert names == {"raylet", "gcs_server", "ray::Worker"}
-        (master,) = [one for one in processes if one.cmdline()[1:2] == [str(script)]]
+        assert names == {"raylet", "gcs_server", "ray::Worker"}, output.read_text()
+        (master,) = [one for one in processes if one.cmdline()[1:2] == [command[3]]]
         (master if victim == "master" else processes[0]).kill()
         assert wait_gone([one.pid for one in processes if one.pid != launcher.pid], 30.0) == set()
         assert launcher.wait(30.0) != 0
     finally:
         kill_tree(launcher.pid)
+
+
+@pytest.mark.xdist_group("core_faults")
+def test_a_master_is_killed_while_it_writes_a_checkpoint(
+    tmp_path: Path, faults: Path, calm: dict[str, Any], measured: Callable[..., None]
+) -> None:
+    """The shards of step 1 are on the disk by then, and step 2 is under way; the run resumes after step 0."""
+    script, run = faulty(migrated(tmp_path)), tmp_path / "core" / "killed"
+    told = overrides("total_train_steps=4", "recover.freq_steps=1", "recover.retries=0")
+    (faults / "actor-write-2-0-hangs").touch()
+    command = launch_command(tmp_path, "killed", script, "gsm8k_grpo", *told)
+    kill("master", command, output=tmp_path / "output.txt", once=lambda: not list(faults.iterdir()))
+    unfinished = run / "recover" / ".step_1.unfinished"
+    assert [*unfinished.glob("actor/*.distcp")] and not [*unfinished.glob("*.json")]
+    assert [path.name for path in (run / "recover").glob("step_*")] == ["step_0"]
+    resumed = train(tmp_path, "killed", script, "gsm8k_grpo", *told)
+    assert "resuming after step 0 from" in (run / "logs" / "trainer-0.log").read_text()
+    assert differences(calm, resumed) == [] and not unfinished.exists()
+    assert_nothing_was_lost(run, measured)
+    measured(lost_masters=1)
+
+
+def test_nothing_is_left_of_a_run_whose_launcher_is_killed(tmp_path: Path, faults: Path) -> None:
+    told = overrides("total_train_steps=50", "recover.retries=0")
+    command = launch_command(tmp_path, "killed", migrated(tmp_path), "gsm8k_grpo", *told)
+    metrics = tmp_path / "core" / "killed" / "metrics.jsonl"
+    has_begun = lambda: metrics.exists() and bool(metrics.read_text())  # noqa: E731
+    kill("launcher", command, output=tmp_path / "output.txt", once=has_begun)
