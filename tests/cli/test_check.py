@@ -260,6 +260,11 @@ if __name__ == "__main__":
     assert status == 1 and "PROBLEM graph the graph must fit" in shown
     status, shown = check(tiny, entry=entry)
     assert status == 0 and "ok graph what the script declares fits the config" in shown
+    of_a_class = entry.replace("check=fits", "check=Own.fits").replace(
+        "def fits", "class Own:\n  @staticmethod\n  def fits"
+    )
+    status, shown = check(tiny, "seed=7", entry=of_a_class)
+    assert status == 1 and "PROBLEM graph the graph must fit" in shown
     status, shown = check(tiny, entry=entry.replace("check=fits", "check=lambda argv: fits(argv)"))
     assert status == 1 and "PROBLEM graph check of launched must be a function of the script: got lambda argv" in shown
 

@@ -116,10 +116,10 @@ def _nodes(entry: Path) -> list[ast.AST]:
 
 
 def declared_check(entry: Path) -> str | None:
-    """Return the name of the function that a script passes as `launched(..., check=NAME)`; None if it passes none."""
+    """Return the name, perhaps with dots, that a script passes as `launched(..., check=NAME)`; None if it has none."""
     launches = [call for call in script_calls(entry) if last_name(call.func) == "launched"]
     checks = [keyword.value for call in launches for keyword in call.keywords if keyword.arg == "check"]
-    return last_name(checks[0]) if checks else None
+    return ast.unparse(checks[0]) if checks else None
 
 
 def last_name(node: ast.expr) -> str:

@@ -3,6 +3,7 @@
 python -m arealite.cli.check.declared ENTRY.py --config FILE.yaml ...
 """
 
+import functools
 import runpy
 import signal
 import sys
@@ -20,11 +21,13 @@ def check_declared(found: Findings, argv: Sequence[str], script: Path) -> None:
     if (check := declared_check(script)) is None:
         return
     with running(script):
+        first, *rest = check.split(".")
         top_level = runpy.run_path(str(script), run_name="__mp_main__")
-        if not callable(top_level.get(check)):
+        function = functools.reduce(lambda one, name: getattr(one, name, None), rest, top_level.get(first))
+        if not callable(function):
             change = "Define it at module level, as launchers and `arealite check` call it in processes of their own."
             raise ConfigError(f"check of launched must be a function of the script: got {check} in {script}. {change}")
-        top_level[check](list(argv))
+        function(list(argv))
     found.add("ok", "what the script declares fits the config")
 
 
