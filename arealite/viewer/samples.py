@@ -1,6 +1,8 @@
 """Selects stored samples: spread over training steps, and held-out prompts before and after."""
 
 import itertools
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +62,25 @@ def before_after(folder: Path) -> dict[str, Any] | None:
 def examples(folder: Path) -> dict[str, Any] | None:
     """Return two completions of prompts of an evaluation: the greedy or the first one, and one with another reward if
     there is any. `counts` says how many prompts are always, sometimes and never solved."""
-    found: dict[str, tuple[str, list[Answer]]] = {}
+    found: dict[tuple[float, str], tuple[str, list[Answer]]] = {}
     counts = dict.fromkeys(("always", "sometimes", "unsolved"), 0)
     is_binary = True
     if not batch_files(folder / "sampled"):
         return None
     for prompt_id, group in itertools.groupby(read_rows(folder / "sampled"), key=lambda line: line["prompt_id"]):
         last_rows = {line["sample"]: line for line in group}  # an answer is at the end of a run
-        answers = [(f"Sample {n + 1}", float(line["reward"]), _texts(line)) for n, line in last_rows.items()]
+        answers = [(f"Sample {n + 1}", _reward(line), _texts(line)) for n, line in last_rows.items()]
         rewards = {reward for _, reward, _ in answers}
         is_binary &= rewards <= {0.0, 1.0}
         kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
         counts[kind] += 1
         if counts[kind] <= MAX_PAIRS_OF_A_KIND:
-            found[prompt_id.rsplit("-", 1)[1]] = kind, answers
+            found[_place(prompt_id)] = kind, answers
     for line in read_rows(folder / "greedy"):
-        if (index := line["prompt_id"].rsplit("-", 1)[1]) in found:
-            found[index][1].insert(0, ("Greedy", float(line["reward"]), _texts(line)))
+        if (place := _place(line["prompt_id"])) in found:
+            found[place][1].insert(0, ("Greedy", _reward(line), _texts(line)))
     pairs = []
-    for _, (kind, (first, *others)) in sorted(found.items(), key=lambda item: int(item[0])):
+    for _, (kind, (first, *others)) in sorted(found.items(), key=lambda item: item[0]):
         if others:
             other = next((one for one in others if one[1] != first[1]), others[0])
             texts = {"prompt": first[2]["prompt"], "before": first[2]["completion"], "after": other[2]["completion"]}
@@ -88,16 +90,25 @@ def examples(folder: Path) -> dict[str, Any] | None:
     return shown | {"counts": counts if is_binary else {}}
 
 
-def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the last row of the first sample of each prompt by its index in the data set."""
-    lines = [line for line in read_rows(path) if line["sample"] == 0]
-    by_index = {int(line["prompt_id"].rsplit("-", 1)[1]): line for line in lines}
-    return {index: {"reward": float(line["reward"]), **_texts(line)} for index, line in by_index.items()}
+def _first_answers(path: Path) -> dict[tuple[float, str], dict[str, Any]]:
+    """Return the last row of the first sample of each prompt by its place in the data set."""
+    lines = {_place(line["prompt_id"]): line for line in read_rows(path) if line["sample"] == 0}
+    return {place: {"reward": _reward(line), **_texts(line)} for place, line in lines.items()}
+
+
+def _place(prompt_id: str) -> tuple[float, str]:
+    """Return where a prompt stands in its data set, whatever its epoch; ids that do not say so come last, by name."""
+    match = re.fullmatch(r"-?\d{1,9}-(\d{1,15})", prompt_id, re.ASCII)
+    return (int(match[1]), "") if match else (math.inf, prompt_id)
+
+
+def _reward(line: dict[str, Any]) -> float:
+    return math.nan if line["reward"] is None else float(line["reward"])
 
 
 def _texts(line: dict[str, Any]) -> dict[str, str]:
     """Return what was given first, and all that followed."""
-    first, *others = (text for part in line["segments"] or NO_TEXT for text in part.values())
+    first, *others = [text for part in line["segments"] or NO_TEXT for text in part.values()] or [""]
     return {"prompt": cut(first, MAX_CHARACTERS), "completion": cut("".join(others), MAX_CHARACTERS)}
 
 

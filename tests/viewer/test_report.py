@@ -13,7 +13,7 @@ from arealite.api.errors import ConfigError
 from arealite.cli.main import main
 from arealite.viewer.charts import charts
 from arealite.viewer.report import write_report
-from arealite.viewer.samples import before_after, spread_steps
+from arealite.viewer.samples import before_after, examples, spread_steps
 
 NASTY = "</script><script>alert(1)</script><!-- {{plotly}} & \u2028 <img src=x onerror=alert(2)>"
 
@@ -154,6 +154,27 @@ def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:
     assert found is not None
     assert found["counts"] == {"learned": 10, "kept": 0, "lost": 0, "never": 90}
     assert [pair["change"] for pair in found["pairs"]] == ["never"] * 15 + ["learned"] * 10
+
+
+def test_prompts_of_an_evaluation_may_have_any_name_and_no_reward(tmp_path: Path) -> None:
+    """Those that say where they stand in the data set come in its order, whatever their epoch; then the others."""
+    names = ("b-x", "7-10", "", "-1-9", "no index", "0-" + "9" * 5000)
+    for step in (0, 4):
+        lines = [sample(0, step=step, reward=float(step)) | {"prompt_id": name} for name in names]
+        lines[1] |= {"prompt_id": f"{step}-10", "reward": None, "segments": [{"given": None}]}
+        lines[-1] |= {"segments": [{"given": "long"}]}
+        write_rows(tmp_path / f"rollouts/eval_step_{step}", lines)
+    found = before_after(tmp_path / "rollouts")
+    assert found is not None and found["counts"] == {"better": 5, "equal": 1, "worse": 0}
+    assert [pair["change"] for pair in found["pairs"]] == ["better", "equal", "better", "better", "better", "better"]
+    assert [pair["prompt"] for pair in found["pairs"]] == ["question 0", "", "question 0", "long", *["question 0"] * 2]
+    for name, num_samples in (("sampled", 2), ("greedy", 1)):
+        ids = [(one, n) for one in names for n in range(num_samples)]
+        lines = [sample(0, step=0, reward=1.0, sample=n) | {"prompt_id": one} for one, n in ids]
+        write_rows(tmp_path / f"rollouts/{name}", lines)
+    shown = examples(tmp_path / "rollouts")
+    assert shown is not None and shown["counts"] == {"always": 6, "sometimes": 0, "unsolved": 0}
+    assert [pair["titles"] for pair in shown["pairs"]] == [["Greedy", "Sample 1"]] * 6
 
 
 def test_a_trajectory_is_there_with_its_tokens(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ const CHANGES = {
 
 function answer(when, text, reward, other) {
   const isBinary = beforeAfter.is_binary;
-  const difference = isBinary ? reward - 0.5 : reward - other;
-  const verdict = element("b", "", isBinary ? (reward ? "correct" : "wrong") : `reward ${number(reward)}`);
+  const difference = isBinary ? reward - 0.5 : reward === null || other === null ? 0 : reward - other;
+  const verdict = element("b", "", isBinary ? (reward ? "correct" : "wrong") : `reward ${reward === null ? "unknown" : number(reward)}`);
   const title = element("h4", "", `${when}: `, [verdict]);
   return element("div", `answer ${["lower", "", "higher"][Math.sign(difference) + 1]}`, undefined, [title, element("pre", "", text)]);
 }
