@@ -134,7 +134,7 @@ class Viewer:
     async def _export(self, request: web.Request) -> web.Response:
         """Answer with a page about the rows in the body, which needs no server."""
         (generation,) = _numbers(request, "generation")
-        numbers = [_number("rows", word) for word in (await request.text()).split(",")]
+        numbers = [_number("rows", word) for word in (await request.read()).decode(errors="replace").split(",")]
         if len(numbers) > MAX_EXPORTED:
             raise ConfigError(f"an export must hold at most {MAX_EXPORTED} rows: got {len(numbers)}. Filter more.")
         page = await asyncio.to_thread(freeze, self._view(request), generation, numbers)

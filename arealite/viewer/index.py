@@ -24,7 +24,8 @@ from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.rollout.account.rollout_file import batch_files, read_columns, read_group, read_places, read_update
 from arealite.utils.files import FileError, reading
 
-_COLUMNS = ("prompt_id", "row", "num_rows", "sample", "attempt", "reward", "versions", "loss_mask", "more.no_eos")
+_NUMBERS = dict.fromkeys(("row", "num_rows", "sample", "attempt"), pa.int64()) | {"reward": pa.float64()}
+_COLUMNS = ("prompt_id", *_NUMBERS, "versions", "loss_mask", "more.no_eos")
 _SETTLED_NS = 2_000_000_000  # a folder's time tells a later change only if it is older than the clock's ticks
 _CACHED_GROUPS = 16
 _SNIPPET = 200  # characters
@@ -70,7 +71,7 @@ class RowIndex:
             try:
                 self._files.append(_File(path, len(self), *_columns(path)))
             except FileError as error:
-                self.problems.append(str(error))
+                self._complain(error)
             if time.monotonic() >= deadline:
                 break
         return not self._waiting
@@ -120,10 +121,17 @@ class RowIndex:
         self._require(generation)
         deadline, found = time.monotonic() + seconds, list[int]()
         for file in reversed([file for file in self._files if file.start < rows.stop and file.end > rows.start]):
-            found += [number for number in (_holding(file.path, text) + file.start).tolist() if number in rows]
+            try:
+                found += [number for number in (_holding(file.path, text) + file.start).tolist() if number in rows]
+            except FileError as error:
+                self._complain(error)
             if time.monotonic() >= deadline:
                 return found, max(file.start, rows.start)
         return found, rows.start
+
+    def _complain(self, error: FileError) -> None:
+        if str(error) not in self.problems:
+            self.problems.append(str(error))
 
     def _clear(self) -> None:
         self.problems: list[str] = []  # what could not be read
@@ -196,9 +204,8 @@ def _columns(path: Path) -> tuple[dict[str, Any], list[int]]:
     table, groups = read_columns(path, _COLUMNS)
     with reading(path, pa.ArrowException):
         kind, _, number = path.parent.name.rpartition("_")
-        found: dict[str, Any] = {"prompt_id": table.column("prompt_id").to_pylist()}
-        for key in ("row", "num_rows", "sample", "attempt", "reward"):
-            found[key] = table.column(key).to_numpy()
+        found: dict[str, Any] = {"prompt_id": table.column("prompt_id").cast(pa.string()).fill_null("").to_pylist()}
+        found |= {key: table.column(key).cast(kind).to_numpy() for key, kind in _NUMBERS.items()}
         step = int(number) if number.isdecimal() else -1
         found["step"] = np.full(len(table), step, np.int32)
         found["sampled"], found["tokens"], oldest = _of_tokens(table)
@@ -229,13 +236,14 @@ def _holding(path: Path, text: str) -> Any:
     table, _ = read_columns(path, ("segments",))
     if not table.column_names:
         return np.empty(0, np.int64)
-    rows = table.column("segments").combine_chunks()
-    parts = rows.values
-    is_hit = np.zeros(len(parts), bool)
-    for kind in ("given", "sampled"):
-        hits = pc.match_substring(parts.field(kind), text, ignore_case=True)
-        is_hit |= pc.fill_null(hits, False).to_numpy(zero_copy_only=False)
-    return np.unique(np.searchsorted(np.asarray(rows.offsets), np.flatnonzero(is_hit), side="right") - 1)
+    with reading(path, pa.ArrowException):
+        rows = table.column("segments").combine_chunks()
+        parts = rows.values
+        is_hit = np.zeros(len(parts), bool)
+        for kind in ("given", "sampled"):
+            hits = pc.match_substring(parts.field(kind), text, ignore_case=True)
+            is_hit |= pc.fill_null(hits, False).to_numpy(zero_copy_only=False)
+        return np.unique(np.searchsorted(np.asarray(rows.offsets), np.flatnonzero(is_hit), side="right") - 1)
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -71,6 +71,8 @@ class Runs:
             self.table()
         if name not in self._views:
             raise ConfigError(f"a run must be below the folder: got {name!r}. Choose one from the list.")
+        if not self._views[name].exists():
+            raise ConfigError(f"a run must be where it was found: got no {name!r} any more. Choose one from the list.")
         return self._views[name]
 
 
@@ -139,8 +141,8 @@ class RunView:
         """Return all that the page asks for, of this run and some of its rows; long ones are cut."""
         numbers, num_tokens = sorted(numbers), 0
         with self._lock:
-            columns = _taken(self._index.columns(generation, 0), numbers)
             stored = [*self._index.rows(generation, numbers)]
+            columns = _taken(self._index.columns(generation, 0), numbers)
             snippets = self._index.snippets(generation, numbers)
         for row in stored:
             num_tokens += len(row["input_ids"] or ())
@@ -176,7 +178,7 @@ class RunView:
         except LedgerError as error:
             problems.append(str(error))
         try:
-            file = tokenizer_file(self._run, self._config())
+            file = self._tokenizer()
             texts = [
                 None if file is None or (ids := row["input_ids"]) is None else token_texts(file, ids) for row in rows
             ]
@@ -215,10 +217,10 @@ class RunView:
         with open_for_reading(self._run.ledger) as database:
             return _dicts(database.execute(_UNTRAINED))
 
-    def _config(self) -> dict[str, Any]:
+    def _tokenizer(self) -> Path | None:
         with reading(self._run.config, yaml.YAMLError):
             text = self._run.config.read_text(encoding="utf-8") if self._run.config.exists() else ""
-            return require_object(yaml.safe_load(text) or {})
+            return tokenizer_file(self._run, require_object(yaml.safe_load(text) or {}))
 
 
 class MetricsTail:
@@ -268,6 +270,8 @@ def _last_row(path: Path) -> dict[str, Any]:
 def _of_row(row: dict[str, Any]) -> dict[str, Any]:
     """Return what the page shows of a stored row, without what is read elsewhere."""
     ids = row["input_ids"]
+    if ids is not None and any(len(row[key] or ()) != len(ids) for key in PER_TOKEN):
+        ids = None  # not of our writer: which number is a token's is not known
     more = {key: value for key, value in (row["more"] | row["update"]).items() if _is_per_token(value, ids)}
     facts = {
         key: value for key, value in row.items() if key not in (*PER_TOKEN, "segments", "more", "update", "problems")

@@ -269,6 +269,28 @@ def test_what_is_damaged_is_named(tmp_path: Path, viewing: Viewing, new_page: Ne
     page.wait_for_selector(f"#error:has-text('{damaged} must be as its writer left it')")
 
 
+def test_odd_names_missing_rewards_and_megabytes_of_text(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    run, long = write_run(tmp_path / "t0"), "long " * 100_000
+    for step in (0, 6):
+        rows = [row(name, step=step, reward=reward) for name, reward in ((NASTY, None), ("x", 0.5), ("", float("nan")))]
+        write_rows(run / f"rollouts/eval_step_{step}", rows)
+    write_rows(run / "rollouts/step_2", [row("0-9", step=2) | {"segments": [{"given": long}, {"sampled": NASTY}]}])
+    address = viewing(tmp_path)
+    pages = [opened(new_page(), address) for _ in range(2)]
+    for page in pages:
+        counted(page, "19 of 19")
+        page.select_option("[name=order]", "prompt")
+        page.fill("[name=text]", "onerror")
+        counted(page, "1 of 19")
+        page.focus("#rows .scroll")
+        page.keyboard.press("ArrowDown")
+        page.click("#row button:has-text('Show all 500,000 characters')")
+        assert page.locator("#row .turn.given pre").evaluate("node => node.textContent") == long
+        page.click("#tab-charts")
+        page.wait_for_selector("#before-after .answer b:text-is('reward unknown')")
+        assert page.locator("#before-after .pair").count() == 3 and page.query_selector("main img") is None
+
+
 def test_without_the_token_the_page_says_what_to_do(tmp_path: Path, viewing: Viewing, browser: Any) -> None:
     write_run(tmp_path / "t0")
     address = viewing(tmp_path)

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from testing_views import write_metrics, write_run
 
@@ -161,6 +164,62 @@ def test_what_can_not_be_answered_is_said(tmp_path: Path) -> None:
         assert status == 400 and f"{tmp_path}/e/t0/config.yaml must be as its writer left it" in body["error"]
 
     write_run(tmp_path / "e/t0")
+    served(tmp_path, test)
+
+
+def test_a_folder_that_no_writer_of_ours_has_left_is_answered_in_words(tmp_path: Path) -> None:
+    """None of it is an error of the server."""
+
+    async def ask(get: Get, run: str) -> list[Any]:
+        answers = [await get(f"/api/{name}", run=run) for name in ("run", "untrained", "evaluations")]
+        answers.append(rows := await get("/api/rows", run=run, generation="-1", start="0"))
+        everything = ",".join(map(str, range(rows[2].get("count", 0)))) or "0"
+        now = {"run": run, "generation": str(rows[2].get("generation", 0))}
+        answers += [await get("/api/row", **now, row=number) for number in everything.split(",")]
+        answers.append(await get("/api/snippets", **now, rows=everything))
+        answers.append(await get("/api/search", **now, text="4", start="0", end="99"))
+        answers += [await get("/api/export", SHOWN, body, **now) for body in (everything, "99", "\xff", "")]
+        return answers
+
+    def changed(step: Path, **columns: Any) -> None:
+        table = pq.read_table(step / "0.parquet", partitioning=None)
+        for name, values in columns.items():
+            table = table.set_column(table.column_names.index(name), name, pa.array(values))
+        pq.write_table(table, step / "0.parquet")
+
+    def path_of_model(path: Any) -> Callable[[Path], object]:
+        return lambda run: (run / "config.yaml").write_text(json.dumps({"actor": path}))
+
+    damages: dict[str, Callable[[Path], object]] = {
+        "list": path_of_model([1]),
+        "long": path_of_model({"path": "a" * 5000}),
+        "odd": path_of_model({"path": "a\0b"}),
+        "nulls": lambda run: changed(
+            run / "rollouts/step_1", prompt_id=[None] * 4, reward=[None] * 4, segments=[None] * 4
+        ),
+        "texts": lambda run: changed(run / "rollouts/step_1", reward=["high"] * 4),
+        "lengths": lambda run: changed(run / "rollouts/step_1", logprobs=[[0.0], None, [], [0.0]]),
+        "pipe": lambda run: os.mkfifo(run / "rollouts/step_1/1.parquet"),
+        "half": lambda run: os.truncate(run / "rollouts/step_1/0.parquet", 2000),
+        "number": lambda run: (run / "rollouts/step_1").rename(run / f"rollouts/step_{10**20}"),
+    }
+
+    async def test(get: Get) -> None:
+        for name, damage in damages.items():
+            damage(write_run(tmp_path / name))
+            for status, _, answer in await ask(get, name):
+                assert status == 200 or (status == 400 and answer["error"]), (name, status, answer)
+        _, _, rows = await get("/api/rows", run="nulls", generation="0", start="5")
+        assert rows["prompt_id"] == [""] * 4 and rows["reward"] == [None] * 4 and "step_1" in rows["problems"][0]
+        _, _, row = await get("/api/row", run="lengths", generation="0", row="5")
+        assert row["tokens"] is None and row["segments"] == [{"given": "2 + 2?"}, {"sampled": "4"}]
+        _, _, hits = await get("/api/search", run="nulls", generation="0", text="4", start="0", end="9")
+        assert hits == {"rows": [1, 2, 3, 4, 0], "end": 0}, "what is damaged hides no other file"
+        shutil.rmtree(tmp_path / "list")
+        for status, _, answer in (await ask(get, "list"))[:4]:
+            assert (status, "must be where it was found: got no 'list' any more" in answer["error"]) == (400, True)
+
+    write_run(tmp_path / "whole")
     served(tmp_path, test)
 
 

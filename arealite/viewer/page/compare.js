@@ -3,14 +3,15 @@
 const MAX_OFFERED = 200; // the newest; each costs time whenever a trajectory is opened
 
 const isTrained = (rows, n) => rows.columns.name[n].startsWith("step_");
-const indexOf = (promptId) => promptId.slice(promptId.lastIndexOf("-"));
+const indexOf = (promptId) => promptId.replace(/^-?\d+-/, ""); // a prompt that is named in another way is only itself
 
 // Numbers of the rows about the same row of the data set, the newest first; prompts of training and of evaluations are of two.
 function aboutTheSame(rows, promptId, wantsTrained) {
   const end = indexOf(promptId);
   const found = [];
   for (let i = rows.count - 1; i >= 0 && found.length < MAX_OFFERED; i--) {
-    if (rows.columns.prompt_id[i].endsWith(end) && isTrained(rows, i) === wantsTrained) found.push(i);
+    const other = rows.columns.prompt_id[i];
+    if (other.endsWith(end) && indexOf(other) === end && isTrained(rows, i) === wantsTrained) found.push(i);
   }
   return found;
 }

@@ -1,6 +1,7 @@
 "use strict";
 // One trajectory: as a conversation, as coloured tokens with their numbers, and what the ledger says of its prompt.
 const TOKENS_AT_ONCE = 4000;
+const CHARACTERS_AT_ONCE = 100000;
 const VERSION_COLOURS = ["--blue", "--orange", "--green", "--purple", "--teal", "--red"];
 const shownAs = { mode: "conversation", colour: "loss_mask" };
 
@@ -116,8 +117,20 @@ function tokenNodes(row) {
   return holder;
 }
 
+// A text, of which a browser that lays out megabytes at once would be slow to show all.
+function longText(text) {
+  const node = element("pre", "", text.slice(0, CHARACTERS_AT_ONCE));
+  if (text.length > CHARACTERS_AT_ONCE) {
+    const more = element("button", "", `Show all ${text.length.toLocaleString()} characters`);
+    more.type = "button";
+    more.addEventListener("click", () => { node.textContent = text; });
+    node.append("\n", more);
+  }
+  return node;
+}
+
 const conversation = (segments) => element("div", "conversation", undefined, (segments ?? []).flatMap((part) => Object.entries(part)).map(([kind, text]) =>
-  element("div", `turn ${kind}`, undefined, [element("h4", "", kind === "sampled" ? "Sampled" : "Given"), element("pre", "", text)])));
+  element("div", `turn ${kind}`, undefined, [element("h4", "", kind === "sampled" ? "Sampled" : "Given"), longText(text)])));
 
 const clock = (unix_s) => new Date(1000 * unix_s).toLocaleString();
 

@@ -37,8 +37,8 @@ async function attempt(part, work) {
     return value;
   } catch (error) {
     if (error instanceof StaleError) return resetRows();
-    if (!(error instanceof SourceError)) throw error;
-    tell(part, error.message);
+    if (!(error instanceof SourceError)) console.error(error);
+    tell(part, error instanceof SourceError ? error.message : `This page failed at its part "${part}": ${error.message}`);
   }
 }
 
@@ -210,8 +210,10 @@ async function refresh(isSlow) {
   if (!isSlow || !state.run) return;
   const { run } = state;
   await attempt("ledger", refreshUntrained);
-  const found = await attempt("evaluations", () => source.get("evaluations", { run }));
-  if (found && run === state.run) showEvaluations(found.evaluations);
+  await attempt("evaluations", async () => {
+    const { evaluations } = await source.get("evaluations", { run });
+    if (run === state.run) showEvaluations(evaluations);
+  });
 }
 
 // Let the next refresh of everything be now, in place of a turn of the clock.
