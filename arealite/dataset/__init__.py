@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
-from arealite.dataset.mixture import Mixture, other_sources, weights_of
+from arealite.dataset.mixture import Mixture, names_of, other_sources, weights_of
 from arealite.dataset.prepare import Tools, prepare
 from arealite.dataset.rows import ListRows, Row, Rows
 from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows
@@ -97,7 +97,7 @@ def load_datasets(
             first_held_out = len(rows)
     others = [(read_rows(one, one.split or "train", config.seed), one) for one in other_sources(train)]
     parts = [prepare(rows, source, tools) for rows, source in ((rows, train), *others)]
-    train_rows = Mixture(parts, weights_of(train), config.seed) if others else parts[0]
+    train_rows = Mixture(parts, weights_of(train), config.seed, names_of(train)) if others else parts[0]
     return train_rows, held_out and prepare(held_out, valid or train, tools, first_held_out)
 
 

@@ -78,6 +78,12 @@ class PromptLoader:
         row = self.dataset[prompt_id.index] if at is None else at(prompt_id.epoch, prompt_id.index)
         return {**row, "prompt_id": prompt_id}
 
+    def source_of(self, prompt_id: PromptId) -> str | None:
+        """Return the name of the source of a prompt in a mixture; None for one that is not of a mixture."""
+        if isinstance(self.dataset, Mixture) and prompt_id.epoch >= 0:
+            return self.dataset.source_of(prompt_id.index)
+        return None
+
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: prompts before it were yielded."""
         return {"epoch": self._epoch, "position": self._position, **self._identity, "dataset_checksum": self._checksum}

@@ -215,9 +215,10 @@ class RolloutExecutor:
         return assemble_batch([one.trajectory for one in episodes])
 
     def _keep(self, episodes: list[Episode], *, is_evaluation: bool = False) -> None:
-        version = self._account.version
-        name = f"{'eval_' * is_evaluation}step_{version}"
-        self.store.append(name, episodes, trained_step=None if is_evaluation else version)
+        trained_step = None if is_evaluation else self._account.version
+        self.store.append(f"{'eval_' * is_evaluation}step_{self._account.version}", episodes, trained_step=trained_step)
+        if self._source is not None and not is_evaluation:
+            self._source.note_rewards({one.prompt_id: one.rewards for one in episodes})
 
     def _new_prompt(self, row: Row, workflow: RolloutWorkflow) -> Prompt:
         self._num_unnamed += 1
@@ -248,6 +249,7 @@ class RolloutExecutor:
         totals = self._ledger.totals()
         counts = {name: totals[name] for name in ("accepted", "rejected", "running")} | self._ledger.causes()
         metrics = {f"rollout/{name}": float(count) for name, count in counts.items()} | self.loop.watch.metrics()
+        metrics |= {} if self._source is None else self._source.metrics()
         sampled = self._runner.sampled_rewards  # the event loop may add to it meanwhile
         rewards = [sampled.popleft() for _ in range(len(sampled))]
         return metrics | ({"reward/sampled_mean": sum(rewards) / len(rewards)} if rewards else {})

@@ -4,7 +4,7 @@ Invariant: every row that leaves a `PromptSource` has a `prompt_id`, and no two 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class PromptSource:
         self.dataloader = dataloader
         self._batches = self._cycle()
         self._error: Exception | None = None
+        self._rewards: dict[str, list[float]] = {}  # by source of a mixture, since they were last taken
 
     def of(self, dataloader: Dataloader) -> "PromptSource":
         """Return this source. Raises ValueError if it is another dataloader's."""
@@ -95,6 +96,18 @@ class PromptSource:
         """Return the dataloader's own note of what it has yielded; None if it keeps none."""
         state_dict = getattr(self.dataloader, "state_dict", None)
         return None if state_dict is None else state_dict()
+
+    def note_rewards(self, rewards: Mapping[PromptId, Sequence[float]]) -> None:
+        """Count the rewards of prompts that are trained on for their sources, if the dataloader names some."""
+        source_of = getattr(self.dataloader, "source_of", lambda _: None)
+        for prompt_id, each in rewards.items():
+            if (name := source_of(prompt_id)) is not None:
+                self._rewards.setdefault(name, []).extend(each)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean reward of each source that gave prompts since the last call."""
+        rewards, self._rewards = self._rewards, {}
+        return {f"reward/mean/{name}": sum(each) / len(each) for name, each in rewards.items()}
 
     def require_fetch(self) -> Callable[[PromptId], Row]:
         """Return how the dataloader fetches a row by its name; raise if another process could not find rows again."""

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing_metrics import undocumented
 from testing_quickstart import make_tiny_model
 
-from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.cli_args import DatasetConfig, GRPOConfig, load_expr_config
+from arealite.api.config.data import SourceConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
-from arealite.dataset.mixture import Mixture
+from arealite.dataset.mixture import Mixture, names_of
 from arealite.dataset.rows import ListRows, Rows
 from arealite.utils.hf import load_hf_tokenizer
 
@@ -45,6 +47,43 @@ def test_a_source_gives_all_rows_before_it_gives_one_again(sources: list[tuple[i
         for part, size in enumerate(sizes):
             counts = [seen[part, row] for row in range(size)]
             assert max(counts) - min(counts) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0.5, 1, 2])), min_size=1, max_size=4), st.booleans())
+def test_the_source_of_an_index_is_that_of_its_row(sources: list[tuple[int, float]], is_weighted: bool) -> None:
+    sizes, weights = zip(*sources, strict=True)
+    if is_weighted and min(weights) / sum(weights) * sum(sizes) < 1:
+        return
+    names = [f"source-{part}" for part in range(len(sizes))]
+    loader = PromptLoader(Mixture(parts(*sizes), weights if is_weighted else None, 3, names), 1)
+    for epoch, index in itertools.product((0, 3), range(sum(sizes))):
+        prompt_id = PromptId(epoch, index)
+        assert loader.source_of(prompt_id) == names[loader.fetch(prompt_id)["source"]]
+
+
+def test_a_prompt_of_no_mixture_has_no_source() -> None:
+    assert PromptLoader(parts(3)[0], 1).source_of(PromptId(0, 1)) is None
+    assert PromptLoader(Mixture(parts(3, 2), None, 1), 1).source_of(PromptId(-1, 0)) is None, "it was submitted"
+
+
+def test_sources_have_names_for_metrics() -> None:
+    paths = ["data/algebra-v1.2.jsonl", "org/math 500", "rows.py:made?train=2&test=1", "other/made.csv", "made_2", "/"]
+    paths += ["hf-dataset://org/name/in/the.folder/easy.parquet", "données/été/"]
+    first, *others = paths
+    mixed = [SourceConfig(path) for path in others] + [SourceConfig("org/math 500", config_name="alg-1")]
+    names = names_of(DatasetConfig(path=first, mixed_with=mixed))
+    assert names == [
+        "algebra_v1_2",
+        "math_500",
+        "made",
+        "made_2",
+        "made_2_2",
+        "source",
+        "easy",
+        "été",
+        "math_500_alg_1",
+    ]
+    assert undocumented({f"reward/mean/{name}" for name in names}) == set()
 
 
 def test_without_weights_an_epoch_has_every_row_once() -> None:

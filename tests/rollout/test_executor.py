@@ -37,6 +37,8 @@ from arealite.api.errors import (
 )
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.dataset.loader import PromptLoader
+from arealite.dataset.mixture import Mixture
+from arealite.dataset.rows import ListRows, Rows
 from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.store import RolloutStore, read_batches
@@ -466,6 +468,29 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_tells_the_reward_of
     expected = (4 * 0.5 + num_rejected * 2) / (4 + num_rejected * 2)
     assert engine.executor.metrics()["reward/sampled_mean"] == pytest.approx(expected)
     assert "reward/sampled_mean" not in engine.executor.metrics(), "told once"
+
+
+def test_the_rewards_of_a_batch_are_told_by_source_of_a_mixture(start: Callable[..., IdleEngine]) -> None:
+    """Evaluations do not count."""
+
+    def act(engine: InferenceEngine, row: Row) -> TensorDict:
+        group = concat_padded_tensors([waiting_trajectory(row["prompt_id"].index, 0)] * 2)
+        group["rewards"] = torch.tensor([0.0, 1.0]) + row["source"]
+        return group
+
+    parts = [Rows(ListRows([{"source": part, "row": row} for row in range(3)]), checksum=part) for part in range(2)]
+    loader = PromptLoader(Mixture(parts, None, 1, ["first", "second"]), 2, shuffle=False)
+    engine, workflow = start(consumer_batch_size=2, max_head_offpolicyness=0), WaitingWorkflow(act)
+    expected = [{"first": 0.5}, {"first": 0.5, "second": 1.5}, {"second": 1.5}, {"first": 0.5}]
+    for version, means in enumerate(expected, start=1):
+        batch = engine.executor.prepare_batch(loader, workflow)
+        assert batch["rewards"].mean() == sum(means.values()) / len(means)
+        engine.executor.run_all([loader.fetch(PromptId(0, index)) for index in (1, 5)], workflow, is_evaluation=True)
+        metrics = engine.executor.metrics()
+        assert {key: metrics[key] for key in metrics if key.startswith("reward/mean")} == {
+            f"reward/mean/{name}": mean for name, mean in means.items()
+        }
+        engine.set_version(version)
 
 
 def test_failures_long_ago_are_forgiven(start: Callable[..., IdleEngine]) -> None:
