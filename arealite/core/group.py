@@ -219,7 +219,7 @@ class WorkerGroup:
                 machines=tuple(dict.fromkeys(world.machines)),
             )
         )
-        call.watch(call.name, CallState("done", begin, time.time()))
+        call.watch(call.name, CallState("replayed" if task.num_attempts > 1 else "done", begin, time.time()))
         task.is_done = True
         if call.redo in ("never", "until_done"):
             self._forget(task)

@@ -26,6 +26,7 @@ from testing_groups import WIDE, Tally, Unreadable
 from arealite.api.errors import GroupLostError
 from arealite.core import world
 from arealite.core.batch import Column, Pieces, RemoteBatch, pack
+from arealite.core.drawing import CallState
 from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
@@ -95,8 +96,15 @@ def spec_of(name: str, logs: Path, **given: Any) -> GroupSpec:
     return GroupSpec(name, strategy="STRICT_PACK", memory=0, num_threads=1, env=env, log_folder=str(logs), **options)
 
 
-def value(group: WorkerGroup, run: str, *args: Any, redo: Redo = "in_step", **kwargs: Any) -> Any:
-    call = Call(f"{group.spec.name}.{run}", group.spec.name, run, args, kwargs, redo=redo)
+def value(
+    group: WorkerGroup,
+    run: str,
+    *args: Any,
+    redo: Redo = "in_step",
+    watch: Callable[[str, CallState], None] = lambda name, state: None,
+    **kwargs: Any,
+) -> Any:
+    call = Call(f"{group.spec.name}.{run}", group.spec.name, run, args, kwargs, redo=redo, watch=watch)
     return group.submit(call).values.result(timeout=120)[0].value
 
 
@@ -109,11 +117,13 @@ def test_what_is_done_again_gives_the_same_bits(
         expected += [value(calm, "add", 1.5), value(calm, "add", 0.25)]
         calm.begin_step(step)
     records.clear()
-    group, found = start(timeout_s=5.0), []
+    group, found, states = start(timeout_s=5.0), [], list[str]()
+    watch = lambda name, state: states.append(state.status)  # noqa: E731
     for step, fault in enumerate(("killed", "hangs", "fails"), 2):
-        found += [value(group, "add", 1.5), value(group, "add", 0.25, fault=fault)]
+        found += [value(group, "add", 1.5), value(group, "add", 0.25, fault=fault, watch=watch)]
         group.begin_step(step)
     assert found == expected and len(set(found)) == 6
+    assert states == 3 * ["running", "running", "replayed"]
     attempts = [(one.step, one.attempt) for one in records if one.call == "actor.add"]
     assert attempts == [pair for step in (1, 2, 3) for pair in ((step, 1), (step, 2), (step, 2))]
     assert (group.num_respawns, group.num_replayed) == (6, 9)  # initialize is done again as well
