@@ -1,4 +1,4 @@
-"""Drawings of a dataflow graph: a Mermaid flowchart, and an SVG in layers from left to right with the calls' states.
+"""The drawing of a dataflow graph: an SVG in layers from left to right, with the states of its calls.
 
 A call's layer is the length of the longest path to it. An edge over several layers gets a place of its own in each
 layer between, so that it passes no box. Colours are CSS variables of the page, with values of their own for a file.
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     Node = str | tuple[str, str, int]  # a call, or an edge (from, to) where it passes a layer
     Centres = dict[Node, tuple[float, float]]
 
-NUM_SHOWN_KEYS = 3
 COLUMN_GAP, ROW_GAP, BOX_WIDTH, BOX_HEIGHT, PASS_HEIGHT, MARGIN = 56, 20, 216, 74, 14, 8
 NAME_WIDTH = 8.5  # of a letter
 SIGNS = {"waiting": "○", "running": "▶", "done": "✓", "replayed": "↻"}
@@ -53,16 +52,6 @@ class CallState:
 
 
 WAITING = CallState()
-
-
-def mermaid(graph: DataFlowGraph) -> str:
-    """Return the text of a flowchart; edges that a longer path implies are left out."""
-    lines = ["flowchart LR"]
-    lines += [f'    {call.name}["{call.name}<br>{call.role}, {call.interface}"]' for call in graph.order()]
-    for before, name, keys in graph.edges():
-        shown = ", ".join(keys[:NUM_SHOWN_KEYS]) + (f" + {len(keys) - NUM_SHOWN_KEYS}" * (len(keys) > NUM_SHOWN_KEYS))
-        lines.append(f'    {before} -- "{shown}" --> {name}' if keys else f"    {before} -.-> {name}")
-    return "\n".join(lines) + "\n"
 
 
 def svg(graph: DataFlowGraph, states: Mapping[str, CallState] | None) -> str:
@@ -157,12 +146,10 @@ def _box(call: ModelFunctionCall, state: CallState | None, x: float, y: float, w
 
 
 def _words(state: CallState) -> str:
-    if state.status == "waiting":
+    if state.begin is None:
         return "waiting"
-    assert state.begin is not None, state
-    if state.status == "running":
+    if state.end is None:
         return f"running since {clock(state.begin)}"
-    assert state.end is not None, state
     return f"{state.status} in {state.end - state.begin:.1f} s"
 
 

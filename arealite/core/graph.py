@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,26 +160,23 @@ class DataFlowGraph:
     def order(self) -> list[ModelFunctionCall]:
         """Return the calls such that each follows all that it needs, as declared among equals."""
         place = {call.name: number for number, call in enumerate(self.calls)}
-        open_needs = {name: set(needed) for name, needed in self.needs.items()}
-        ready = [place[name] for name, needed in open_needs.items() if not needed]
-        ordered = []
-        while ready:
+        sorter, ready, ordered = TopologicalSorter(self.needs), list[int](), list[ModelFunctionCall]()
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            got = self._cycle(error.args[1])
+            raise ConfigError(f"calls must not wait for each other: got {got}. Remove one of them.") from None
+        while sorter.is_active():
+            for name in sorter.get_ready():
+                heapq.heappush(ready, place[name])
             ordered.append(self.calls[heapq.heappop(ready)])
-            for name, needed in open_needs.items():
-                if ordered[-1].name in needed:
-                    needed.remove(ordered[-1].name)
-                    if not needed:
-                        heapq.heappush(ready, place[name])
-        if len(ordered) < len(self.calls):
-            raise ConfigError(f"calls must not wait for each other: got {self._cycle(open_needs)}. Remove one of them.")
+            sorter.done(ordered[-1].name)
         return ordered
 
-    def _cycle(self, open_needs: Mapping[str, Collection[str]]) -> str:
-        """Return the path of a cycle, in the direction of the data: what is never ready needs another such call."""
-        path = [next(name for name, needed in open_needs.items() if needed)]
-        while path[-1] not in path[:-1]:
-            path.append(next(name for name in self.needs[path[-1]] if name in open_needs[path[-1]]))
-        path = path[path.index(path[-1]) :][::-1]
+    def _cycle(self, path: Sequence[str]) -> str:
+        """Spell the path of a cycle with the keys that pass, from the call that is declared first."""
+        first = next(path.index(name) for name in self.named if name in path)
+        path = [*path[first:-1], *path[:first], path[first]]
         steps = [
             f" -({', '.join(self.needs[name][before]) or 'after'})-> {name}"
             for before, name in itertools.pairwise(path)
@@ -193,10 +191,6 @@ class DataFlowGraph:
             for before, keys in needed.items()
             if not any(before in self.ancestors[other] for other in needed)
         ]
-
-    def to_mermaid(self) -> str:
-        """Return the text of a Mermaid flowchart."""
-        return drawing.mermaid(self)
 
     def to_svg(self, states: Mapping[str, CallState] | None = None) -> str:
         """Return an `<svg>` from left to right; None shows no states, and a call without one waits."""

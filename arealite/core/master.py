@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
@@ -22,7 +22,7 @@ from arealite.core.drawing import CallState
 from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.core.group import Reply
 from arealite.core.names import named
-from arealite.core.page import Group, Progress, write_page
+from arealite.core.page import Progress, write_page
 from arealite.core.records import CallLog, CallRecord, idle_share, overlap
 from arealite.core.sources import Episodes, MakeWorkflow, Rows
 from arealite.core.workers import Workers
@@ -82,7 +82,7 @@ class Master:
         cleanup.enter_context(stats)
         cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
         self._log = CallLog(RunFolder(config).calls, start_step=start_step)
-        cleanup.enter_context(_Page(self))
+        cleanup.enter_context(_page_of(self))
 
         self._step = max(start_step - 1, 0)
         source.publish(actor, start_step)
@@ -203,10 +203,7 @@ class Master:
             graph=self.graph,
             step=self._step,
             states=dict(self._states),
-            groups=[
-                Group(one.spec.name, self.workers.roles_of(one), one.spec.num_ranks, tuple(dict.fromkeys(one.machines)))
-                for one in self.workers.groups
-            ],
+            machines=self.workers.machines(),
             calls=self._last_calls,
             incidents=self.workers.incidents,
             is_finished=is_finished,
@@ -227,26 +224,23 @@ def _calls_ahead(config: BaseExperimentConfig, graph: DataFlowGraph) -> list[Mod
     return calls
 
 
-class _Page:
-    """Keeps `graph.html` up to date from a thread of its own, while a run lasts."""
+@contextmanager
+def _page_of(master: Master) -> Iterator[None]:
+    """Keep `graph.html` up to date from a thread of its own, while a run lasts."""
+    is_over = threading.Event()
 
-    def __init__(self, master: Master) -> None:
-        self._master = master
-        self._run = RunFolder(master.config)
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._keep_writing, name="arealite-page", daemon=True)
+    def write(*, is_finished: bool) -> None:
+        write_page(RunFolder(master.config), master.progress(is_finished=is_finished), now=time.time())
 
-    def __enter__(self) -> None:
-        self._thread.start()
+    def keep_writing() -> None:
+        while not is_over.wait(_PAGE_S):
+            write(is_finished=False)
 
-    def __exit__(self, *error: object) -> None:
-        self._is_over.set()
-        self._thread.join(_PAGE_S)
-        self._write(is_finished=True)
-
-    def _keep_writing(self) -> None:
-        while not self._is_over.wait(_PAGE_S):
-            self._write(is_finished=False)
-
-    def _write(self, *, is_finished: bool) -> None:
-        write_page(self._run, self._master.progress(is_finished=is_finished), now=time.time())
+    thread = threading.Thread(target=keep_writing, name="arealite-page", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(_PAGE_S)
+        write(is_finished=True)

@@ -15,6 +15,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.core.drawing import CallState, clock
 from arealite.core.graph import DataFlowGraph
 from arealite.core.records import CallRecord, idle_share, overlap
+from arealite.launcher.plan.layout import Group
 from arealite.utils.files import write_atomically
 
 RELOAD_S = 2
@@ -39,16 +40,6 @@ _CSS = """
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group of workers, as the page shows it."""
-
-    name: str
-    roles: tuple[str, ...]
-    num_ranks: int
-    machines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Incident:
     """What went wrong, and what was done about it; `time` in unix seconds."""
 
@@ -64,7 +55,8 @@ class Progress:
     step: int
     """The step that runs, or ran last."""
     states: Mapping[str, CallState]
-    groups: Sequence[Group]
+    machines: Mapping[Group, Sequence[str]]
+    """By group of workers, the nodes of its ranks."""
     calls: Sequence[CallRecord]
     """Those of the last finished step."""
     incidents: Sequence[Incident]
@@ -138,10 +130,9 @@ def _cards(progress: Progress) -> str:
 
 def _groups(progress: Progress) -> str:
     rows = [("group", "roles", "ranks", "machines", "idle in the last step")]
-    for group in progress.groups:
+    for group, machines in progress.machines.items():
         idle = f"{idle_share(progress.calls, group.name, *_span(progress.calls)):.0%}" if progress.calls else ""
-        names = ", ".join(group.roles), str(group.num_ranks), ", ".join(group.machines)
-        rows.append((group.name, *names, idle))
+        rows.append((group.name, ", ".join(group.roles), str(group.num_ranks), ", ".join(machines), idle))
     return _table(rows, kind="groups")
 
 

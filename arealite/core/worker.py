@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
@@ -35,8 +36,7 @@ class RankCall:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     pieces: tuple[Mapping[str, str], ...] = ()
-    """For each piece of a part: the keys of the piece by their names in the batch."""
-    has_batch: bool = False
+    """For each piece of a part: the keys of the piece by their names in the batch; none is a call without a batch."""
     output: str | None = None
     """What the tensor that the call returns is called."""
 
@@ -95,17 +95,16 @@ class Worker:
 
         def act_on(call: RankCall) -> Outcome:
             engine = self._engines[call.role]
-            run = getattr(engine, call.run) if isinstance(call.run, str) else _bound(call.run, engine)
-            args = tuple(self._engines[one.role] if isinstance(one, RoleName) else one for one in call.args)
+            run = getattr(engine, call.run) if isinstance(call.run, str) else functools.partial(call.run, engine)
             kwargs = {
                 key: self._engines[one.role] if isinstance(one, RoleName) else one for key, one in call.kwargs.items()
             }
-            if not call.has_batch:
-                return Outcome(run(*args, **kwargs))
+            if not call.pieces:
+                return Outcome(run(*call.args, **kwargs))
             parts = _restored(call.pieces, pieces)
             batch = join(parts)
             before = dict(batch.items())
-            value = run(batch, *args, **kwargs)
+            value = run(batch, *call.args, **kwargs)
             if isinstance(value, torch.Tensor):
                 if call.output is None:
                     name = call.run if isinstance(call.run, str) else call.run.__name__
@@ -145,13 +144,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class RoleName:
-    """Stands, among the arguments of a call, for the engine of another role of the group."""
+    """Stands, among the keyword arguments of a call, for the engine of another role of the group."""
 
     role: str
-
-
-def _bound(function: Callable[..., Any], engine: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(engine, *args, **kwargs)
 
 
 def _restored(layout: Sequence[Mapping[str, str]], pieces: Sequence[Piece]) -> list[TensorDict]:

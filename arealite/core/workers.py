@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import ray
@@ -98,9 +97,7 @@ class Workers:
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(folder.secret)
         ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # of another run in this process
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for group in self.groups:
             group.close()
         leave_default_group()
@@ -156,9 +153,10 @@ class Workers:
         )
         return RolloutWorkers(num, start, max_restarts=self._limits.restarts, note_incident=self._note_incident)
 
-    def roles_of(self, group: WorkerGroup) -> tuple[str, ...]:
-        """Return the roles that a group has."""
-        return next(tuple(one.roles) for one in self._layout if one.name == group.spec.name)
+    def machines(self) -> dict[Group, list[str]]:
+        """Return the nodes of each group that runs."""
+        running = {one: self._groups[one.name] for one in self._layout if one.name in self._groups}
+        return {one: list(dict.fromkeys(group.machines)) for one, group in running.items()}
 
     def take_records(self) -> list[CallRecord]:
         """Return the records of calls that have ended since the last time."""

@@ -34,7 +34,7 @@ PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to st
 _LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on which they agree
 _LOOK_S = 0.5  # between looks at the ranks that are left when one has ended
 _DEATH_S = 15.0  # in which Ray, on a busy node, notices the death that made another rank fail
-AT_START = ("PYTHON", "PYTORCH", "TORCH")  # variables that a process must start with; Ray writes these to its logs
+_AT_START = ("OMP_NUM_THREADS", "PYTHON", "PYTORCH", "TORCH")  # begin variables that a process must start with
 
 
 Redo = Literal["never", "until_done", "in_step", "always"]
@@ -113,6 +113,16 @@ def _bundle(spec: GroupSpec) -> dict[str, float]:
     return {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
 
 
+def actor_of(kind: type, env: Mapping[str, str], **options: Any) -> tuple[Any, dict[str, str]]:
+    """Return a class of actors that Ray never starts again, and the variables that they must set themselves.
+
+    Ray writes those that they start with to its logs, where secrets must not be.
+    """
+    at_start = {name: value for name, value in env.items() if name.startswith(_AT_START)}
+    options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": {"env_vars": at_start}}
+    return ray.remote(kind).options(**options), {name: env[name] for name in env.keys() - at_start.keys()}
+
+
 class World:
     """The actors of one life of a group. Its methods raise LossError once it is lost."""
 
@@ -123,20 +133,15 @@ class World:
 
     def _spawn(self, rank: int, placement: Any) -> Any:
         spec, bundle = self.spec, _bundle(self.spec)
-        options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "memory": bundle.get("memory")}
-        at_start = {name: value for name, value in spec.env.items() if name.startswith(AT_START)}
-        others = {name: value for name, value in spec.env.items() if name not in at_start}
-        return (
-            ray.remote(Worker)
-            .options(
-                **options,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
-                max_restarts=0,
-                max_task_retries=0,
-                runtime_env={"env_vars": at_start | {"OMP_NUM_THREADS": str(spec.num_threads)}},
-            )
-            .remote(f"{spec.name}-{rank}", spec.log(rank), spec.num_threads, others)
+        actor, others = actor_of(
+            Worker,
+            {**spec.env, "OMP_NUM_THREADS": str(spec.num_threads)},
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            memory=bundle.get("memory"),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
         )
+        return actor.remote(f"{spec.name}-{rank}", spec.log(rank), spec.num_threads, others)
 
     def meet(self) -> None:
         """Let the workers take the places of ranks."""
@@ -186,7 +191,7 @@ class World:
         agree is raised as it is.
         """
         told = cloudpickle.dumps(
-            RankCall(call.role, call.run, call.args, call.kwargs, tuple(layout), call.batch is not None, call.output)
+            RankCall(call.role, call.run, call.args, call.kwargs, pieces=tuple(layout), output=call.output)
         )
         owners = [part * self.spec.num_ranks // max(call.num_parts, 1) for part in range(call.num_parts)]
         first: list[Any] = []

@@ -10,8 +10,9 @@ from testing_graphs import PPO, ppo
 
 from arealite.api.run_folder import RunFolder
 from arealite.core.graph import CallState
-from arealite.core.page import Group, Incident, Progress, render, write_page
+from arealite.core.page import Incident, Progress, render, write_page
 from arealite.core.records import CallRecord
+from arealite.launcher.plan.layout import Group
 
 START = 1_760_000_000.0  # 2025-10-09 08:53:20 UTC
 
@@ -48,12 +49,12 @@ def progress() -> Progress:
         "actor_inf": CallState("running", START + 55.2),
         "critic_inf": CallState("replayed", START + 55.2, START + 56.4),
     }
-    groups = [
-        Group("actor", ("actor",), 4, ("gpu-05", "gpu-06")),
-        Group("critic", ("critic", "ref"), 2, ("gpu-07",)),
-    ]
+    machines = {
+        Group("actor", ("actor",), 4, "PACK", None, 1): ["gpu-05", "gpu-06"],
+        Group("critic", ("critic", "ref"), 2, "PACK", None, 1): ["gpu-07"],
+    }
     text = "rank 1 of group critic died in critic_inf on gpu-04 <signal 9>; its workers were started anew on gpu-07"
-    return Progress(ppo(), 12, states, groups, calls, [Incident(START + 19.6, text)])
+    return Progress(ppo(), 12, states, machines, calls, [Incident(START + 19.6, text)])
 
 
 def run_folder(tmp_path: Path) -> RunFolder:
@@ -132,7 +133,7 @@ def test_a_finished_page_reloads_no_more(tmp_path: Path, progress: Progress) -> 
     run.path.mkdir(parents=True)
     write_page(run, progress, now=START + 57)
     assert '<meta http-equiv="refresh" content="2">' in run.graph.read_text()
-    write_page(run, Progress(ppo(), 12, {}, [], [], [], is_finished=True), now=START + 60)
+    write_page(run, Progress(ppo(), 12, {}, {}, [], [], is_finished=True), now=START + 60)
     page = run.graph.read_text()
     assert "refresh" not in page and "Step 12 was the last." in page and "None so far." in page
     assert "Timeline" not in page and page.count("○ waiting") == 7

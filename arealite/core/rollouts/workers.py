@@ -19,7 +19,7 @@ from arealite.api.errors import GroupLostError, WorkerLostError
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.batch import unpack
 from arealite.core.rollouts.worker import News, Report, RolloutWorker
-from arealite.core.world import AT_START, PLACE_S, cause_of_death
+from arealite.core.world import PLACE_S, actor_of, cause_of_death
 from arealite.inference.completions import Completions
 from arealite.inference.remote_engine import ClientView
 from arealite.rollout.episode import Episode, Outcome
@@ -211,17 +211,13 @@ def spawn(
     should_accept: ShouldAccept | None,
 ) -> Any:
     """Start a worker on any node."""
-    at_start = {key: value for key, value in env.items() if key.startswith(AT_START)}
-    others = {key: value for key, value in env.items() if key not in at_start}
-    at_start |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # with rewards' files
-    options: dict[str, Any] = {
-        "num_cpus": 0,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "max_concurrency": 2 * (config.max_concurrent_rollouts or config.consumer_batch_size) + 8,
-        "scheduling_strategy": "SPREAD",
-        "runtime_env": {"env_vars": at_start},
-    }
     log = None if log_folder is None else str(log_folder / f"{name}.log")
-    actor = ray.remote(RolloutWorker).options(**options)
+    path = os.pathsep.join(filter(None, sys.path))  # with rewards' files
+    actor, others = actor_of(
+        RolloutWorker,
+        {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        num_cpus=0,
+        max_concurrency=2 * (config.max_concurrent_rollouts or config.consumer_batch_size) + 8,
+        scheduling_strategy="SPREAD",
+    )
     return actor.remote(name, log, others, config, make_workflow, should_accept, secret)
