@@ -406,8 +406,11 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         """
         try:
             if meta.frozen is not None:  # on rank 0 alone the receiving half has decided
-                (is_partial,) = distributed.all_reduce_numbers([meta.is_partial], dist.ReduceOp.MAX, self._group)
-                meta.is_partial = bool(is_partial)
+                is_partial = meta.is_partial and dist.get_rank() == 0
+                meta.is_partial = bool(distributed.all_reduce_numbers([is_partial], group=self._group)[0])
+                assert not meta.is_partial or meta.frozen == self.frozen_weights, (
+                    "others are frozen than were announced"
+                )
             if meta.type == "disk":
                 fsdp_weights.publish_checkpoint(self.model, meta, self.dtype)
             elif meta.type == "shared":

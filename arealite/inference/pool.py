@@ -42,6 +42,7 @@ class Server:
     address: str
     facts: ServerFacts
     version: int = NO_VERSION  # of the weights that were last published to it
+    frozen: str = ""  # fingerprint of frozen weights that an update brought to it; "" once it was unreachable
     outstanding_tokens: int = 0  # tokens of the requests in flight, prompts and largest completions
     num_requests: int = 0  # sent so far
     is_reachable: bool = True
@@ -126,8 +127,9 @@ class ServerPool:
         self._notify()
 
     def mark_reachable(self, server: Server, is_reachable: bool) -> None:
-        """Record whether a server answers."""
+        """Record whether a server answers; one that does not may come back as another process."""
         server.is_reachable = is_reachable
+        server.frozen = server.frozen if is_reachable else ""
         self._notify()
 
     def back_off(self, server: Server, *, refused: bool = False) -> float:

@@ -6,10 +6,9 @@ has had every version since. A server that joins, comes back or missed a version
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakSet
 
 from arealite.api.errors import ServerError
-from arealite.api.io_struct import FrozenWeights, ParamSpec, WeightUpdateMeta
+from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.inference.backends.base import Sent
 from arealite.inference.pool import Server, ServerPool
 from arealite.utils.weight_transfer import buckets_without
@@ -37,28 +36,22 @@ class FrozenHolders:
 
     def __init__(self, servers: ServerPool) -> None:
         self._servers = servers
-        self._frozen: FrozenWeights | None = None
-        self._holders: WeakSet[Server] = WeakSet()
-        self._fingerprints: dict[str, str] = {}  # of the tensors that brought them
+        self._fingerprints: dict[str, str] = {}  # of the last update that brought them
 
     def among(self, servers: Iterable[Server], meta: WeightUpdateMeta) -> list[Server]:
         """Return the servers that need not get what is frozen in `meta`."""
-        if meta.frozen is None or meta.frozen != self._frozen:
+        if meta.frozen is None:
             return []
-        return [one for one in servers if one in self._holders and one.version == self._servers.version]
+        return [
+            one for one in servers if one.frozen == meta.frozen.fingerprint and one.version == self._servers.version
+        ]
 
     def note(self, servers: Iterable[Server], meta: WeightUpdateMeta) -> None:
         """Record that an update has reached these servers."""
-        if meta.is_partial or meta.frozen is None:
-            return
-        if meta.frozen != self._frozen:
-            self._holders.clear()
-        self._frozen, self._fingerprints = meta.frozen, dict(meta.fingerprints)
-        self._holders.update(servers)
-
-    def forget(self, server: Server) -> None:
-        """Send all weights to a server the next time."""
-        self._holders.discard(server)
+        if not meta.is_partial:
+            self._fingerprints = dict(meta.fingerprints)
+            for server in servers:
+                server.frozen = meta.frozen.fingerprint if meta.frozen else ""
 
     def buckets(self, meta: WeightUpdateMeta) -> list[list[ParamSpec]]:
         """Return what a broadcast sends."""

@@ -369,7 +369,7 @@ class WeightReceiver:
         for server, why in failures.items():
             error = update.failures.get(server)
             refused = isinstance(error, StatusError) and error.status < 500 and not update.meta.is_partial
-            self._holders.forget(server)
+            server.frozen = ""
             if self._is_unverified:
                 self._servers.mark_weights_lost(server, server.version)
             pause_s = self._servers.back_off(server, refused=refused)

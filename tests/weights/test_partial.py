@@ -95,6 +95,9 @@ def test_what_never_changes_is_sent_once(
     files = way == "disk" and 2**13  # headers of safetensors
     assert 0 <= publish(actor, rollout, first) - whole <= files
     assert 0 <= publish(actor, rollout, first) - attention <= files < whole - attention
+    rollout.servers.mark_reachable(rollout.servers.servers[0], False)
+    rollout.servers.mark_reachable(rollout.servers.servers[0], True)  # maybe as another process
+    assert 0 <= publish(actor, rollout, first) - whole <= files
     stack.enter_context(serve(second))
     rollout._require_executor().loop.run(rollout._completions.connect([second.address]))  # it joins
     assert 0 <= publish(actor, rollout, first, second) - whole <= files
