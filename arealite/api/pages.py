@@ -114,7 +114,7 @@ def more(page: str) -> list[str]:
     headings = [(number, line) for number, line in enumerate(_lines(name), start=1) if line.startswith("#")]
     for number, heading in headings:
         if not anchor or _anchor(heading) == anchor:
-            return [f"  more: {_folder() / name}:{number} ({heading.lstrip('# ')})"]
+            return [f"  more: {folder() / name}:{number} ({heading.lstrip('# ')})"]
     return []
 
 
@@ -127,13 +127,13 @@ def _anchor(heading: str) -> str:
 def _lines(name: str) -> tuple[str, ...]:
     """Return the lines of a page; those of code blocks are empty. Without the page there are none."""
     try:
-        text = (_folder() / name).read_text(encoding="utf-8")
+        text = (folder() / name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ()
     return tuple(re.sub(r"(?ms)^```.*?^```", lambda block: "\n" * block[0].count("\n"), text).splitlines())
 
 
-def _folder() -> Path:
+def folder() -> Path:
     """Return the pages that an installation carries, or the checkout's."""
     installed = _PACKAGE / "docs"
     return installed if installed.is_dir() else _PACKAGE.parent / "docs"

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from arealite.api import pages
 from arealite.api.errors import ConfigError
 from arealite.cli.trainers import examples_folder
 
@@ -73,4 +74,5 @@ def _readme(source: Path, name: str, template: str, told: dict[str, Any]) -> str
         learns=told["learns"],
         change=told["change"],
         block="model" if template == "sft" else "actor",
+        where=pages.folder().parent,
     )

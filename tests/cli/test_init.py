@@ -39,6 +39,8 @@ def test_a_template_is_whole_and_its_own(
     assert ", ".join(sorted(files)) in told and f"    cd {folder}\n" in told
     assert told.endswith("\n    python3 -m arealite.launcher.local train.py --config config.yaml\n")
     assert {*re.findall(r"^\| `(\S+)` \| \S", files["README.md"], re.M)} == files.keys() - {"README.md"}
+    (where,) = re.findall(r"`docs/` with all pages is in `([^`]*)`", files["README.md"])
+    assert all(Path(where, page).is_file() for page in re.findall(r"`(docs/[^`]+)`", files["README.md"]))
     assert "$" not in files["README.md"] and "# my.exp-1\n" in files["README.md"]
     command = "python3 -m arealite.launcher.local train.py --config config.yaml"
     assert command in files["train.py"] and command in files["README.md"]
