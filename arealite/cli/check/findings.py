@@ -77,7 +77,7 @@ class Findings:
         """Print a finding of the check that is being made."""
         self.all.append(Finding(level, text, fix))
         if level == "problem":
-            self._pages.setdefault(page_of_message(text) or PAGES[self._topic])
+            self._pages.setdefault(page_of_message(f"{text.rstrip('.')}. {fix}") or PAGES[self._topic])
         if self.is_brief and level != "ok":
             end = "" if text.endswith("?") else "."
             told = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"
