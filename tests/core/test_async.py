@@ -13,6 +13,7 @@ from testing_quickstart import write_tiny_model
 from testing_rollouts import stored_rows
 
 from arealite.core.records import overlap, read_calls
+from arealite.rollout.account.rollout_file import read_update
 from arealite.weights.log import read_weights
 
 BOUND = 2
@@ -70,6 +71,16 @@ def test_no_token_is_staler_than_the_bound(run: Path) -> None:
     ]
     assert min(staleness) == 0 and max(staleness) == BOUND
     assert max(row["staleness/max"] for row in metrics(run)) == BOUND
+
+
+def test_numbers_of_an_update_are_stored_beside_the_batch_that_it_was_of(run: Path) -> None:
+    """Also where that was handed out while the policy still trained on the one before."""
+    for step in range(STEPS):
+        samples = stored_rows(folder := run / "rollouts" / f"step_{step}")
+        updates = read_update(folder / "0.parquet", range(len(samples)))
+        for sample, update in zip(samples, updates, strict=True):
+            assert {len(values) for values in update.values()} == {len(sample["input_ids"])}
+            assert {a for a, is_trained in zip(update["advantages"], sample["loss_mask"]) if not is_trained} == {0.0}
 
 
 def test_no_prompt_is_lost_or_repeated(run: Path) -> None:
