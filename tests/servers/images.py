@@ -87,7 +87,7 @@ def _continued(engine: RemoteInferenceEngine, actor: FSDPPPOActor, batch: Tensor
     (server,) = completions.servers.servers
 
     async def complete() -> Segment:
-        connection = completions.connection(server.address, deadline_in(60.0))
+        connection = completions.connection(server.address, deadline_in(600.0))
         return await completions.backend.complete(connection, request, list(sampled), 7, ignore_eos=True)
 
     segment = engine.run(complete())
