@@ -437,6 +437,7 @@ def test_a_full_disk_is_told_before_anything_starts(launch_script, tmp_path):
     ended = subprocess.run(limited, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr
     line = rf"ConfigError: {tmp_path}/runs/exp/trial/\S+ must be writable: got OSError: .* free in {tmp_path}/.*\n"
+    line += r"  more: .*troubleshooting\.md:\d+ \(The disk is full\)\n"
     assert re.fullmatch(line, ended.stderr), ended.stderr
 
 
